@@ -29,7 +29,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _names(arguments: argparse.Namespace) -> dict[str, str]:
-    """What to convert, by folders in the destination."""
     if arguments.pair is not None:
         names = {TARGET: arguments.src, DRAFTER: arguments.pair}
         second = arguments.second_drafter

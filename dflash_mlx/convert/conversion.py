@@ -99,7 +99,6 @@ class Part:
 
     @property
     def kind(self) -> str:
-        """TARGET or DRAFTER."""
         return TARGET if self.facts.format is None else DRAFTER
 
 
@@ -237,7 +236,6 @@ def _mlx_lm_convert(source: Path, folder: Path, options: Mapping[str, Any]) -> N
 
 
 def _unpacked(file: Path, dtype: str | None, folder: Path) -> Path:
-    """A GGUF file as a folder of mlx-lm's, its packed layers as they are."""
     from mlx_lm.utils import save
 
     model, tokenizer, config = open_gguf(file, None if dtype is None else getattr(mx, dtype))

@@ -55,12 +55,10 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of the destination, about."""
         return sum(each.size for each in self.conversions.values())
 
     @property
     def download(self) -> int:
-        """Bytes still to be fetched."""
         return sum(each.part.download for each in self.conversions.values())
 
 
@@ -118,7 +116,6 @@ def convert(plan: Plan, settings: ConvertConfig) -> None:
 
 
 def _write(plan: Plan, folder: Path) -> None:
-    """Write all models of the plan into `folder`."""
     for place, conversion in plan.conversions.items():
         if place != ALONE:
             conversion.write_to(folder / place)

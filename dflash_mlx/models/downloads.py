@@ -80,7 +80,6 @@ def download_plans(config: PairConfig, everything: bool = False) -> Iterator[Dow
 
 
 def _offer(config: PairConfig, drafters: DownloadPlan) -> DownloadPlan:
-    """A target with what its drafters take."""
     try:
         return _with(drafters, config, find_names(config).parts[0])
     except DFlashError as error:

@@ -187,7 +187,6 @@ def _halves(rows: mx.array, heads: int) -> mx.array:
 
 
 def _fill(model: Any, weights: Arrays, dtype: mx.Dtype | None) -> None:
-    """Give `model` its weights, all in one floating dtype, and the packed layers they need."""
     packing = {}
     for name in (key.removesuffix(".scales") for key in weights if key.endswith(".scales")):
         words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
@@ -339,7 +338,6 @@ class _Head(GGUFReader):
 
 
 def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
-    """Where a tensor begins and ends, and its name."""
     name, shape = field.name[:80], field.parts[3].tolist()  # the fastest dimension first
     number, begin = (int(part[0]) for part in field.parts[4:])
     if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(1 <= n <= MAX_DIMENSION for n in shape):

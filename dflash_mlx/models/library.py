@@ -109,7 +109,6 @@ def available_models(here: Path) -> list[AvailableModel]:
 
 
 def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
-    """A pair of the registry that is not on this machine. here: the names of drafters that are."""
     download = stored_bytes(weights_of(entry.name, entry.billions), FEWEST_BITS)
     needs = loaded_bytes(download, FEWEST_BITS, on_cpu())
     words = f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}"
@@ -120,7 +119,6 @@ def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
 
 
 def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
-    """A target whose drafters come with it."""
     needs = 0
     with suppress(DFlashError):  # damaged: choosing it says how
         needs = needed_by(find_names(config))

@@ -154,7 +154,7 @@ class _Bench:
         known: those that are not loaded, by family, "" where that is not known. All is checked
         before weights are fetched.
         """
-        models: list[DraftModel] = []
+        models = []
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
             drafter = check_drafter(find_source(name, DRAFTER), name)
@@ -172,7 +172,6 @@ class _Bench:
 def _check_settings(
     choice: Choice, names: Names, config: PairConfig, uses: Sequence[DecodeConfig]
 ) -> None:
-    """Raise DFlashError where the drafters cannot serve the settings."""
     drafters = list(choice.drafters.values())
     families = tuple(family_of(d.format) if d.format else None for d in drafters)
     capabilities = Capabilities(families, preset=names.preset)
@@ -182,7 +181,6 @@ def _check_settings(
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
-    """Which drafters stay as they are, whatever bits were asked for."""
     return tuple(
         f"the drafter {drafter.name} is packed in {packed.bits} bits already and stays so, "
         "whatever --drafter-bits says"
@@ -202,7 +200,6 @@ def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
 
 
 def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) -> Iterator[str]:
-    """What to know about arguments of a target's chat template, a sentence each."""
     asked = config.template_arguments
     for key in unread_arguments(tokenizer, asked):
         yield f"the chat template of {name} does not read {key}, so --template changes nothing"
@@ -217,12 +214,9 @@ def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) 
 
 @dataclass
 class Choice:
-    """The drafters of a pair by the options that name them, the first one first.
+    """The drafters of a pair, the first one first."""
 
-    Those of further families are there by their family.
-    """
-
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # by option, of further families by family
     asked: set[str] = field(default_factory=set)  # so that going without is an error
     missing: str = ""  # why there is none
     drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
@@ -259,9 +253,7 @@ class Choice:
             return []
         first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
         left = [(family, name) for family, name in names.others if family not in self.drafters]
-        return left + [
-            ("", name) for o, name in first_two.items() if name and o not in self.drafters
-        ]
+        return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
 
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
@@ -294,9 +286,8 @@ def find(
 ) -> tuple[ModelFacts, Choice]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    Without `update`, as of `find_source`, a drafter that was asked for stays, whatever is wrong
-    with it. Raises DFlashError for what cannot be found, and for a drafter that cannot be used but
-    was asked for.
+    Raises DFlashError for what cannot be found, and for a drafter that cannot be used but was asked
+    for; without `update`, as of `find_source`, such a drafter stays.
     """
     choice, target = _choose(names, uses), target_facts(names, update)
 
@@ -342,7 +333,6 @@ def check_named(config: PairConfig) -> Report:
 
 
 def _on_drafters(names: Names, has_some: bool) -> Iterator[Finding]:
-    """What to know of the registry's drafters for a target."""
     if names.lineage and has_some:
         yield Finding("note", names.lineage, "name another one with --drafter")
     entry = registered(names.made_from or names.shown)
@@ -353,9 +343,8 @@ def _on_drafters(names: Names, has_some: bool) -> Iterator[Finding]:
         yield Finding("note", f"{what}program was never tried with its files", _IF_NOT)
     if entry.more:
         what = f"other drafters are known for {entry.name}: {entry.more}"
-        yield Finding(
-            "note", what, "name one with --drafter, or the family in brackets as --method"
-        )
+        step = "name one with --drafter, or the family in brackets as --method"
+        yield Finding("note", what, step)
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -381,10 +370,8 @@ def _in_words(facts: ModelFacts) -> str:
         words.append(str(facts.config.get("model_type", "")))
         last = f"context {facts.context_length}" if facts.context_length else ""
     elif facts.config is not None:
-        aux_layers = ", ".join(map(str, facts.config.aux_layers or ()))
-        last = f"blocks of {facts.config.block_size}" + f", reads layers {aux_layers}" * bool(
-            aux_layers
-        )
+        read = ", ".join(map(str, facts.config.aux_layers or ()))
+        last = f"blocks of {facts.config.block_size}" + f", reads layers {read}" * bool(read)
     if weights.tensors:
         words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
     return ", ".join(word for word in (*words, weights.quantisation, last) if word)

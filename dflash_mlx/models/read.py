@@ -38,10 +38,9 @@ _SHARE = 4  # of the vocabulary one part in so many is drafted from, unless aske
 
 
 def target_facts(names: Names, update: bool = True) -> ModelFacts:
-    """What a target is, as far as that can be had without its weights.
+    """What a target is, as far as that can be had without its weights; DFlashError for none.
 
-    Of the embedded one these are a few numbers. update: as of `find_source`. Raises DFlashError
-    where there is no such target.
+    update: as of `find_source`.
     """
     if names.model is not None and (file := gguf_file(names.model)) is not None:
         from dflash_mlx.models.gguf_target import read_config as read_gguf  # takes seconds
@@ -133,7 +132,6 @@ def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:
     at_margin = MARGIN * features[0] if features else None
 
     def fits() -> bool:
-        """Whether drafts behind features at the margin have logits that fit."""
         context = model.new_context()
         context.append(mx.zeros(_TOKENS, mx.int32), at_margin)
         return _fit([model.try_out(context)])
@@ -153,11 +151,7 @@ def _widened(
     widen: Callable[[mx.Dtype], None],
     next_step: str,
 ) -> tuple[str, ...]:
-    """What was done so that a module's numbers fit, nothing where they do.
-
-    Only float16 is cast: to what the weights were trained in. Raises DFlashError where that does
-    not help.
-    """
+    """What was done so that numbers fit: float16 is cast to what the weights were trained in."""
     if fits():
         return ()
     if (dtype := _trained_in(module)) is not None:
@@ -169,28 +163,22 @@ def _widened(
 
 
 def _pass(target: Target, aux_layers: tuple[int, ...]) -> list[mx.array]:
-    """Logits and features of tokens from all over the vocabulary.
-
-    Some families give certain tokens -inf whatever the input is; here those have 0.
-    """
+    """Logits and features of tokens from all over the vocabulary."""
     vocabulary = target.forward(mx.zeros(1, mx.int32), target.new_cache(), Block(1))[0].shape[1]
     tokens = mx.arange(_TOKENS) * vocabulary // _TOKENS
     logits, features = target.forward(tokens, target.new_cache(), Block(_TOKENS), aux_layers)
+    # some families give certain tokens -inf whatever the input is
     logits = mx.where((logits == -mx.inf).all(axis=0), 0, logits)
     return [logits] if features is None else [logits, features]
 
 
 def _fit(arrays: Sequence[mx.array]) -> bool:
-    """Whether all numbers are finite and the largest has some way to go."""
     largest = [mx.abs(a).max() <= mx.finfo(a.dtype).max / MARGIN for a in arrays]
     return all(fits.item() for fits in largest)
 
 
 def _trained_in(module: nn.Module) -> mx.Dtype | None:
-    """Bfloat16, where float16 weights look like they were that before; else float32.
-
-    None where none is float16.
-    """
+    """Bfloat16, where float16 weights look like they were that before; else float32, or None."""
     weights: list[tuple[str, mx.array]] = tree_flatten(module.parameters())  # type: ignore[assignment]
     floats = [array for _, array in weights if array.dtype == mx.float16]
     if not floats:

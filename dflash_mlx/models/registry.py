@@ -46,13 +46,11 @@ class Entry:
 
     @property
     def more(self) -> str:
-        """Its target's other drafters in words, "" where none are known."""
         others = (f"{name} ({family})" for family, name in self.others)
         return ", ".join((*others, *self.alternatives))
 
     @property
     def preset(self) -> Preset:
-        """How the pair is best used."""
         return Preset(self.method, self.template)
 
 

@@ -87,7 +87,6 @@ class Source:
 
     @property
     def here(self) -> Path:
-        """The folder, once it was fetched."""
         assert self.folder is not None
         return self.folder
 
@@ -154,7 +153,6 @@ class Source:
             raise self._refused(error) from None
 
     def missing(self) -> int:
-        """Bytes that `fetch` would download; DFlashError where the hub does not say."""
         return sum(self.to_come().values())
 
     def to_come(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_mlx.convert import __main__, conversion, plan, writing
+from dflash_mlx.convert import conversion, plan, writing
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.writing import staged
 from dflash_mlx.core.errors import DFlashError
@@ -49,8 +49,7 @@ def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None
 
 # What is called at each stage of a conversion, and how often it may have been before
 STAGES: dict[str, tuple[Any, str, int]] = {
-    "planning": (__main__, "make_plan", 0),
-    "the folder is made": (writing.Path, "mkdir", 2),  # after two scratch folders
+    "the folder is made": (writing.Path, "mkdir", 0),
     "the target": (conversion, "_mlx_lm_convert", 0),
     "the target's tokenizer is copied": (conversion.shutil, "copyfile", 0),
     "the drafter's weights": (conversion.mx, "save_safetensors", 1),
@@ -61,29 +60,24 @@ STAGES: dict[str, tuple[Any, str, int]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_interruption_leaves_no_destination(pair, tmp_path, monkeypatch, stage):
-    with monkeypatch.context() as patch:
-        fail_at(patch, stage, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            main(pair)
-    assert nothing_is_left(tmp_path)
-    (tmp_path / "dst").mkdir()  # an empty folder may be the destination
+def test_an_interruption_and_a_full_disk_leave_no_destination(pair, tmp_path, monkeypatch, stage):
+    for error, expected in ((KeyboardInterrupt(), KeyboardInterrupt), (FULL, DFlashError)):
+        with monkeypatch.context() as patch:
+            fail_at(patch, stage, error)
+            said = rf"dst .*\({FULL.strerror}\)" if error is FULL else None
+            with pytest.raises(expected, match=said):
+                main(pair)
+        assert nothing_is_left(tmp_path)
+
+
+def test_an_empty_folder_may_be_the_destination_and_what_was_killed_is_removed(pair, tmp_path):
+    (tmp_path / "dst").mkdir()
     killed = tmp_path / ".dst.partial" / "target"
     killed.mkdir(parents=True)
     (killed / "left behind").touch()
     main(pair)
     assert read_pair(tmp_path / "dst") and not killed.exists()
     assert not (tmp_path / "dst" / "target" / "left behind").exists()
-
-
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "planning"])
-def test_what_cannot_be_written_is_one_sentence_and_leaves_no_destination(
-    pair, tmp_path, monkeypatch, stage
-):
-    fail_at(monkeypatch, stage, FULL)
-    with pytest.raises(DFlashError, match=rf"dst .*\({FULL.strerror}\)"):
-        main(pair)
-    assert nothing_is_left(tmp_path)
 
 
 def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alone(tmp_path):
@@ -103,12 +97,12 @@ def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alo
 # What is refused before anything is written
 
 
-@pytest.mark.parametrize("check", [[], ["--check"]])
-def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path, check):
+def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path):
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "precious").write_text("data")
-    with pytest.raises(DFlashError, match="dst .* precious"):
-        main([*pair, *check])
+    for check in ([], ["--check"]):
+        with pytest.raises(DFlashError, match="dst .* precious"):
+            main([*pair, *check])
     assert (tmp_path / "dst" / "precious").read_text() == "data"
 
 

@@ -102,6 +102,13 @@ def test_targets_that_verify_chains_only_say_so_in_a_note(tmp_path, family, word
     assert [word in note for note in notes] == [True] * bool(word)
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "afm7", "plamo3"])
+def test_what_passes_the_doctor_loads(tmp_path, family):
+    folder = str(write_model(tmp_path, make_model(family), **FAMILIES[family]))
+    assert not check_named(PairConfig(folder)).errors
+    assert load(folder).target.name == folder
+
+
 # Numbers that do not fit
 
 
