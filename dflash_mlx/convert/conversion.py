@@ -94,8 +94,7 @@ class Part:
     name: str
     path: Path  # its folder, or its GGUF file
     facts: ModelFacts
-    has_weights: bool = True  # False where the folder has only headers of weight files
-    download: int = 0  # bytes still to be fetched
+    download: int = 0  # bytes still to be fetched; the folder has only heads of weight files then
 
     @property
     def kind(self) -> str:
@@ -140,7 +139,7 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
         raise DFlashError(what, "leave the bits out, or convert the drafter that it was made from")
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
-    weights, config = facts.format.read_drafter(part.path, part.has_weights).converted(*form)
+    weights, config = facts.format.read_drafter(part.path, not part.download).converted(*form)
     floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
     config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
     words, _ = quantisation(config)
@@ -169,7 +168,7 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
     if files and not any(fnmatch(file, kind) for file in files for kind in _TOKENIZERS):
         what = f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})"
         raise DFlashError(what, "choose a complete model folder")
-    if files and part.has_weights:
+    if files and not part.download:
         with loading(part.name):
             load_tokenizer(part.path, {"trust_remote_code": False}, config.get("eos_token_id"))
     stored, _ = quantisation(config)

@@ -108,7 +108,7 @@ def check_spaces(plan: Plan) -> None:
 
 def convert(plan: Plan, settings: ConvertConfig) -> None:
     """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
-    if not all(each.part.has_weights for each in plan.conversions.values()):
+    if plan.download:
         parts = {place: _fetch(each.part) for place, each in plan.conversions.items()}
         plan = _plan(plan.destination, parts, settings)
     with staged(plan.destination) as folder:
@@ -162,7 +162,7 @@ def open_part(name: str, scratch: Path) -> Part:
         return Part(name, source.folder, facts)
     if facts.format is not None:
         _write_heads(facts, source, scratch)
-    return Part(name, scratch, facts, has_weights=False, download=source.missing())
+    return Part(name, scratch, facts, source.missing())
 
 
 def _fetch(part: Part) -> Part:

@@ -24,6 +24,7 @@ from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
+from support.app_scripts import ScriptedBackend, drive, notices, until
 from support.decoding import feed
 from support.families import FAMILIES, make_model
 from support.models import write_drafter, write_model
@@ -261,3 +262,24 @@ def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monke
     assert event.pair.notes == ("it computes in float32",)
     generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
     assert "it computes in float32\n" in capsys.readouterr().err
+
+
+class Noting(ScriptedBackend):
+    """A backend whose pairs were changed when they were loaded."""
+
+    def load(self, config: PairConfig):
+        for event in super().load(config):
+            event.pair.notes = ("it computes in float32",)
+            yield event
+
+
+def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
+    async def steps(app, pilot, backend):
+        assert notices(app) == ["it computes in float32."]
+        app.pair_config = PairConfig(kv_bits=4, draft_window=64, kernels="off")
+        given = replace(app.pair_config, model="owner/other", drafter="owner/drafter")
+        app.load(PairConfig("owner/other", "owner/drafter"))
+        await until(lambda: app.pair.target.name == "owner/other", pilot)
+        assert backend.loaded[-1] == given
+
+    drive(steps, tmp_path, Noting())
