@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
@@ -24,7 +25,6 @@ from dflash_mlx.client import (
 from dflash_mlx.models import library, memory
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
 from dflash_mlx.models.library import being_written, find_entries
-from dflash_mlx.models.memory import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names, write_pair
 from dflash_mlx.models.registry import entries
 from dflash_mlx.models.source import Source
@@ -46,30 +46,6 @@ def folders(tmp_path_factory):
 
 
 # Sizes
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "bits"),
-    [
-        ("Qwen/Qwen3-4B", 4e9, 16),
-        ("mlx-community/Qwen3-4B-4bit", 4e9, 4),
-        ("someone/Qwen3-8B-MLX-8-bit", 8e9, 8),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, 16),
-        ("moonshotai/Kimi-K2.5", 0, 16),
-        ("./gemma-4-12B-it-float32/", 12e9, 32),
-    ],
-)
-def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):
-    assert (weights_of(name), bits_of(name)) == (weights, bits)
-    assert weights_of(name, 1000) == 1e12, "what is said goes before"
-
-
-def test_weights_take_their_bits_and_scales_on_disk_and_32_bits_on_a_cpu():
-    assert all(weights_of(entry.name, entry.billions) > 1e8 for entry in entries())
-    assert (stored_bytes(8e9, 4), stored_bytes(8e9, 16)) == (4_500_000_000, 16_000_000_000)
-    assert loaded_bytes(16e9, 16, on_cpu=False) == pytest.approx(1.15 * 16e9)
-    four, sixteen = loaded_bytes(4.5e9, 4, on_cpu=True), loaded_bytes(16e9, 16, on_cpu=True)
-    assert four == pytest.approx(sixteen) == pytest.approx(1.15 * 32e9)
 
 
 def needed(folder: Path | str) -> int:
@@ -418,11 +394,7 @@ def test_a_link_to_a_pair_goes_and_the_pair_stays(here, cache, tmp_path):
 
 def test_what_cannot_be_removed_is_named(cache, here, monkeypatch):
     (found,) = [each for each in cache_entries(here, cache) if each.kind == "kernels"]
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(DFlashError, match="Permission denied") as failure:
         remove_entry(found)
     assert str(found.path) in failure.value.what

@@ -21,6 +21,7 @@ from dflash_mlx.engine.pair import Capabilities, Preset
 from dflash_mlx.models import registry
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.memory import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
@@ -134,6 +135,30 @@ def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
 def test_names_that_are_folders_or_close_to_a_target(name, target):
     found = registered(name)
     assert (found and found.name) == target
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "bits"),
+    [
+        ("Qwen/Qwen3-4B", 4e9, 16),
+        ("mlx-community/Qwen3-4B-4bit", 4e9, 4),
+        ("someone/Qwen3-8B-MLX-8-bit", 8e9, 8),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, 16),
+        ("moonshotai/Kimi-K2.5", 0, 16),
+        ("./gemma-4-12B-it-float32/", 12e9, 32),
+    ],
+)
+def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):
+    assert (weights_of(name), bits_of(name)) == (weights, bits)
+    assert weights_of(name, 1000) == 1e12, "what is said goes before"
+
+
+def test_weights_take_their_bits_and_scales_on_disk_and_32_bits_on_a_cpu():
+    assert all(weights_of(entry.name, entry.billions) > 1e8 for entry in entries())
+    assert (stored_bytes(8e9, 4), stored_bytes(8e9, 16)) == (4_500_000_000, 16_000_000_000)
+    assert loaded_bytes(16e9, 16, on_cpu=False) == pytest.approx(1.15 * 16e9)
+    four, sixteen = loaded_bytes(4.5e9, 4, on_cpu=True), loaded_bytes(16e9, 16, on_cpu=True)
+    assert four == pytest.approx(sixteen) == pytest.approx(1.15 * 32e9)
 
 
 # From names to parts
