@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.convert import conversion, plan, writing
+from dflash_mlx.convert import conversion, plan
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.conversion import ConvertConfig
-from dflash_mlx.convert.writing import staged
+from dflash_mlx.convert.plan import staged
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.names import read_pair
 from support.converted import config, convert, tensors
@@ -190,13 +190,13 @@ def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None
 
 # What is called at each stage of a conversion, and how often it may have been before
 STAGES: dict[str, tuple[Any, str, int]] = {
-    "the folder is made": (writing.Path, "mkdir", 0),
+    "the folder is made": (plan.Path, "mkdir", 0),
     "the target": (conversion, "_mlx_lm_convert", 0),
     "the target's tokenizer is copied": (conversion.shutil, "copyfile", 0),
     "the drafter's weights": (conversion.mx, "save_safetensors", 1),
     "pair.json": (plan, "write_pair", 0),
-    "the files are synced": (writing.os, "fsync", 5),
-    "the folder takes its place": (writing.os, "rename", 0),
+    "the files are synced": (plan.os, "fsync", 5),
+    "the folder takes its place": (plan.os, "rename", 0),
 }
 
 
