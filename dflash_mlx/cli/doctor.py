@@ -25,7 +25,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.report import check_named, lines
+from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts

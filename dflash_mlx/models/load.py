@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Collector, Finding
 from dflash_mlx.drafters.formats import aux_layers_of
 from dflash_mlx.drafters.methods import (
     check_uses,
@@ -25,23 +25,32 @@ from dflash_mlx.drafters.methods import (
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
     ModelFacts,
+    Report,
+    check_built,
     check_drafter,
     check_pair,
     fetched,
 )
-from dflash_mlx.models.lineage import inherited
-from dflash_mlx.models.names import (
-    Names,
-    find_names,
-    find_source,
-    target_names,
+from dflash_mlx.models.names import Names, find_names, find_source, inherited, target_names
+from dflash_mlx.models.read import (
+    WHOLE,
+    TargetReader,
+    draft_size,
+    fit_drafter,
+    fit_target,
+    likely_tokens,
+    read_target,
+    target_facts,
+    unread_arguments,
 )
-from dflash_mlx.models.numeric_range import fit_drafter, fit_target
-from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER
-from dflash_mlx.models.targets import WHOLE, TargetReader, read_target, target_facts
-from dflash_mlx.models.tokens import draft_size, likely_tokens, unread_arguments
+from dflash_mlx.models.registry import registered
+from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.model import Target
 from kernels_metal.dispatch import Mode
+
+_LEFT_OUT = "name another one with --drafter, or use the pair as it is"
+_IF_NOT = "drafts are checked, so answers are right; if few are accepted, name another --drafter"
 
 
 def load(model: str | None = None, drafter: str | None = None) -> Pair:
@@ -69,7 +78,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     facts.raise_first()
     reader.check(facts)
     _check_settings(choice, names, config, uses)
-    choice.each(fetched)  # the smaller ones first
+    choice.each(lambda option: fetched(choice.drafters[option]))  # the smaller ones first
     facts = fetched(facts)
     target, tokenizer = reader.read(facts, config)
     target.kv_bits = config.kv_bits
@@ -92,8 +101,18 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
         tuple(notes),
         dict(names.preset.template) | config.template_arguments,
         partial(bench.read_family, left),
-        tuple(name for name in (*(d.name for d in drafters), *(name for _, name in left))),
+        (*(d.name for d in drafters), *(name for _, name in left)),
     )
+
+
+def load_target(name: str | None = None) -> Pair:
+    """A target alone, the default one without a name; raises as `load` does.
+
+    Its kernels are off: they have no gradients, and batch work has more rows than they take.
+    """
+    facts = target_facts(target_names(name))
+    facts.raise_first()
+    return Pair(*read_target(fetched(facts)))
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,12 @@ class _Bench:
             folder = drafter.source.here
             model = drafter.format.load(folder, drafter.config, self.target, self.config)
             notes += fit_drafter(model, self.target)
-            self._limit(model, drafter, folder)
+            tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
+            try:
+                model.limit_vocabulary(self.target, tokens, _draft_size(self.config, drafter))
+            except DFlashError:  # the target has no such head, which matters only if asked for
+                if self.config.draft_vocabulary is not None:
+                    raise
             models.append(model)
         return models, notes
 
@@ -130,7 +154,7 @@ class _Bench:
         known: those that are not loaded, by family, "" where that is not known. All is checked
         before weights are fetched.
         """
-        models: list[DraftModel] = []
+        models = []
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
             drafter = check_drafter(find_source(name, DRAFTER), name)
@@ -144,20 +168,10 @@ class _Bench:
             models += self.read([drafter])[0]
         return models
 
-    def _limit(self, model: DraftModel, drafter: ModelFacts, folder: Path) -> None:
-        """Let it draft only so many tokens; where the target has no such head, only if asked to."""
-        tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
-        try:
-            model.limit_vocabulary(self.target, tokens, _draft_size(self.config, drafter))
-        except DFlashError:
-            if self.config.draft_vocabulary is not None:
-                raise
-
 
 def _check_settings(
     choice: Choice, names: Names, config: PairConfig, uses: Sequence[DecodeConfig]
 ) -> None:
-    """Raise DFlashError where the drafters cannot serve the settings."""
     drafters = list(choice.drafters.values())
     families = tuple(family_of(d.format) if d.format else None for d in drafters)
     capabilities = Capabilities(families, preset=names.preset)
@@ -167,7 +181,6 @@ def _check_settings(
 
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
-    """Which drafters stay as they are, whatever bits were asked for."""
     return tuple(
         f"the drafter {drafter.name} is packed in {packed.bits} bits already and stays so, "
         "whatever --drafter-bits says"
@@ -187,7 +200,6 @@ def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
 
 
 def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) -> Iterator[str]:
-    """What to know about arguments of a target's chat template, a sentence each."""
     asked = config.template_arguments
     for key in unread_arguments(tokenizer, asked):
         yield f"the chat template of {name} does not read {key}, so --template changes nothing"
@@ -197,43 +209,43 @@ def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) 
             yield f"{said}, so answers begin that way; --template {key}=... changes it"
 
 
-def load_target(name: str | None = None) -> Pair:
-    """A target alone, the default one without a name; raises as `load` does.
-
-    Its kernels are off: they have no gradients, and batch work has more rows than they take.
-    """
-    facts = target_facts(target_names(name))
-    facts.raise_first()
-    return Pair(*read_target(fetched(facts)))
+# Which drafters
 
 
 @dataclass
 class Choice:
-    """The drafters of a pair by the options that name them, the first one first.
+    """The drafters of a pair, the first one first."""
 
-    Those of further families are there by their family.
-    """
-
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # by option, of further families by family
     asked: set[str] = field(default_factory=set)  # so that going without is an error
     missing: str = ""  # why there is none
     drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
     notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
 
-    def find(self, update: bool) -> None:
-        """Look for those that are named; DFlashError for one that was asked for."""
-        for option, name in self.names.items():
-            if option != SECOND_DRAFTER or DRAFTER in self.drafters:
-                place = option if option == SECOND_DRAFTER else DRAFTER
-                with self._without(option):
-                    self.drafters[option] = check_drafter(find_source(name, place, update), name)
+    def each(self, read: Callable[[str], ModelFacts]) -> None:
+        """Put what `read` tells in every drafter's place; DFlashError for one that was asked for.
 
-    def each(self, read: Callable[[ModelFacts], ModelFacts], without: Collection[str] = ()) -> None:
-        """Put what `read` tells in their place, not of options `without`; raises as `find` does."""
-        for option, drafter in list(self.drafters.items()):
-            if option in self.drafters and option not in without:
-                with self._without(option):
-                    self.drafters[option] = read(drafter)
+        One that is refused and nobody asked for is left out, without a first one the second, too.
+        """
+        for option in list(self.names):
+            try:
+                if option in self.names:
+                    self.drafters[option] = read(option)
+            except DFlashError as error:
+                if option in self.asked:
+                    raise
+                self._leave_out(option, error.what)
+
+    def _leave_out(self, option: str, why: str) -> None:
+        self.drafters.pop(option, None)
+        name = f"the {option.replace('-', ' ')} {self.names.pop(option)}"
+        reason = f"{name} cannot be used ({why})"
+        if option == DRAFTER:
+            for options in (self.names, self.drafters):
+                options.pop(SECOND_DRAFTER, None)
+            self.missing = reason
+        else:
+            self.notes = [f"{reason}, so the first one drafts alone"]
 
     def left(self, names: Names) -> list[tuple[str, str]]:
         """Known drafters that are not loaded, by family, "" where that is not known yet."""
@@ -241,26 +253,7 @@ class Choice:
             return []
         first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
         left = [(family, name) for family, name in names.others if family not in self.drafters]
-        return left + [
-            ("", name) for o, name in first_two.items() if name and o not in self.drafters
-        ]
-
-    @contextmanager
-    def _without(self, option: str) -> Iterator[None]:
-        """Leave a drafter out that is refused and nobody asked for; without a first no second."""
-        try:
-            yield
-        except DFlashError as error:
-            if option in self.asked:
-                raise
-            self.drafters.pop(option, None)
-            reason = f"the {option.replace('-', ' ')} {self.names[option]} cannot be used"
-            reason += f" ({error.what})"
-            if option == DRAFTER:
-                self.drafters.pop(SECOND_DRAFTER, None)
-                self.missing = reason
-            else:
-                self.notes = [f"{reason}, so the first one drafts alone"]
+        return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
 
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
@@ -293,21 +286,20 @@ def find(
 ) -> tuple[ModelFacts, Choice]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    Without `update`, as of `find_source`, a drafter that was asked for stays, whatever is wrong
-    with it. Raises DFlashError for what cannot be found, and for a drafter that cannot be used but
-    was asked for.
+    Raises DFlashError for what cannot be found, and for a drafter that cannot be used but was asked
+    for; without `update`, as of `find_source`, such a drafter stays.
     """
-    choice = _choose(names, uses)
-    choice.find(update)
-    target = target_facts(names, update)
+    choice, target = _choose(names, uses), target_facts(names, update)
 
-    def fitting(drafter: ModelFacts) -> ModelFacts:
+    def checked(option: str) -> ModelFacts:
+        name, place = choice.names[option], option if option == SECOND_DRAFTER else DRAFTER
+        drafter = check_drafter(find_source(name, place, update), name)
         for finding in check_pair(target, drafter).errors:
-            if finding not in target.findings:
+            if finding not in target.findings and (update or option not in choice.asked):
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
 
-    choice.each(fitting, without=() if update else choice.asked)
+    choice.each(checked)
     return target, choice
 
 
@@ -316,3 +308,70 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
     wanted = not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
     names = find_names(config)
     return inherited(names) if wanted else names
+
+
+# A pair told without loading it
+
+
+def check_named(config: PairConfig) -> Report:
+    """The pair that `load` would load; of what is not on this machine, the hub is asked.
+
+    No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
+    """
+    names = names_for(config)
+    target, choice = find(names, update=False)
+    report, found = check_pair(target, *choice.drafters.values()), Collector()
+    found.add(report.findings)
+    left_out = list(choice.notes)
+    if choice.missing and names.drafter is not None:
+        left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
+    found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
+    found.add(_on_drafters(names, bool(choice.drafters)))
+    if not report.errors and target.source is not None and target.source.folder is not None:
+        found.attempt(check_built, target.source.folder)
+    return replace(report, findings=found.result())
+
+
+def _on_drafters(names: Names, has_some: bool) -> Iterator[Finding]:
+    if names.lineage and has_some:
+        yield Finding("note", names.lineage, "name another one with --drafter")
+    entry = registered(names.made_from or names.shown)
+    if entry is None or names.drafter is None:
+        return
+    if names.drafter == entry.drafter and not entry.verified:
+        what = f"{entry.drafter} is not verified: it was published for {entry.name}, but this "
+        yield Finding("note", f"{what}program was never tried with its files", _IF_NOT)
+    if entry.more:
+        what = f"other drafters are known for {entry.name}: {entry.more}"
+        step = "name one with --drafter, or the family in brackets as --method"
+        yield Finding("note", what, step)
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The parts of a pair, the memory that it needs, every finding and its next step."""
+    yield "pair"
+    yield f"  target   {_in_words(report.target)}"
+    for drafter in report.drafters:
+        yield f"  drafter  {_in_words(drafter)}"
+    if not report.drafters:
+        yield "  drafter  none, so drafts are looked up in the text"
+    if report.target.weights.tensors:
+        how = " as float32 on this processor" if on_cpu() else ""
+        yield f"  memory   about {amount(report.memory(on_cpu()))}{how}"
+    for finding in report.findings:
+        yield f"  {finding.severity:<7}  {finding.what}"
+        yield f"           {finding.next_step}"
+    yield "  cannot be used" if report.errors else "  can be used"
+
+
+def _in_words(facts: ModelFacts) -> str:
+    words, weights, last = [facts.name], facts.weights, ""
+    if facts.format is None:
+        words.append(str(facts.config.get("model_type", "")))
+        last = f"context {facts.context_length}" if facts.context_length else ""
+    elif facts.config is not None:
+        read = ", ".join(map(str, facts.config.aux_layers or ()))
+        last = f"blocks of {facts.config.block_size}" + f", reads layers {read}" * bool(read)
+    if weights.tensors:
+        words.append(f"{weights.parameters:,} parameters in {weights.dtype}")
+    return ", ".join(word for word in (*words, weights.quantisation, last) if word)

@@ -83,10 +83,9 @@ def check_memory(config: PairConfig, machines: int = 1) -> None:
     names = find_names(config)
     needs, there = needed_by(names, machines), available_memory()
     if needs > there:
-        raise DFlashError(
-            f"{names.shown} needs about {amount(needs)} of memory, and {amount(there)} are there",
-            "choose a smaller or a quantised model, or close other programs",
-        )
+        has = f"needs about {amount(needs)} of memory, and {amount(there)} are there"
+        step = "choose a smaller or a quantised model, or close other programs"
+        raise DFlashError(f"{names.shown} {has}", step)
 
 
 def needed_by(names: Names, machines: int = 1) -> int:
@@ -107,10 +106,7 @@ def needed_by(names: Names, machines: int = 1) -> int:
 
 
 def needed(source: Source) -> int:
-    """Bytes that a model takes when loaded, 0 for a folder that does not tell.
-
-    By the heads of a folder's weight files, by the sizes of a repository's.
-    """
+    """Bytes that a model takes when loaded, 0 for a folder that does not tell."""
     if source.folder is None:
         stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
         return loaded_bytes(stored, bits_of(source.name), on_cpu())

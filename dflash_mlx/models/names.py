@@ -1,46 +1,55 @@
-"""From what a user names to sources: pair folders, the registry, what is shipped, folders, ids."""
+"""From what a user names to parts of a pair: pair folders, the registry, shipped ones, ids.
+
+A pair folder, as `dflash_mlx.convert` writes it, has target/, an mlx-lm model folder; drafter/;
+where there is one, second-drafter/, D2SD's variable-prefix drafter; and pair.json.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from huggingface_hub import metadata_load
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Preset
-from dflash_mlx.models import pair_folder
-from dflash_mlx.models.pair_folder import DRAFTER, SECOND_DRAFTER, TARGET, is_pair_folder
-from dflash_mlx.models.registry import preset_for, registered
-from dflash_mlx.models.source import MODEL, Source, how_to_name
+from dflash_mlx.models.registry import Entry, preset_for, registered
+from dflash_mlx.models.source import CARD, DRAFTER, MODEL, SECOND_DRAFTER, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.system.files import existing
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SHIPPED = Path(__file__).parents[1] / "data"  # drafters that come with the package
+TARGET = "target"  # the folder of a pair's target; the drafters' are called as their options
+PAIR_FILE = "pair.json"
+VERSION = 1  # of a pair folder's layout
+
+_CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
+_MAX_CARD = 2**20  # bytes
+_RELATIONS = ("finetune", "merge", "quantized", "adapter", None)  # to a base model
 
 
 @dataclass(frozen=True)
 class Names:
-    """The parts of a pair: ids, folders, or names of what is shipped.
+    """The parts of a pair: ids, folders, or names of what is shipped."""
 
-    model: None for the embedded target. shown: what the target is called. others: drafters of
-    further families, by family. asks_first, asks_second: whether a drafter was named, or none, and
-    not the registry's. made_from: the target's name before it was converted, of a pair folder.
-    lineage: a sentence, where the drafters are those of what the target was made from.
-    """
-
-    model: str | None
-    shown: str
+    model: str | None  # None for the embedded target
+    shown: str  # what the target is called
     drafter: str | None = None
     second_drafter: str | None = None
-    others: tuple[tuple[str, str], ...] = ()
+    others: tuple[tuple[str, str], ...] = ()  # drafters of further families, by family
     preset: Preset = Preset()
-    asks_first: bool = False
+    asks_first: bool = False  # whether a drafter, or none, was named, and not the registry's
     asks_second: bool = False
-    made_from: str = ""
-    lineage: str = ""
+    made_from: str = ""  # the name of a pair folder's target before it was converted
+    lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
 
     @property
     def parts(self) -> list[tuple[str, str]]:
@@ -70,8 +79,8 @@ def find_names(config: PairConfig) -> Names:
         found = replace(found, second_drafter=second, asks_second=True, preset=preset)
     if found.second_drafter is not None and found.drafter is None:
         raise DFlashError("a second drafter needs a first one", "name one with --drafter")
-    for name, option in ((found.drafter, "drafter"), (found.second_drafter, "second-drafter")):
-        if name is not None and shipped_folder(name, option) is None:
+    for name, option in found.parts:
+        if option != MODEL and shipped_folder(name, option) is None:
             local_folder(name, option)  # needed or not
     return found
 
@@ -82,7 +91,7 @@ def target_names(model: str | None) -> Names:
     is_file = model is not None and gguf_file(model) is not None
     folder = None if model is None or is_file else local_folder(model)  # before any download
     if folder is not None and is_pair_folder(folder):
-        made_from = pair_folder.read(folder)
+        made_from = read_pair(folder)
         parts = {part: str(folder / part) for part in made_from}
         preset = preset_for(made_from[TARGET], made_from[DRAFTER])
         drafters = parts[DRAFTER], parts.get(SECOND_DRAFTER)
@@ -91,6 +100,9 @@ def target_names(model: str | None) -> Names:
     if entry is None:
         return Names(model, shown)
     return Names(model, shown, entry.drafter, entry.second_drafter, entry.others, entry.preset)
+
+
+# Where they are
 
 
 def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
@@ -137,8 +149,96 @@ def resolve_folder(name: str, option: str) -> Path:
     return local_folder(name, option) or Source(name, option=option).fetch().here
 
 
-def shipped_folder(name: str, option: str = "drafter") -> Path | None:
+def shipped_folder(name: str, option: str = DRAFTER) -> Path | None:
     """Of a drafter that is shipped, by its name alone; None for other names, and for targets."""
     if option == MODEL or not name or Path(name).name != name:
         return None
     return existing(str(SHIPPED / name / "config.json")) and SHIPPED / name
+
+
+# What a fine-tune was made from, which its model card, a README.md, names
+
+
+def inherited(names: Names) -> Names:
+    """The same with the drafters of the target's parent, where it has none of its own.
+
+    Drafters carry over within a lineage, if with a little less acceptance. Nothing is asked of the
+    hub about a folder or a whole copy. Where the hub does not answer, nothing changes.
+    """
+    if names.model is None or names.drafter is not None or names.asks_first:
+        return names
+    if gguf_file(names.model) is not None:
+        return names
+    with suppress(DFlashError):
+        folder = local_folder(names.model)
+        model = Source.of(folder) if folder else whole_copy(names.model) or Source(names.model)
+        for parent, entry in _known_parents(model):
+            said = f"no drafter is known for {names.shown}; it says that it was made from {parent},"
+            return replace(
+                names,
+                drafter=entry.drafter,
+                second_drafter=names.second_drafter or entry.second_drafter,
+                others=entry.others,
+                preset=entry.preset,
+                lineage=f"{said} whose drafter {entry.drafter} is used",
+            )
+    return names
+
+
+def parent_of(folder: Source) -> Entry | None:
+    """The entry of the model that a folder says it was made from; None where it has none."""
+    return next((entry for _, entry in _known_parents(folder)), None)
+
+
+def base_models(card: Path) -> list[str]:
+    """What a model with this card was made from: ids, in the card's order."""
+    try:
+        told = metadata_load(card) or {}
+    except (OSError, ValueError, TypeError, RecursionError, YAMLError):
+        return []
+    parents = told.get("base_model")
+    named = parents if isinstance(parents, list) else [parents]
+    known = told.get("base_model_relation") in _RELATIONS
+    return [name for name in named if known and isinstance(name, str) and name]
+
+
+def _known_parents(model: Source) -> Iterator[tuple[str, Entry]]:
+    with suppress(DFlashError):
+        has_card = 0 < model.files.get(CARD, 0) <= _MAX_CARD
+        for parent in base_models(model.path(CARD)) if has_card else []:
+            if (entry := registered(parent)) is not None:
+                yield parent, entry
+
+
+# Pair folders
+
+
+def is_pair_folder(folder: Path) -> bool:
+    """Whether `folder` holds a pair, readable or not; a folder that cannot be entered does not."""
+    return os.path.isfile(folder / PAIR_FILE)  # where `Path.is_file` would raise
+
+
+def read_pair(folder: Path) -> dict[str, str]:
+    """What each of a pair's models was made from, by its folder; the models are not looked at.
+
+    DFlashError where the pair.json is damaged, or one of the folders is missing.
+    """
+    file = folder / PAIR_FILE
+    raw = Source.of(folder).read_json(PAIR_FILE, _CONVERT_AGAIN)
+    version, names = raw.get("version"), raw.get("made_from")
+    if version != VERSION:
+        shown = repr(version)[:80]
+        raise DFlashError(f"{file} has version {shown}, supported is {VERSION}", _CONVERT_AGAIN)
+    known, needed = {TARGET, DRAFTER, SECOND_DRAFTER}, {TARGET, DRAFTER}
+    if not isinstance(names, dict) or not needed <= names.keys() <= known:
+        raise DFlashError(f"made_from in {file} is {repr(names)[:200]}", _CONVERT_AGAIN)
+    for part in names:
+        if not os.path.isdir(folder / part):
+            raise DFlashError(f"{folder} lacks the folder {part}", _CONVERT_AGAIN)
+    return {part: str(name) for part, name in names.items()}
+
+
+def write_pair(folder: Path, names: dict[str, str], made_with: dict[str, str]) -> None:
+    """Write pair.json. names: what each folder was made from; made_with: versions of packages."""
+    text = json.dumps({"version": VERSION, "made_from": names, "made_with": made_with}, indent=2)
+    (folder / PAIR_FILE).write_text(text + "\n", encoding="utf-8")

@@ -42,19 +42,15 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Of its target, for lists."""
         return self.targets[0]
 
     @property
     def more(self) -> str:
-        """Its target's other drafters in words, "" where none are known."""
-        return ", ".join(
-            [*(f"{name} ({family})" for family, name in self.others), *self.alternatives]
-        )
+        others = (f"{name} ({family})" for family, name in self.others)
+        return ", ".join((*others, *self.alternatives))
 
     @property
     def preset(self) -> Preset:
-        """How the pair is best used."""
         return Preset(self.method, self.template)
 
 

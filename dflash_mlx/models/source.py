@@ -11,47 +11,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_session,
-    hf_hub_download,
-    hf_hub_url,
-    snapshot_download,
-)
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
     GatedRepoError,
     HfHubHTTPError,
     HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
-)
-from huggingface_hub.utils import (  # type: ignore[attr-defined]
-    build_hf_headers,
-    hf_raise_for_status,
+    SafetensorsParsingError,
 )
 from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.system.safetensors_header import MAX_HEADER, TensorHeader, read_header
+from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
 LICENCES = ("LICENSE*", "NOTICE*")  # kept with what they are of, but no need of loading
-CARD = "README.md"  # says what a model was made from, see `lineage.py`
+CARD = "README.md"  # says what a model was made from
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-MODEL = "model"  # the option that names a target
+MODEL, DRAFTER, SECOND_DRAFTER = "model", "drafter", "second-drafter"  # options that name models
 HUB_ERRORS = (OSError, HTTPError, ValueError)
 
 _MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
-_FIRST_BYTES = 100_001  # asked for at once; few heads are longer
+_SECONDS = 20  # until a hub that is silent is given up
 _COMPLETE = "choose a complete model folder in Hugging Face format"
 
 
-class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A progress bar for what takes no time."""
+class NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A progress bar that shows nothing."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{**keywords, "disable": True})
@@ -59,19 +49,14 @@ class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 @dataclass
 class Source:
-    """A model's files before any weight is read.
+    """A model's files before any weight is read."""
 
-    name: a repository's id, or the folder's path, for sentences. folder: None where the files are
-    on the hub. option: the command-line option that names such a model, "" where none does.
-    """
-
-    name: str
-    folder: Path | None = None
-    option: str = ""
+    name: str  # a repository's id, or the folder's path
+    folder: Path | None = None  # None where the files are on the hub
+    option: str = ""  # the command-line option that names such a model, "" where none does
 
     @classmethod
     def of(cls, folder: Path, option: str = "") -> Source:
-        """A folder on this machine."""
         return cls(str(folder), folder, option)
 
     @cached_property
@@ -82,7 +67,9 @@ class Source:
         """
         if self.folder is None:
             try:
-                listed = HfApi().model_info(self.name, files_metadata=True, timeout=20).siblings
+                listed = (
+                    HfApi().model_info(self.name, files_metadata=True, timeout=_SECONDS).siblings
+                )
             except HUB_ERRORS as error:
                 raise self._refused(error) from None
             return {f.rfilename: f.size or 0 for f in listed or () if "/" not in f.rfilename}
@@ -100,12 +87,10 @@ class Source:
 
     @property
     def here(self) -> Path:
-        """The folder, once it was fetched."""
         assert self.folder is not None
         return self.folder
 
     def place(self, file: str) -> str:
-        """The file in words."""
         return f"{self.name}/{file}"
 
     def path(self, file: str) -> Path:
@@ -135,42 +120,19 @@ class Source:
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
         """The tensors of a .safetensors file, from its head alone; DFlashError where damaged.
 
-        Of a repository the head is fetched by two requests at most, and then judged as that of a
-        file of the listed size, with a hole for data, which takes no place on the disk.
+        Of a repository the head is fetched by two requests at most.
         """
         if self.folder is not None:
             return read_header(self.folder / file, next_step)
-        total, place = self.files.get(file, 0), self.place(file)
+        place = self.place(file)
         try:
-            head = self._head(file, total)
+            head = HfApi().parse_safetensors_file_metadata(self.name, file, timeout=_SECONDS)
+        except (SafetensorsParsingError, AttributeError, TypeError, RecursionError) as error:
+            raise DFlashError(f"{place} is damaged ({in_one_line(error)})", next_step) from None
         except HUB_ERRORS as error:
             raise self._refused(error) from None
-        with TemporaryDirectory() as folder:
-            copy = Path(folder) / "head.safetensors"
-            try:
-                with open(copy, "wb") as output:
-                    output.write(head[:total])
-                    output.truncate(total)
-            except OSError as error:
-                what = f"the head of {place}, a file of {total} bytes, cannot be kept ({error})"
-                raise DFlashError(what, next_step) from None
-            return read_header(copy, next_step, place)
-
-    def _head(self, file: str, total: int) -> bytes:
-        """At least its size field and its header, where so many bytes can be there."""
-        if not total:
-            return b""
-        found = self._bytes(file, 0, _FIRST_BYTES)
-        end = 8 + int.from_bytes(found[:8], "little")
-        if len(found) < end <= min(total, 8 + MAX_HEADER):
-            found += self._bytes(file, len(found), end)
-        return found
-
-    def _bytes(self, file: str, begin: int, end: int) -> bytes:
-        headers = {**build_hf_headers(), "range": f"bytes={begin}-{end - 1}"}
-        response = get_session().get(hf_hub_url(self.name, file), headers=headers, timeout=20)
-        hf_raise_for_status(response)
-        return bytes(response.content)
+        entries = {name: vars(tensor) for name, tensor in head.tensors.items()}
+        return judge(entries, self.files.get(file, 0), next_step, place)
 
     def cached(self) -> Source | None:
         """What the Hugging Face cache has of the repository; None where files are known to lack."""
@@ -191,14 +153,18 @@ class Source:
             raise self._refused(error) from None
 
     def missing(self) -> int:
-        """Bytes that `fetch` would download; DFlashError where the hub does not say."""
         return sum(self.to_come().values())
 
     def to_come(self) -> dict[str, int]:
-        """Files that `fetch` would download and their bytes, the small ones first; as `missing`."""
+        """Files that `fetch` would download and their bytes, the small ones first.
+
+        None of a folder. DFlashError where the hub does not say.
+        """
+        if self.folder is not None:
+            return {}
         wanted = [*BESIDE, *LICENCES, CARD, self.weights]
         try:
-            files = self._snapshot(wanted, dry_run=True, tqdm_class=_NoBar)
+            files = self._snapshot(wanted, dry_run=True, tqdm_class=NoBar)
         except HUB_ERRORS as error:
             raise self._refused(error) from None
         sizes = {file.filename: file.file_size or 0 for file in files if file.will_download}
@@ -245,21 +211,21 @@ class Source:
 
 def published(author: str, text: str) -> list[str]:
     """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
-    asked = {"author": author, "search": text, "limit": "100"}
-    place, headers = f"{constants.ENDPOINT}/api/models", build_hf_headers()
     try:
-        response = get_session().get(place, params=asked, headers=headers, timeout=20)
-        hf_raise_for_status(response)
-        found: Any = response.json()
+        return [found.id for found in HfApi().list_models(author=author, search=text, limit=100)]
     except HUB_ERRORS:
         return []
-    rows = found if isinstance(found, list) else []
-    return [str(row["id"]) for row in rows if isinstance(row, dict) and "id" in row]
 
 
 def cache_folder() -> Path:
     """Of the Hugging Face cache, as it is set now; it need not exist."""
     return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def disk_of_cache() -> Path:
+    """The folder of the Hugging Face cache, or the nearest one above it that is there."""
+    folder = cache_folder()
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
 
 
 def how_to_name(option: str) -> str:

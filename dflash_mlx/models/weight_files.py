@@ -32,19 +32,14 @@ Headers = dict[str, TensorHeader]
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model by name; where a name is in two files, one of the two.
-
-    quantisation: in words, "" for none. group_size: weights that share a scale, where they are
-    quantised.
-    """
+    """All tensors of a model by name; where a name is in two files, one of the two."""
 
     tensors: Mapping[str, TensorHeader]
-    quantisation: str = ""
-    group_size: int = 64
+    quantisation: str = ""  # in words, "" for none
+    group_size: int = 64  # weights that share a scale, where they are quantised
 
     @property
     def stored_bytes(self) -> int:
-        """Of all tensors, as they are stored."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
@@ -164,8 +159,7 @@ def _no_weights(source: Source, next_step: str) -> Finding:
 def _misplaced(source: Source, headers: Mapping[str, Headers]) -> Iterator[str]:
     """Files that names or the index ask for and are not there; tensors in no file or in two.
 
-    headers: of its weight files, empty where they are not to be looked at. Raises DFlashError for
-    an unreadable index.
+    headers: of its weight files, empty where they are not to be looked at.
     """
     where: dict[str, str] = {}
     for file, tensors in headers.items():

@@ -16,8 +16,8 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.models.check import ModelFacts, fetched
 from dflash_mlx.models.names import target_names
+from dflash_mlx.models.read import TargetReader, read_target, target_facts
 from dflash_mlx.models.source import CONFIG
-from dflash_mlx.models.targets import TargetReader, read_target, target_facts
 from dflash_mlx.ranks.group import END, PROBLEM, Ranks
 from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -57,7 +57,7 @@ def _config_of(facts: ModelFacts) -> Mapping[str, Any]:
     """The configuration of a target, that of the embedded one from its file."""
     if facts.source is not None:
         return facts.config  # type: ignore[no-any-return]
-    from dflash_mlx.models.formats.gguf_target import read_config  # takes seconds
+    from dflash_mlx.models.gguf_target import read_config  # takes seconds
 
     return read_config(_file_of(facts))
 
@@ -71,7 +71,7 @@ def _file_of(facts: ModelFacts) -> Path:
 def _group_of(facts: ModelFacts) -> int:
     """Neighbouring weights that have to stay together."""
     if facts.source is None:
-        from dflash_mlx.models.formats.gguf_target import GROUP  # takes seconds
+        from dflash_mlx.models.gguf_target import GROUP  # takes seconds
 
         return GROUP
     return facts.weights.group_size if facts.weights.quantisation else 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,22 +51,37 @@ class TensorHeader(NamedTuple):
         return self.offsets[1] - self.offsets[0]
 
 
-def read_header(
-    file: Path, next_step: str = DOWNLOAD_AGAIN, place: str = ""
-) -> dict[str, TensorHeader]:
+def read_header(file: Path, next_step: str = DOWNLOAD_AGAIN) -> dict[str, TensorHeader]:
     """All tensors of a .safetensors file, from its head alone.
 
-    place: what to call the file, if not by its path. Raises DFlashError for a file that is no
-    whole, consistent safetensors file or that MLX cannot read. Reads and allocates no more than a
-    multiple of the head's true size.
+    Raises DFlashError for a file that is no whole, consistent safetensors file or that MLX cannot
+    read. Reads and allocates no more than a multiple of the head's true size.
     """
     try:
         entries: dict[str, Any] = json.loads(_text(file), object_pairs_hook=_once)
         entries.pop("__metadata__", None)
         return {name: _tensor(name, entry) for name, entry in entries.items()}
     except (OSError, ValueError, RecursionError) as error:
-        what = f"{place or file} is damaged ({in_one_line(error)})"
-        raise DFlashError(what, next_step) from None
+        raise DFlashError(f"{file} is damaged ({in_one_line(error)})", next_step) from None
+
+
+def judge(
+    entries: Mapping[str, Any], size: int, next_step: str, place: str
+) -> dict[str, TensorHeader]:
+    """All tensors of a file on the hub, by the entries of its head; raises as `read_header` does.
+
+    size: bytes of the file. What is left of it beside the tensors is only bounded here.
+    """
+    try:
+        found = {name: _tensor(name, entry) for name, entry in entries.items()}
+        for name, tensor in found.items():
+            if 8 * tensor.nbytes != READ_BY_MLX[tensor.dtype] * tensor.size:
+                raise ValueError(f"{name[:80]!r} has {tensor.nbytes} bytes for {tensor.shape}")
+        if not 8 < size - sum(tensor.nbytes for tensor in found.values()) <= 8 + MAX_HEADER:
+            raise ValueError(f"it is truncated, or longer than it says, with {size} bytes")
+        return found
+    except (TypeError, ValueError) as error:
+        raise DFlashError(f"{place} is damaged ({in_one_line(error)})", next_step) from None
 
 
 def _text(file: Path) -> bytes:

@@ -14,7 +14,7 @@ from dflash_mlx import load
 from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import report as pair_report
+from dflash_mlx.models.load import check_named
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.files import keep_text
 from dflash_mlx.verifier.pass_times import DEEP_ROWS, ROWS, PassTimes
@@ -222,14 +222,12 @@ def test_a_drafter_of_the_registry_that_does_not_fit_is_a_warning(tmp_path, monk
     wide = write_drafter(tmp_path / "wide", hidden_size=128)
     monkeypatch.setattr("dflash_mlx.models.names.whole_copy", lambda *_: Source.of(wide))
     model = write_model(tmp_path / "Qwen3-4B-4bit")
-    report = pair_report.check_named(PairConfig(str(model)))
+    report = check_named(PairConfig(str(model)))
     (found,) = [finding for finding in report.findings if finding.severity != "note"]
     assert (found.severity, report.drafters) == ("warning", ())
     assert "made for a target with hidden_size 128, but" in found.what
     (model / "config.json").write_text("{")
-    assert [f.severity for f in pair_report.check_named(PairConfig(str(model))).findings[:1]] == [
-        "error"
-    ]
+    assert [f.severity for f in check_named(PairConfig(str(model))).findings[:1]] == ["error"]
 
 
 def test_a_pair_of_the_registry_is_said_to_be_unverified_and_its_other_drafters_are_named(
@@ -251,7 +249,7 @@ def test_a_target_whose_state_cannot_be_taken_back_is_refused_as_by_loading(tmp_
     write_model(tmp_path, model=make_model("baichuan_m1"), **settings)
     with pytest.raises(DFlashError) as loading:
         load(str(tmp_path))
-    (found,) = pair_report.check_named(PairConfig(str(tmp_path))).errors
+    (found,) = check_named(PairConfig(str(tmp_path))).errors
     assert found.what == loading.value.what and "gives its recurrent state" in found.what
 
 

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import pair_folder
+from dflash_mlx.models.names import read_pair
 from support.converted import assert_same_tensors, tensors
 from support.drafter_formats import FORMATS
 from support.hub_server import Hub, serve
@@ -68,7 +68,7 @@ def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
 def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, tmp_path):
     main(["owner/model", str(tmp_path / "out" / "dst"), "--pair", "owner/drafter"])
     pair = tmp_path / "out" / "dst"
-    assert pair_folder.read(pair) == {"target": "owner/model", "drafter": "owner/drafter"}
+    assert read_pair(pair) == {"target": "owner/model", "drafter": "owner/drafter"}
     assert_same_tensors(tensors(pair / "drafter"), tensors(hub.repositories["owner/drafter"]))
     hub.requests.clear()
     main(["owner/model", str(tmp_path / "out" / "second"), "--pair", "owner/drafter"])

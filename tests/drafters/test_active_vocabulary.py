@@ -15,7 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks import active_vocabulary
 from dflash_mlx.drafters.networks.active_vocabulary import PartialHead
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.tokens import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
+from dflash_mlx.models.read import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes

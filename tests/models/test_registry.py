@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,20 @@ from dflash_mlx.drafters.dflash.checkpoint import read_config
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
 from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
-from dflash_mlx.models import pair_folder, registry
+from dflash_mlx.models import registry
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Names, find_names
-from dflash_mlx.models.pair_folder import write
+from dflash_mlx.models.memory import bits_of, loaded_bytes, stored_bytes, weights_of
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    PAIR_FILE,
+    SHIPPED,
+    Names,
+    find_names,
+    is_pair_folder,
+    read_pair,
+    write_pair,
+)
 from dflash_mlx.models.registry import Entry, entries, instead_of, registered
 from dflash_mlx.session.session import generate
 from support.hub_server import Response
@@ -67,11 +75,7 @@ def test_every_pair_is_complete_and_named_once():
         shipped = [drafter for drafter in further if "/" not in drafter]
         assert all(format_of(read_json(SHIPPED / drafter)) for drafter in shipped)
         assert not set(entry.pickled) & {e.drafter for e in ENTRIES}
-
-
-def test_only_pairs_whose_files_are_in_the_package_are_verified():
-    verified = [entry for entry in ENTRIES if entry.verified]
-    assert [entry.drafter for entry in verified] == ["smollm2-135m-dflash"]
+        assert entry.verified == ("/" not in entry.drafter), "only files in the package were tried"
 
 
 def test_drafters_of_further_families_and_others_are_known_for_a_target():
@@ -109,10 +113,8 @@ def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
     _, name = data.draw(st.composite(spelled)())
     other = data.draw(st.sampled_from(OTHERS))
     assert registered(f"{name}-{other}") is None
-    assert (
-        registered(f"{data.draw(st.sampled_from(['my-', 'Deep', 'x']))}{name.split('/')[-1]}")
-        is None
-    )
+    before = data.draw(st.sampled_from(["my-", "Deep", "x"]))
+    assert registered(before + name.split("/")[-1]) is None
 
 
 @pytest.mark.parametrize(
@@ -135,22 +137,38 @@ def test_names_that_are_folders_or_close_to_a_target(name, target):
     assert (found and found.name) == target
 
 
+@pytest.mark.parametrize(
+    ("name", "weights", "bits"),
+    [
+        ("Qwen/Qwen3-4B", 4e9, 16),
+        ("mlx-community/Qwen3-4B-4bit", 4e9, 4),
+        ("someone/Qwen3-8B-MLX-8-bit", 8e9, 8),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, 16),
+        ("moonshotai/Kimi-K2.5", 0, 16),
+        ("./gemma-4-12B-it-float32/", 12e9, 32),
+    ],
+)
+def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):
+    assert (weights_of(name), bits_of(name)) == (weights, bits)
+    assert weights_of(name, 1000) == 1e12, "what is said goes before"
+
+
+def test_weights_take_their_bits_and_scales_on_disk_and_32_bits_on_a_cpu():
+    assert all(weights_of(entry.name, entry.billions) > 1e8 for entry in entries())
+    assert (stored_bytes(8e9, 4), stored_bytes(8e9, 16)) == (4_500_000_000, 16_000_000_000)
+    assert loaded_bytes(16e9, 16, on_cpu=False) == pytest.approx(1.15 * 16e9)
+    four, sixteen = loaded_bytes(4.5e9, 4, on_cpu=True), loaded_bytes(16e9, 16, on_cpu=True)
+    assert four == pytest.approx(sixteen) == pytest.approx(1.15 * 32e9)
+
+
 # From names to parts
 
 
-def test_the_default_pair_is_shipped_whole():
-    names = find_names(PairConfig())
-    assert names.model is None
-    assert names.shown == DEFAULT_MODEL
-    assert (names.drafter, names.second_drafter) == (
-        "smollm2-135m-dflash",
-        "smollm2-135m-variable-prefix",
-    )
-    assert names.preset.method == "ddtree"
-    assert find_names(PairConfig(second_drafter="none")).second_drafter is None
-
-
 def test_what_is_asked_for_by_name_goes_before_the_registry():
+    default = find_names(PairConfig())
+    assert (default.model, default.shown, default.preset.method) == (None, DEFAULT_MODEL, "ddtree")
+    assert default.drafter == "smollm2-135m-dflash" and default.second_drafter
+    assert find_names(PairConfig(second_drafter="none")).second_drafter is None
     known = find_names(PairConfig("Qwen/Qwen3-4B"))
     assert (known.drafter, known.asks_first) == ("z-lab/Qwen3-4B-DFlash-b16", False)
     own = find_names(PairConfig("Qwen/Qwen3-4B", "own/drafter"))
@@ -310,7 +328,7 @@ UNTHINKING = Preset("auto", (("enable_thinking", False),))
 
 
 def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
-    write(folder, MADE_FROM, {})
+    write_pair(folder, MADE_FROM, {})
     pair = load(str(folder))
     assert pair.target.name == str(folder)
     assert pair.drafter_name == str(folder / "drafter")
@@ -318,49 +336,27 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
     write_drafter(folder / "second-drafter")
-    write(folder, {**MADE_FROM, "second-drafter": "own"}, {})
+    write_pair(folder, {**MADE_FROM, "second-drafter": "own"}, {})
     assert len(load(str(folder)).drafters) == 2
     assert len(load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).drafters) == 1
-    (folder / "drafter").rename(folder / "elsewhere")
-    with pytest.raises(DFlashError, match="lacks the folder drafter"):
-        load(str(folder))
 
 
 def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(folder):
-    write(folder, MADE_FROM, {})
+    write_pair(folder, MADE_FROM, {})
     assert find_names(PairConfig(str(folder))).preset == UNTHINKING
     assert find_names(PairConfig(str(folder), "own/drafter")).preset == Preset()
-    write(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
+    write_pair(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
     assert find_names(PairConfig(str(folder))).preset == Preset()
 
 
-NAMES = {"target": "owner/model", "drafter": "owner/drafter"}
-
-
-def make(folder: Path, names: dict[str, str] = NAMES) -> Path:
-    for part in names:
-        (folder / part).mkdir(parents=True)
-    pair_folder.write(folder, names, {"mlx": "1.0"})
-    return folder
-
-
-@pytest.mark.parametrize("more", [{}, {"second-drafter": "owner/second"}])
-def test_a_pair_folder_says_where_its_models_are_and_come_from_and_may_be_moved(tmp_path, more):
-    moved = make(tmp_path / "pair", {**NAMES, **more}).rename(tmp_path / "moved")
-    assert pair_folder.read(moved) == {**NAMES, **more}
-
-
-def test_only_a_folder_with_a_pair_json_is_a_pair_folder(tmp_path):
-    assert pair_folder.is_pair_folder(make(tmp_path / "pair"))
-    assert not pair_folder.is_pair_folder(tmp_path)
-    assert not pair_folder.is_pair_folder(tmp_path / "nowhere")
-
-
-def test_a_pair_folder_without_one_of_its_models_is_refused(tmp_path):
-    folder = make(tmp_path / "pair")
-    (folder / "drafter").rmdir()
-    with pytest.raises(DFlashError, match="pair lacks the folder drafter; convert the pair again"):
-        pair_folder.read(folder)
+def test_a_pair_folder_may_be_moved_and_needs_its_models(folder):
+    write_pair(folder, MADE_FROM, {"mlx": "1.0"})
+    moved = folder.rename(folder.parent / "moved")
+    assert is_pair_folder(moved) and not is_pair_folder(folder) and not is_pair_folder(moved.parent)
+    assert read_pair(moved) == MADE_FROM
+    (moved / "drafter").rename(moved / "elsewhere")
+    with pytest.raises(DFlashError, match="lacks the folder drafter; convert the pair again"):
+        read_pair(moved)
 
 
 @pytest.mark.parametrize(
@@ -368,17 +364,15 @@ def test_a_pair_folder_without_one_of_its_models_is_refused(tmp_path):
     [
         ("{", "no readable pair.json"),
         ("[]", "no readable pair.json"),
-        ({"made_from": NAMES}, "version None"),
-        ({"version": 2, "made_from": NAMES}, "version 2, supported is 1"),
+        ({"version": 2, "made_from": MADE_FROM}, "version 2, supported is 1"),
         ({"version": 1, "made_from": {"target": "x"}}, "made_from"),
-        ({"version": 1, "made_from": {**NAMES, "../elsewhere": "x"}}, "made_from"),
+        ({"version": 1, "made_from": {**MADE_FROM, "../elsewhere": "x"}}, "made_from"),
         ({"version": 1, "made_from": "x"}, "made_from"),
     ],
 )
-def test_a_damaged_pair_json_is_refused(tmp_path: Path, content: Any, complaint: str):
-    folder = make(tmp_path / "pair")
+def test_a_damaged_pair_json_is_refused(folder, content, complaint):
     text = content if isinstance(content, str) else json.dumps(content)
-    (folder / pair_folder.FILE).write_text(text)
+    (folder / PAIR_FILE).write_text(text)
     with pytest.raises(DFlashError, match=complaint) as error:
-        pair_folder.read(folder)
-    assert str(folder / pair_folder.FILE) in error.value.what
+        read_pair(folder)
+    assert str(folder / PAIR_FILE) in error.value.what

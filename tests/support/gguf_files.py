@@ -25,9 +25,8 @@ TOKENS = [
 KINDS = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (len(TOKENS) - 4) + [TokenType.USER_DEFINED]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% endfor %}"
 
-F32, F16, BF16 = (getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "BF16"))
-Q4_0, Q4_1, Q8_0, Q5_0 = (
-    getattr(GGMLQuantizationType, name) for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_0")
+F32, F16, Q4_0, Q4_1, Q8_0, Q5_0 = (
+    getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")
 )
 HEADS = {"q_proj": 4, "k_proj": 2}
 

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
+_JSON = {"Content-Type": "application/json"}
 _RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<file>.+)")
 _LIST = re.compile(r"/api/models\?(?P<query>.*)")
 _API = re.compile(r"/api/models/(?P<name>[^/?]+/[^/?]+)(?P<rest>/[^?]*)?(\?.*)?")
@@ -31,22 +32,14 @@ class Response:
 
 
 class Hub:
-    """Serves folders as repositories.
-
-    requests: (method, file, Range header) of every request for a file. held: files that are not
-    sent before their event is set; reached is set when one of them is asked for.
-    """
+    """Serves folders as repositories."""
 
     def __init__(self, repositories: dict[str, Path]) -> None:
         self.repositories = repositories
-        self.requests: list[tuple[str, str, str | None]] = []
-        self.held: dict[str, threading.Event] = {}
-        self.reached = threading.Event()
+        self.requests: list[tuple[str, str, str | None]] = []  # for files: method, file, Range
+        self.held: dict[str, threading.Event] = {}  # files that are not sent before it is set
+        self.reached = threading.Event()  # set when one of them is asked for
         self.url = ""
-
-
-def etag(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
 
 
 @contextmanager
@@ -101,26 +94,19 @@ class _Handler(BaseHTTPRequestHandler):
         author, text = query["author"][0], query["search"][0].lower()
         names = [n for n in self.hub.repositories if n.startswith(f"{author}/")]
         found = [{"id": name} for name in names if text in name.lower()]
-        self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+        self.send(200, json.dumps(found).encode(), _JSON)
 
     def describe(self, name: str, rest: str) -> None:
         if name not in self.hub.repositories:
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         folder = self.hub.repositories[name]
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-        found: Any = [
-            {
-                "type": "file",
-                "path": str(file.relative_to(folder)),
-                "size": file.stat().st_size,
-                "oid": etag(file),
-            }
-            for file in files
-        ]
+        sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+        found: Any = [{"type": "file", "path": f, "size": n, "oid": f} for f, n in sizes.items()]
         if not rest.startswith("/tree/"):
-            siblings = [{"rfilename": f["path"], "size": f["size"]} for f in found]
+            siblings = [{"rfilename": f, "size": n} for f, n in sizes.items()]
             found = {"id": name, "sha": COMMIT, "siblings": siblings}
-        return self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+        return self.send(200, json.dumps(found).encode(), _JSON)
 
     def send_file(self, name: str, path: str, with_body: bool) -> None:
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
@@ -131,20 +117,15 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
         data, status = file.read_bytes(), 200
-        headers = {
-            "ETag": f'"{etag(file)}"',
-            "X-Repo-Commit": COMMIT,
-            "Accept-Ranges": "bytes",
-        }
+        digest = hashlib.sha1(data).hexdigest()
+        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
             begin, end = int(match[1]), min(int(match[2] or len(data)), len(data) - 1)
             headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
             data, status = data[begin : end + 1], 206
         return self.send(status, data, headers, with_body)
 
-    def send(
-        self, status: int, data: bytes, headers: dict[str, str], with_body: bool = True
-    ) -> None:
+    def send(self, status: int, data: bytes, headers: Any, with_body: bool = True) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)

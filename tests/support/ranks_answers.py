@@ -13,7 +13,7 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.targets import WHOLE, TargetReader
+from dflash_mlx.models.read import WHOLE, TargetReader
 from dflash_mlx.session.session import Session
 from dflash_mlx.train.corpus.answers import Answers, Job
 from dflash_mlx.verifier.pass_times import PassTimes

@@ -16,7 +16,7 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from dflash_mlx import DFlashError
-from dflash_mlx.models.formats.gguf_header import read_file
+from dflash_mlx.models.gguf_target import read_file
 from dflash_mlx.system.safetensors_header import READ_BY_MLX, read_header
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -1,19 +1,25 @@
 """Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata.
 
-The tokenizer is a byte-level BPE.
+Its head is checked before MLX, whose reader trusts it, opens the file. The tokenizer is a
+byte-level BPE.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
 import mlx.core as mx
 import mlx.nn as nn
-from gguf import Keys, TokenType
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, Keys, TokenType
+from gguf.gguf_reader import ReaderField
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
@@ -22,17 +28,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.formats.gguf_header import (
-    ARCHITECTURE,
-    Arrays,
-    Metadata,
-    array,
-    read_file,
-    token_ids,
-    value_of,
-)
+from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
+MAX_DIMENSIONS = 4  # GGML's own limit
+MAX_ELEMENTS = 2**22  # of an array in the metadata; vocabularies have up to 2**18
+ARCHITECTURE = "llama"
+READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
+
+Arrays = dict[str, mx.array]
+Metadata = dict[str, Any]
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
 ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
@@ -53,7 +58,6 @@ ROLES = {
     "unk_token": Keys.Tokenizer.UNK_ID,
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
-ENDS = (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
 
 
 def load_gguf(
@@ -66,30 +70,28 @@ def load_gguf(
     weights are read. Raises `DFlashError` for a file that is missing, damaged, of another
     architecture, or made with a feature that is not supported.
     """
+
+    def begin(model: nn.Module) -> nn.Module:
+        model = dequantize_model(model) if dequantize else model
+        if share is not None:
+            share(model)
+        mx.async_eval(model.parameters())  # MLX reads while Python makes the tokenizer
+        return model
+
     floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
-    model, metadata, config = _open(path, floating)
-    if dequantize:
-        model = dequantize_model(model)
-    if share is not None:
-        share(model)
-    mx.async_eval(model.parameters())  # MLX reads while Python makes the tokenizer
-    with _usable(path):
-        return model, _tokenizer(metadata), config
+    return open_gguf(path, floating, begin)
 
 
 def open_gguf(
-    path: Path, dtype: mx.Dtype | None = None
+    path: Path,
+    dtype: mx.Dtype | None = None,
+    begin: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """As `load_gguf`, before any weight is evaluated, and all packed that is so in the file.
+    """As `load_gguf`, but no weight is evaluated, and all packed that is so in the file.
 
-    dtype: of what is not packed, instead of that of the scales.
+    dtype: of what is not packed, instead of that of the scales. begin: called with the model before
+    the tokenizer is made.
     """
-    model, metadata, config = _open(path, dtype)
-    with _usable(path):
-        return model, _tokenizer(metadata), config
-
-
-def _open(path: Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Metadata, dict[str, Any]]:
     tensors, metadata = read_file(path)
     with _usable(path):
         config = _config(metadata, tied="output.weight" not in tensors)
@@ -100,7 +102,7 @@ def _open(path: Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Metadata, dict
             raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
-        return model, metadata, config
+        return begin(model), _tokenizer(metadata), config
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -112,7 +114,6 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """Says of the file what is not supported, as a DFlashError."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -131,10 +132,8 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     head_dim = value_of(metadata, Keys.Attention.KEY_LENGTH, int, max(hidden // heads, 1))
     _check_rope(metadata, head_dim)
     if heads % kv_heads or heads * head_dim > MAX_DIMENSION:
-        raise ValueError(
-            f"it has {heads} attention heads of {head_dim} on {kv_heads} key/value heads, which "
-            f"must divide them, and at most {MAX_DIMENSION} in all"
-        )
+        has = f"{heads} attention heads of {head_dim} on {kv_heads} key/value heads"
+        raise ValueError(f"it has {has}, which must divide them, of up to {MAX_DIMENSION} numbers")
     return {
         "model_type": ARCHITECTURE,
         "hidden_size": hidden,
@@ -149,7 +148,7 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
         "vocab_size": len(array(metadata, Keys.Tokenizer.LIST)),
         "tie_word_embeddings": tied,
         "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
-        "eos_token_id": end_tokens(metadata),
+        "eos_token_id": _end_tokens(metadata),
     }
 
 
@@ -188,7 +187,6 @@ def _halves(rows: mx.array, heads: int) -> mx.array:
 
 
 def _fill(model: Any, weights: Arrays, dtype: mx.Dtype | None) -> None:
-    """Give `model` its weights, all in one floating dtype, and the packed layers they need."""
     packing = {}
     for name in (key.removesuffix(".scales") for key in weights if key.endswith(".scales")):
         words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
@@ -217,7 +215,7 @@ def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
         **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
     )
     # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
-    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, end_tokens(metadata))
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, _end_tokens(metadata))
 
 
 def _byte_level_bpe(metadata: Metadata, split: str, tokens: list[str]) -> Tokenizer:
@@ -258,6 +256,143 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
 
 
-def end_tokens(metadata: Metadata) -> list[int]:
-    """The tokens that end an answer."""
-    return sorted(set(token_ids(metadata, *ENDS).values()))
+def _end_tokens(metadata: Metadata) -> list[int]:
+    keys = Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID
+    return sorted(set(token_ids(metadata, *keys).values()))
+
+
+# The head
+
+
+def read_file(file: Path) -> tuple[Arrays, Metadata]:
+    """Tensors as MLX names them, and metadata as plain Python values.
+
+    Raises DFlashError for a file that is no whole, consistent one, or that MLX does not read.
+    """
+    try:
+        if not file.is_file():
+            raise ValueError("it is no file")
+        with open(file, "rb") as opened:
+            if (magic := opened.read(4)) != b"GGUF":
+                raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
+        _Head(file)
+        loaded: Any = mx.load(str(file), format="gguf", return_metadata=True)
+        tensors, metadata = loaded
+        plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
+        return tensors, plain
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        is_sound = isinstance(error, NotImplementedError)
+        other = f"choose a GGUF file of type {', '.join(READABLE)}"
+        raise DFlashError(
+            f"{file.name} cannot be read as a GGUF file ({in_one_line(error)})",
+            other if is_sound else "download or copy it again",
+        ) from None
+
+
+class _Head(GGUFReader):
+    """The gguf package's reader, which would read on behind the end; it judges what MLX trusts."""
+
+    def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+        size, left = int(count) * np.dtype(dtype).itemsize, len(self.data) - offset
+        if size > left:
+            raise ValueError(f"at byte {offset} {size} bytes are wanted, {max(left, 0)} are left")
+        return super()._get(offset, dtype, count, override_order)
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        if self.byte_order != "I":
+            raise ValueError("it is big-endian, little-endian files can be read")
+        end = super()._build_fields(offs, count)
+        if field := self.fields.get(Keys.General.ALIGNMENT):
+            value = field.contents()
+            if type(value) is not int or value < 1 or value & (value - 1):
+                raise ValueError(f"its alignment is {repr(value)[:80]}, not a power of two")
+        return end
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        count, end = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+        if kind is GGUFValueType.ARRAY or count > MAX_ELEMENTS:
+            raise ValueError(f"it has an array of {count} {kind.name}, up to {MAX_ELEMENTS} can be")
+        if kind is GGUFValueType.STRING:
+            contents = self.data.data
+            for _ in range(count):
+                end += 8 + int.from_bytes(contents[end : end + 8], "little")
+        else:
+            end += count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        self._get(orig_offs, np.uint8, end - orig_offs)
+        return end - orig_offs, [], [], [GGUFValueType.ARRAY]
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        (name, count), *_ = Counter(field.name for field in fields).most_common(1) or [("", 0)]
+        if count > 1:
+            raise ValueError(f"it has the tensor {name[:80]!r} {count} times")
+        places = sorted(_place(field, int(self.alignment)) for field in fields)
+        for (_, end, first), (begin, _, second) in pairwise(places):
+            if begin < end:
+                raise ValueError(f"{second!r} begins at byte {begin}, inside {first!r}")
+        end, left = places[-1][1] if places else 0, max(len(self.data) - int(start_offs), 0)
+        if end > left:
+            raise ValueError(f"its tensors end at byte {end} of the data, it has {left}")
+
+
+def _place(field: ReaderField, alignment: int) -> tuple[int, int, str]:
+    name, shape = field.name[:80], field.parts[3].tolist()  # the fastest dimension first
+    number, begin = (int(part[0]) for part in field.parts[4:])
+    if not 1 <= len(shape) <= MAX_DIMENSIONS or not all(1 <= n <= MAX_DIMENSION for n in shape):
+        raise ValueError(f"the shape of {name!r} is {shape}, 1 to {MAX_DIMENSIONS} numbers can be")
+    kind = GGMLQuantizationType(number)
+    if kind.name not in READABLE:
+        raise NotImplementedError(f"{name!r} is of type {kind.name}, which MLX does not read")
+    block, size = GGML_QUANT_SIZES[kind]
+    if shape[0] % block:
+        raise ValueError(f"{name!r} has rows of {shape[0]}, {kind.name} has blocks of {block}")
+    if begin % alignment:
+        raise ValueError(f"{name!r} begins at byte {begin}, aligned to {alignment}")
+    return begin, begin + math.prod(shape) // block * size, name
+
+
+_KINDS: dict[type, str] = {
+    int: f"one whole number from 1 to {MAX_DIMENSION}",
+    float: "one finite number above 0",
+    str: "a text",
+    bool: "true or false",
+    list: "a list",
+}
+
+
+def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> Any:
+    """A value of a kind of _KINDS; ValueError names the key. Without a default it must be there."""
+    name = key.format(arch=ARCHITECTURE)
+    if default is None and name not in metadata:
+        raise ValueError(f"the metadata {name} is missing")
+    value: Any = metadata.get(name, default)
+    fits = isinstance(value, kind)
+    if kind is int:
+        fits = type(value) is int and 1 <= value <= MAX_DIMENSION
+    elif kind is float:
+        fits = type(value) in (int, float) and 0 < value < math.inf
+    if not fits:
+        raise ValueError(f"{name} is {repr(value)[:80]}, not {_KINDS[kind]}")
+    return value
+
+
+def array(metadata: Metadata, key: str, kind: type = str) -> list[Any]:
+    """The elements of a list, all of a kind; ValueError for anything else."""
+    value: list[Any] = value_of(metadata, key, list)
+    if wrong := [v for v in value if type(v) is not kind]:
+        raise ValueError(f"{key} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
+    return value
+
+
+def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
+    """Those of these keys that are there, each a token of the vocabulary."""
+    count = len(array(metadata, Keys.Tokenizer.LIST))
+    found = {key: metadata[key] for key in keys if key in metadata}
+    for key, value in found.items():
+        if type(value) is not int:
+            raise ValueError(f"{key} is {repr(value)[:80]}, not one token")
+        if not 0 <= value < count:
+            raise ValueError(f"its special token {value} is outside its {count} tokens ({key})")
+    return found

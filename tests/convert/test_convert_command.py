@@ -1,19 +1,27 @@
-"""The conversion's command line: what it says, what it refuses, and what it leaves behind."""
+"""The command line of conversions; a destination is complete or absent."""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
+from dflash_mlx.convert import conversion, plan
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.conversion import ConvertConfig
+from dflash_mlx.convert.plan import staged
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.names import read_pair
 from support.converted import config, convert, tensors
 from support.gguf_files import Q5_0
 from support.gguf_files import make_model as make_gguf_model
@@ -60,7 +68,7 @@ def test_a_dry_run_of_a_pair_names_both_and_what_they_need_and_reads_no_weights(
 # What is refused
 
 
-@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("case", ["damaged weights", "no tokenizer", "code of its own"])
 def test_a_damaged_target_is_refused_with_the_reason(tmp_path, monkeypatch, case):
     damage, message = DAMAGES[case]
     folder = write_model(tmp_path / "model")
@@ -76,17 +84,15 @@ def test_a_damaged_target_is_refused_with_the_reason(tmp_path, monkeypatch, case
     ("options", "value"),
     [
         ({"architecture": "qwen2"}, "'qwen2', .*'llama'"),
-        ({"tokenizer__ggml__pre": "nonesuch"}, "tokenizer.ggml.pre is 'nonesuch'"),
-        ({"tokenizer__ggml__model": "llama"}, "tokenizer is 'llama'"),
         ({"tokenizer__ggml__eos_token_id": 9999}, "9999"),
         ({"kinds": {"": Q5_0}}, "F32, F16, Q4_0"),
     ],
 )
-@pytest.mark.parametrize("check", [[], ["--check"]])
-def test_a_gguf_file_that_cannot_be_converted_says_what_can(tmp_path, options, value, check):
+def test_a_gguf_file_that_cannot_be_converted_says_what_can(tmp_path, options, value):
     file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), **options)
-    with pytest.raises(DFlashError, match=value):
-        main([str(file), str(tmp_path / "dst"), *check])
+    for check in ([], ["--check"]):
+        with pytest.raises(DFlashError, match=value):
+            main([str(file), str(tmp_path / "dst"), *check])
     assert not (tmp_path / "dst").exists()
 
 
@@ -129,16 +135,6 @@ def test_what_is_no_model_is_refused_with_what_would_be(tmp_path, make, value):
         main([str(path), str(tmp_path / "dst")])
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [{"bits": 7}, {"mode": "x"}, {"dtype": "float8"}, {"recipe": "z"}, {"drafter_bits": 3}],
-)
-def test_settings_made_in_python_are_held_to_the_same_choices(setting):
-    ((name, value),) = setting.items()
-    with pytest.raises(DFlashError, match=f"{name} is {value!r}; choose one of "):
-        ConvertConfig(**setting)
-
-
 @pytest.mark.parametrize("name", ["nowhere.gguf", "a/b/c", "~nobody-of-this-name/x", "x" * 300])
 def test_a_name_that_can_be_nothing_is_reported_without_the_network(tmp_path, name):
     with pytest.raises(DFlashError, match=f"no file or folder '{name[:80]}"):
@@ -157,6 +153,136 @@ def test_a_name_that_can_be_nothing_is_reported_without_the_network(tmp_path, na
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_looked_at(capsys, options, value):
+    with pytest.raises(DFlashError, match="bits is 7; choose one of "):
+        ConvertConfig(bits=7)
     with pytest.raises((DFlashError, SystemExit)) as stop:
         main(["nowhere", "dst", *options.split()])
     assert re.search(value, f"{stop.value} {capsys.readouterr().err}")
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    """The arguments of a conversion to tmp_path/dst."""
+    drafter = write_drafter(tmp_path / "drafter")
+    return [str(write_model(tmp_path / "model")), str(tmp_path / "dst"), "--pair", str(drafter)]
+
+
+def nothing_is_left(folder: Path) -> bool:
+    return sorted(file.name for file in folder.iterdir()) == ["drafter", "model"]
+
+
+def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None:
+    """Let what is called at `stage` raise `error`, once it has been called often enough before."""
+    module, name, before = STAGES[stage]
+    original: Callable[..., Any] = getattr(module, name)
+    calls = iter(range(10**6))
+
+    def replaced(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == before:
+            raise error
+        return original(*arguments, **keywords)
+
+    patch.setattr(module, name, replaced)
+
+
+# What is called at each stage of a conversion, and how often it may have been before
+STAGES: dict[str, tuple[Any, str, int]] = {
+    "the folder is made": (plan.Path, "mkdir", 0),
+    "the target": (conversion, "_mlx_lm_convert", 0),
+    "the target's tokenizer is copied": (conversion.shutil, "copyfile", 0),
+    "the drafter's weights": (conversion.mx, "save_safetensors", 1),
+    "pair.json": (plan, "write_pair", 0),
+    "the files are synced": (plan.os, "fsync", 5),
+    "the folder takes its place": (plan.os, "rename", 0),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interruption_and_a_full_disk_leave_no_destination(pair, tmp_path, monkeypatch, stage):
+    for error, expected in ((KeyboardInterrupt(), KeyboardInterrupt), (FULL, DFlashError)):
+        with monkeypatch.context() as patch:
+            fail_at(patch, stage, error)
+            said = rf"dst .*\({FULL.strerror}\)" if error is FULL else None
+            with pytest.raises(expected, match=said):
+                main(pair)
+        assert nothing_is_left(tmp_path)
+
+
+def test_an_empty_folder_may_be_the_destination_and_what_was_killed_is_removed(pair, tmp_path):
+    (tmp_path / "dst").mkdir()
+    killed = tmp_path / ".dst.partial" / "target"
+    killed.mkdir(parents=True)
+    (killed / "left behind").touch()
+    main(pair)
+    assert read_pair(tmp_path / "dst") and not killed.exists()
+    assert not (tmp_path / "dst" / "target" / "left behind").exists()
+
+
+def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alone(tmp_path):
+    destination = tmp_path / "dst"
+    others = [tmp_path / ".other.partial", tmp_path / "dst.partial"]
+    for other in others:
+        other.mkdir()
+    with staged(destination) as first:
+        (first / "winner").touch()
+        with pytest.raises(DFlashError, match="dst is being written"), staged(destination):
+            pass
+    assert [file.name for file in destination.iterdir()] == ["winner"]
+    assert sorted(tmp_path.iterdir()) == sorted([*others, destination])
+    assert destination.stat().st_mode == others[0].stat().st_mode
+
+
+# What is refused before anything is written
+
+
+def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path):
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "precious").write_text("data")
+    for check in ([], ["--check"]):
+        with pytest.raises(DFlashError, match="dst .* precious"):
+            main([*pair, *check])
+    assert (tmp_path / "dst" / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model/config.json", "config.json is a file"),
+        ("nowhere/dst", "no folder .*nowhere"),
+        ("x" * 300, "xxx.*cannot be DST"),
+        ("a\0b", "cannot be DST"),
+    ],
+)
+def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
+    with pytest.raises(DFlashError, match=value) as failure:
+        main([pair[0], str(tmp_path / name)])
+    assert "DST" in str(failure.value)
+    assert nothing_is_left(tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
+    monkeypatch.setattr(plan, "convert", None)  # nothing is written
+    with pytest.raises(DFlashError, match=r"dst needs 16\.\d MB, .* 123\.5 kB"):
+        main(pair)
+    assert nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["model", "drafter"])
+def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
+    pair, tmp_path, monkeypatch, part
+):
+    file = tmp_path / part / "model.safetensors"
+    write = plan._write
+
+    def cut_first(*arguments):
+        os.truncate(file, 20_000)
+        write(*arguments)
+
+    monkeypatch.setattr(plan, "_write", cut_first)
+    with pytest.raises(DFlashError, match=str(tmp_path / part)):
+        main(pair)
+    assert nothing_is_left(tmp_path)

@@ -1,1 +1,0 @@
-"""GGUF files, as the default target comes in one: `gguf_target.load_gguf` reads them."""
