@@ -19,9 +19,8 @@ import mlx.core as mx
 from dflash_mlx.core.accept import Accepted, NearTies, accept
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.engine.acceptance import TargetSampling
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.verify import Verdict
+from dflash_mlx.engine.verify import TargetSampling, Verdict
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -33,14 +32,10 @@ _WIDTHS = (2, 4, 8, 16, 48)
 
 @dataclass(frozen=True)
 class Noise:
-    """By how much the difference of two logits can be off from plain decoding's.
+    """By how much the difference of two logits can be off from plain decoding's."""
 
-    wide: in a pass over several rows. cache: in a pass over one row behind keys and values that
-    came from wider passes.
-    """
-
-    wide: float
-    cache: float
+    wide: float  # in a pass over several rows
+    cache: float  # in a pass over one row, behind keys and values of wider passes
 
 
 def noise_of(target: Target) -> Noise:
@@ -143,17 +138,21 @@ class NearTieGuard:
     larger than was measured. Only forks of the state's cache are written.
     """
 
-    remembers = True
-
-    def __init__(self, target: Target, state: State, sampler: Sampler, noise: Noise) -> None:
+    def __init__(self, target: Target, sampler: Sampler, noise: Noise) -> None:
         self.target, self.sampler, self.noise = target, sampler, noise
-        self._twin = state.cache.fork()  # written by one-row passes alone since the prompt
         self._match = TargetSampling(sampler)
-        self.needs_history = self._match.needs_history
-        self._plain_rows = state.position
+        self.needs_history = sampler.needs_history
+        self._twin: SequenceCache | None = None  # written by one-row passes alone since the prompt
+        self._plain_rows = 0  # that the state's own cache has, the first ones
+
+    @property
+    def remembers(self) -> bool:
+        return self._twin is not None
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """As `TargetSampling`, with every near-tie decided as plain decoding decides it."""
+        if self._twin is None:  # the token behind the prompt
+            self._twin, self._plain_rows = state.cache.fork(), state.position
         untouched = state.position == self._plain_rows
         if untouched and verdict.is_plain:
             self._plain_rows += state.anchor.size  # none behind the prompt, which is committed
@@ -164,6 +163,7 @@ class NearTieGuard:
 
     def replay(self, tokens: list[int]) -> tuple[mx.array, int]:
         """Plain logits [V] after `tokens`, all of the sequence, and how many passes that took."""
+        assert self._twin is not None
         new = tokens[self._twin.length :]
         for token in new:
             logits, _ = self.target.forward(mx.array([token]), self._twin, Block(1))

@@ -79,7 +79,7 @@ class State:
         self._unread: list[Accepted] = []  # of rounds that may still be running
 
     def restart(self, cache: SequenceCache, context: Context) -> None:
-        """Begin again with these, which are empty; `end` and `constraint` stay."""
+        """Begin again with empty caches; `end` and `constraint` stay."""
         self.cache, self.context, self.last = cache, context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread, self.pieces = [], [], ()
@@ -122,19 +122,19 @@ class State:
         accepted: Accepted,
         ids: mx.array,
         features: mx.array | None,
-        certain: bool = False,
+        forced: bool = False,
     ) -> None:
         """Keep an accepted path in every cache and make the target's token the anchor.
 
         ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
-        certain: as of `Proposal`.
+        forced: see `Proposal`.
         """
         kept = rows_on(accepted.path)
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
-        if not certain:
+        if not forced:
             self.last = accepted
-        self._end_with(accepted)
+        self._set_anchor(accepted)
 
     def commit_prompt(self, prompt: Prompt, length: int, features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over the next `length` tokens of `prompt`."""
@@ -156,10 +156,9 @@ class State:
     def begin(self, first: Accepted) -> None:
         """Make the first token of an answer the anchor."""
         self.last = None
-        self._end_with(first)
+        self._set_anchor(first)
 
-    def _end_with(self, accepted: Accepted) -> None:
-        """Make the target's token the anchor, the last one where the answer is over."""
+    def _set_anchor(self, accepted: Accepted) -> None:
         self.anchor = accepted.next_anchor
         self._unread.append(accepted)
         if accepted.ends:

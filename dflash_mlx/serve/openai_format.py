@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dflash_mlx.engine.logprobs import TokenLogprobs
+from dflash_mlx.engine.delta import TokenLogprobs
 from dflash_mlx.serve.errors import ApiError, body_of, encoded
 from dflash_mlx.serve.reading import Part
 from dflash_mlx.serve.replies import TOOLS, End, Step, merged

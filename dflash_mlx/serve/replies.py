@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.delta import Delta
-from dflash_mlx.engine.logprobs import TokenLogprobs
+from dflash_mlx.engine.delta import Delta, TokenLogprobs
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.errors import ApiError, as_json
 from dflash_mlx.serve.prompts import Chat, Prompt

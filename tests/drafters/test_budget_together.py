@@ -9,7 +9,6 @@ import pytest
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.experience import Average, Instead, SecondPass
@@ -19,7 +18,6 @@ from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import PassTimes, size_of
 from support.decoding import Strict, answer, scheduler_of, sequence_of
-from support.decoding import rule_of as make_rule
 from support.toys import ToyTarget
 
 VOCABULARY = 9
@@ -96,10 +94,7 @@ def decode_with(
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
     engine, said = scheduler_of(target, observer=Strict()), {}
     for prompt in prompts:
-        state = State(target.new_cache(), NoContext())
-        state.end = len(prompt) - 1 + config.max_tokens
-        rule = make_rule(target, state, Sampler(config.sampling), config)
-        engine.add(sequence_of(state, adaptive, prompt, 64, rule))
+        engine.add(sequence_of(target, adaptive, prompt, config))
     while engine.running or engine.waiting:
         for each, outcome in engine.step():
             assert not isinstance(outcome, Exception), outcome

@@ -30,7 +30,7 @@ from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
 from dflash_mlx.drafters.resample import Resample
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
 from dflash_mlx.drafters.specdiff.method import likeliest
-from dflash_mlx.engine import acceptance
+from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance
 from support.masked_toys import ToyMasked
@@ -235,13 +235,13 @@ def test_rejection_follows_the_law_with_every_filter(name, settings):
 
 @pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
 def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
-    kept = acceptance.kept
+    kept = verify.kept
     name, wrong = {
         "keeps all": ("kept", lambda p, q, tokens, u: mx.array(len(tokens))),
         "keeps by p": ("kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)),
         "draws from p": ("remainder", lambda p, q: p),
     }[mistake]
-    monkeypatch.setattr(acceptance, name, wrong)
+    monkeypatch.setattr(verify, name, wrong)
     assert distance("dflash, reject") > 4
 
 

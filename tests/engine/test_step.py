@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import step
 from dflash_mlx.verifier.model import Target
 from support.decoding import Strict, answer, sequence_of
-from support.decoding import rule_of as make_rule
 from support.families import make_model
 from support.toys import foretold, prompt_of
 
@@ -30,10 +29,7 @@ def config_of(i: int) -> DecodeConfig:
 
 
 def begin(target, drafter, prompt, config, chunk):
-    state = State(target.new_cache(), drafter.new_context())
-    state.end = len(prompt) - 1 + config.max_tokens
-    rule = make_rule(target, state, Sampler(config.sampling), config)
-    return sequence_of(state, drafter, prompt, chunk, rule)
+    return sequence_of(target, drafter, prompt, replace(config, prefill_step=chunk))
 
 
 @pytest.mark.parametrize("seed", range(2))

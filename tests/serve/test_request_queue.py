@@ -114,7 +114,7 @@ def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
 
         def failing(tokens, config, behind):
             sequence = submit(tokens, config, behind)
-            sequence.make_rule = lambda: 1 / 0
+            sequence.rule.accept = lambda *_: 1 / 0
             return sequence
 
         scheduler.submit = failing
@@ -147,7 +147,7 @@ def test_an_answer_that_does_not_fit_into_memory_is_refused_in_words(pair):
         def too_large(sequence):
             raise DFlashError("an answer takes 9 GB", "ask for a shorter one")
 
-        engine._check = too_large
+        engine.memory.check = too_large
         found = post(server, CHAT, chat_body(stream=True))
     assert found.status_code == 400 and "9 GB" in found.json()["error"]["message"]
 

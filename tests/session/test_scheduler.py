@@ -157,7 +157,7 @@ def test_a_cancelled_answer_is_over(pair):
 def test_one_that_fails_says_so_and_is_over(pair):
     scheduler = Scheduler(pair)
     failing, other = (scheduler.submit(p, configs()[1]) for p in PROMPTS[:2])
-    failing.make_rule = lambda: 1 / 0
+    failing.rule.accept = lambda *_: 1 / 0
     said = finish(scheduler)
     assert isinstance(said[failing][-1], ZeroDivisionError)
     assert len(collect(iter(said[other])).tokens) == 12
@@ -205,7 +205,7 @@ def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wai
     scheduler = Scheduler(pair, prefixes=PrefixCache(1 << 30))
     first = scheduler.submit(PROMPTS[0], configs()[1])
     drafter = scheduler.waiting[0].drafter
-    scheduler.memory = scheduler.bytes_of(drafter, len(PROMPTS[0]) + 13)
+    scheduler.memory.limit = scheduler.memory.bytes_of(drafter, len(PROMPTS[0]) + 13)
     with pytest.raises(DFlashError, match="more than the limit"):
         scheduler.submit(PROMPTS[0], replace(configs()[1], method="dflash"), first)
     assert [*finish(scheduler)] == [first]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler, penalise, tempered
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import make_drafter
@@ -23,7 +21,6 @@ from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
-from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import load
 from dflash_mlx.models.names import SHIPPED
 from dflash_mlx.session.templates import prompt_tokens
@@ -31,8 +28,7 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.configs import config_with
-from support.decoding import Strict, answer, scheduler_of
-from support.decoding import rule_of as make_rule
+from support.decoding import Strict, answer, scheduler_of, sequence_of
 from support.families import make_model
 from support.pairs import full_pair
 from support.toys import foretold, prompt_of
@@ -197,12 +193,12 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
             drafter = drafters[key]
         everyone.append(_sequence(target, request, drafter))
     engine = scheduler_of(target, observer=Strict())
-    tight = max(engine.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
+    tight = max(engine.memory.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
     if schedule.seed % 4 < 2:
         engine.prefixes = PrefixCache(2 * tight)
     for step, _ in enumerate(_until_done(engine, schedule, everyone)):
         squeezed = schedule.squeezed[step % len(schedule.squeezed)]
-        engine.memory = tight if squeezed else 100 * tight
+        engine.memory.limit = tight if squeezed else 100 * tight
         for each, outcome in engine.step():
             assert not isinstance(outcome, Exception), outcome
             each.said.extend(outcome.accepted.tokens)
@@ -246,17 +242,8 @@ def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
 
 
 def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
-    config, state = request.config, State(target.new_cache(), drafter.new_context())
-    state.end = min(len(request.prompt) - 1 + config.max_tokens, target.context_length - 1)
-    make = partial(make_rule, target, state, Sampler(config.sampling), config, True)
-    return Watched(
-        state,
-        drafter,
-        Prompt.of(request.prompt),
-        prefill_step=config.prefill_step,
-        rule=make if config.exact else make(),
-        exact=config.exact,
-    )
+    made = sequence_of(target, drafter, request.prompt, request.config, in_company=True)
+    return Watched(made.state, drafter, made.prompt, made.config, made.rule)
 
 
 def problems(pair: Pair, schedule: Schedule) -> tuple[list[str], list[Watched]]:

@@ -11,15 +11,15 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.acceptance import TargetSampling
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
+from dflash_mlx.engine.verify import TargetSampling
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.train.corpus.loops import loop_end
 
-_CHUNK = 512  # tokens of one prompt in a pass
+_READING = DecodeConfig(prefill_step=512)  # tokens of one prompt in a pass
 _UNREAD = 2048  # tokens of prompts from which on no more jobs begin, so that no pass is huge
 
 
@@ -100,8 +100,7 @@ class Answers:
             state = State(self._scheduler.target.new_cache(), self._drafter.new_context())
             state.end = len(job.prompt) - 1 + job.max_tokens
             rule = TargetSampling(Sampler(job.sampling))
-            prompt = Prompt(job.prompt)
-            sequence = Sequence(state, self._drafter, prompt, prefill_step=_CHUNK, rule=rule)
+            sequence = Sequence(state, self._drafter, Prompt(job.prompt), _READING, rule)
             self._scheduler.add(sequence)
             self._texts[sequence] = _Text(job)
             unread += len(job.prompt)
