@@ -68,7 +68,6 @@ class Constraint:
         return np.pad(found, (0, size - len(found)))
 
     def allows(self, history: Sequence[int], token: int) -> bool:
-        """Whether a token may follow."""
         return self._allows(self._answer(history), token)
 
     def nodes(self, tree: Tree, history: Sequence[int]) -> list[int]:
@@ -143,7 +142,6 @@ class MaskedSampler(Sampler):
 
     @property
     def needs_history(self) -> bool:
-        """It says what is allowed."""
         return True
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:

@@ -40,9 +40,8 @@ class Noise:
 
 def noise_of(target: Target) -> Noise:
     """As `measure_noise`; measured once per loaded target, which remembers it."""
-    if target.noise is None:
-        target.noise = measure_noise(target)
-    noise: Noise = target.noise
+    noise: Noise = target.noise or measure_noise(target)
+    target.noise = noise
     return noise
 
 
@@ -203,7 +202,6 @@ class _CloserLook:
         return again
 
     def _lead(self, path: tuple[int, ...]) -> tuple[int, float]:
-        """The token after `path` as the verdict sees it, and its lead."""
         if self._guard.sampler.needs_history:
             return self._best(self._verdict.logits[path[-1]], path)
         tokens, margins = self._leads
@@ -229,6 +227,5 @@ class _CloserLook:
         return self._guard.target.forward(tokens, fork, Block(1))[0][0]
 
     def _before(self, path: tuple[int, ...]) -> list[int]:
-        """All tokens up to the path's last."""
         drafted = self._verdict.tree.drafted
         return [*self._state.tokens, *(drafted[node - 1] for node in path[1:])]

@@ -38,14 +38,13 @@ Keys = npt.NDArray[np.int64]  # of tokens, see `Prompt.key_at`
 
 
 class PrefixFiles:
-    """A folder of states, the last used ones; it is made, for its owner alone, when one is kept.
-
-    limit: bytes that all of them may take. worth: tokens from which on a state is written or read.
-    problem: a sentence about why states are not kept, "" while they are.
-    """
+    """A folder of states, the last used ones; it is made, for its owner alone, when one is kept."""
 
     def __init__(self, folder: Path, limit: int, worth: int = WORTH) -> None:
-        self.folder, self.limit, self.worth, self.problem = folder, limit, worth, ""
+        self.folder = folder
+        self.limit = limit  # bytes that all of them may take
+        self.worth = worth  # tokens from which on a state is written or read
+        self.problem = ""  # a sentence about why states are not kept
         self._known: dict[str, Keys] = {}  # of the tokens of files by their names
         self._keys: dict[CacheKey, str] = {}
         self._versions = json.dumps(describe_versions())
@@ -87,7 +86,6 @@ class PrefixFiles:
             return False
 
     def clear(self) -> None:
-        """Remove all states."""
         for file in self._files():
             self._remove(file)
 
@@ -203,21 +201,18 @@ def _keys_of(file: Path) -> Keys:
 
 
 def _shared(keys: Keys, others: Keys) -> int:
-    """Tokens that both begin with."""
     size = min(keys.size, others.size)
     differ = np.flatnonzero(keys[:size] != others[:size])
     return int(differ[0]) if differ.size else size
 
 
 def _head_digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
-    """Of all but the numbers."""
     said = [(name, metadata[name]) for name in ("model", "versions", "key", "about")]
     shapes = [(name, arrays[name].shape, str(arrays[name].dtype)) for name in sorted(arrays)]
     return hashlib.sha256(repr((said, shapes)).encode()).hexdigest()
 
 
 def _data_digest(arrays: dict[str, mx.array]) -> str:
-    """Of the numbers."""
     digest = hashlib.sha256()
     for name in sorted(arrays):
         numbers = mx.contiguous(arrays[name]).reshape(-1).view(mx.uint8)

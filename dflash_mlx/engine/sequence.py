@@ -14,7 +14,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.engine.delta import Delta, logprobs_of
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.state import State
@@ -70,12 +70,10 @@ class Sequence:
 
     @property
     def is_reading(self) -> bool:
-        """Whether a part of the prompt is still to be read."""
         return self.state.position < len(self.prompt)
 
     @property
     def is_full(self) -> bool:
-        """Whether no further token may follow."""
         return self.state.has_begun and self.state.remaining <= 0
 
     @property
@@ -85,7 +83,6 @@ class Sequence:
 
     @property
     def rounds_ahead(self) -> int:
-        """Rounds that may start before the first of them is read."""
         return 0 if self.rule.needs_history else self.drafter.rounds_ahead
 
     def next_chunk(self) -> int:
@@ -114,7 +111,7 @@ class Sequence:
             *tokens, newest = self.state.tokens
             self.prompt = Prompt(tuple(tokens), self.prompt.pieces)
             self._preempted_at = Accepted(Tree.chain(), (0,), newest)
-        self.state.restart(target.new_cache(), self.drafter.new_context())
+        self.state.restore_from(State(target.new_cache(), self.drafter.new_context()))
         self.looked_for_prefix = False
 
     def end_prompt(self, logits: mx.array) -> Round | None:
@@ -138,6 +135,8 @@ class Sequence:
     def accept(self, verdict: Verdict) -> Accepted:
         """What the rule accepts, up to where the grammar of the answer ends."""
         accepted, constraint = self.rule.accept(verdict, self.state), self.state.constraint
+        if self.config.logprobs is not None:
+            accepted = replace(accepted, logits=verdict.logits[rows_on(accepted.path)])
         return accepted if constraint is None else constraint.end(accepted, self.state.tokens)
 
     def next_delta(self) -> Delta:

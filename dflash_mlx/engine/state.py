@@ -78,16 +78,14 @@ class State:
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []  # of rounds that may still be running
 
-    def restart(self, cache: SequenceCache, context: Context) -> None:
-        """Begin again with empty caches; `end` and `constraint` stay."""
-        self.cache, self.context, self.last = cache, context, None
-        self.anchor = self.opening = mx.array([], dtype=mx.int32)
-        self._tokens, self._unread, self.pieces = [], [], ()
-
     def restore_from(self, other: State) -> None:
-        """Take over what another holds, which is then of no more use; `end` stays."""
-        self.restart(other.cache, other.context)
-        self._tokens, self.pieces = other.tokens, other.pieces
+        """Take over what another holds, which is then of no more use.
+
+        Its answer, if any, is not taken over; `end` and `constraint` stay.
+        """
+        self.cache, self.context, self.last = other.cache, other.context, None
+        self.anchor = self.opening = mx.array([], dtype=mx.int32)
+        self._tokens, self._unread, self.pieces = other.tokens, [], other.pieces
 
     @property
     def position(self) -> int:
@@ -101,7 +99,6 @@ class State:
 
     @property
     def remaining(self) -> int:
-        """Tokens that this answer may still have."""
         return self.end - self.position
 
     @property
@@ -210,7 +207,6 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the caches take, shared or not."""
         return self.cache.nbytes + sum(array.nbytes for array in self.context.arrays)
 
     def fork(self) -> State:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.sampling import KEEP, Sampler
-from dflash_mlx.core.tree import Tree, rows_on
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.routing import Kernels
@@ -43,9 +43,9 @@ class Verdict:
         return mx.argmax(self.logits, axis=-1)
 
     @cached_property
-    def greedy(self) -> list[int]:
-        """The same on the host."""
-        return self.argmax.tolist()  # type: ignore[return-value]
+    def greedy(self) -> Any:
+        """The same on the host, a list."""
+        return self.argmax.tolist()
 
     def choices(self, sampler: Sampler, state: State) -> Choose:
         """The target's token after a path, as `accept` asks for it.
@@ -88,11 +88,13 @@ class Verdict:
         return choose
 
 
+def _on_host(tokens: mx.array) -> Any:
+    return tokens.tolist()
+
+
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
     """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
-    greedy: list[int] = choices.tolist()  # type: ignore[assignment]
-    above: list[int] = parents.tolist()  # type: ignore[assignment]
-    drafts: list[int] = tokens[1:].tolist()  # type: ignore[assignment]
+    greedy, above, drafts = _on_host(choices), _on_host(parents), _on_host(tokens[1:])
     found = accept(Tree(tuple(drafts), tuple(above)), lambda path: greedy[path[-1]])
     unused = [-1] * (len(greedy) - len(found.path))
     return mx.array([len(found.path), found.token, *found.path, *unused])
@@ -167,22 +169,6 @@ class RejectionSampling:
         rows = range(verdict.logits.shape[0])
         laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
         return mx.stack(laws)
-
-
-class KeepLogits:
-    """Another rule, whose tokens carry the logits that they were chosen from."""
-
-    def __init__(self, rule: AcceptanceRule) -> None:
-        self._rule = rule
-        self.needs_history = rule.needs_history
-
-    @property
-    def remembers(self) -> bool:
-        return self._rule.remembers
-
-    def accept(self, verdict: Verdict, state: State) -> Accepted:
-        accepted = self._rule.accept(verdict, state)
-        return replace(accepted, logits=verdict.logits[rows_on(accepted.path)])
 
 
 def kept(p: mx.array, q: mx.array, tokens: mx.array, u: mx.array) -> mx.array:

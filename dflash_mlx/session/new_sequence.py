@@ -18,7 +18,6 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.text import StopText
 from dflash_mlx.engine.verify import (
     AcceptanceRule,
-    KeepLogits,
     RejectionSampling,
     TargetSampling,
 )
@@ -61,9 +60,6 @@ def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> Accep
     sampler = Sampler(config.sampling)
     if state.constraint is not None:
         sampler = MaskedSampler(sampler, state.constraint)
-    rule: AcceptanceRule
     if config.exact:
-        rule = NearTieGuard(target, sampler, noise_of(target))
-    else:
-        rule = RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)
-    return rule if config.logprobs is None else KeepLogits(rule)
+        return NearTieGuard(target, sampler, noise_of(target))
+    return RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)

@@ -251,7 +251,6 @@ class Scheduler:
         self.waiting.extend(self._behind.pop(sequence, ()))
 
     def _remove(self, sequence: Sequence) -> bool:
-        """Whether it was still here."""
         sequence.status = Status.FINISHED
         for place in (self.waiting, self.running, *self._behind.values()):
             if sequence in place:
@@ -263,7 +262,7 @@ class Scheduler:
         """Let prefixes go that take the memory of those that run."""
         left = self.memory.left(self.running)
         if self.prefixes is not None and left is not None:
-            self.prefixes.give_way(max(0, left))
+            self.prefixes.shrink(max(0, left))
 
     def _preempt(self) -> None:
         """Let prefixes go, then the youngest, until the others have room."""

@@ -105,13 +105,13 @@ class _Cancelled(GeneratorExit):
 class Worker:
     """Runs jobs and answers requests, on a thread of its own.
 
-    post: hears of every step; called on the worker's thread, so it must return at once. The thread
-    is a daemon: a pass that hangs does not keep the program from ending.
+    The thread is a daemon: a pass that hangs does not keep the program from ending.
     """
 
     def __init__(self, post: Callable[[News], object]) -> None:
-        self.used = self.steps = 0  # bytes of all caches after the last step; steps so far
-        self._post = post
+        self.used = 0  # bytes of all caches after one of the last steps
+        self._steps = 0
+        self._post = post  # hears of every step; called on the thread, so it must return at once
         self._orders: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._make: Callable[[], Scheduler] | None = None
         self._scheduler: Scheduler | None = None
@@ -244,6 +244,6 @@ class Worker:
             self._post(news)
 
     def _look(self) -> None:
-        self.steps += 1
-        if self._scheduler is not None and (self.steps % 16 == 0 or not self._open):
+        self._steps += 1
+        if self._scheduler is not None and (self._steps % 16 == 0 or not self._open):
             self.used = self._scheduler.used
