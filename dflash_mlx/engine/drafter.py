@@ -84,13 +84,8 @@ class Reason:
 class Drafter(Protocol):
     """Proposes trees; what it remembers of a sequence's tokens is in the context."""
 
-    @property
-    def name(self) -> str:
-        """As in `--method`."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose output it reads, () for none."""
+    name: str  # as in `--method`
+    aux_layers: tuple[int, ...]  # target layers whose output it reads
 
     @property
     def rounds_ahead(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -171,30 +172,35 @@ class NearTieGuard:
         return logits[0], len(new)
 
 
+@dataclass
 class _CloserLook:
-    """One round of a guard. untouched: whether all rows in the cache are plain decoding's."""
+    """One round of a guard."""
 
-    def __init__(
-        self, guard: NearTieGuard, verdict: Verdict, state: State, untouched: bool
-    ) -> None:
-        self.ties = NearTies()
-        self._guard, self._verdict, self._state = guard, verdict, state
-        self._untouched = untouched
-        self._leads = lead(verdict.logits)
-        mx.eval(self._leads)
+    guard: NearTieGuard
+    verdict: Verdict
+    state: State
+    untouched: bool  # all rows in the cache are plain decoding's
+    ties: NearTies = NearTies()
+
+    @cached_property
+    def leads(self) -> tuple[mx.array, mx.array]:
+        """Of all nodes, see `lead`."""
+        found = lead(self.verdict.logits)
+        mx.eval(found)
+        return found
 
     def choose(self, path: tuple[int, ...]) -> int:
         """Plain decoding's token after the nodes in `path`."""
         token, margin = self._lead(path)
-        noise, plain = self._guard.noise, self._verdict.is_plain
+        noise, plain = self.guard.noise, self.verdict.is_plain
         if margin >= self._scaled(noise.cache if plain else noise.wide):
             return token
         start, passes, replays, again = time.perf_counter(), 0, 0, token
         if not plain:
             again, margin = self._best(self._one_row(path), path)
             passes = 1
-        if not (self._untouched and len(path) == 1) and margin < self._scaled(noise.cache):
-            logits, replayed = self._guard.replay(self._before(path))
+        if not (self.untouched and len(path) == 1) and margin < self._scaled(noise.cache):
+            logits, replayed = self.guard.replay(self._before(path))
             again, _ = self._best(logits, path)
             passes, replays = passes + replayed, 1
         seconds = time.perf_counter() - start
@@ -202,30 +208,30 @@ class _CloserLook:
         return again
 
     def _lead(self, path: tuple[int, ...]) -> tuple[int, float]:
-        if self._guard.sampler.needs_history:
-            return self._best(self._verdict.logits[path[-1]], path)
-        tokens, margins = self._leads
+        if self.guard.sampler.needs_history:
+            return self._best(self.verdict.logits[path[-1]], path)
+        tokens, margins = self.leads
         return tokens[path[-1]].item(), margins[path[-1]].item()  # type: ignore[return-value]
 
     def _best(self, logits: mx.array, path: tuple[int, ...]) -> tuple[int, float]:
         """The greedy choice from logits [V] and its lead over the second."""
-        if self._guard.sampler.needs_history:
-            logits = self._guard.sampler.adjusted(logits, self._before(path))
+        if self.guard.sampler.needs_history:
+            logits = self.guard.sampler.adjusted(logits, self._before(path))
         token, margin = lead(logits)
         return token.item(), margin.item()  # type: ignore[return-value]
 
     def _scaled(self, noise: float) -> float:
         """A repetition penalty multiplies some logits, and their noise."""
-        penalty = self._guard.sampler.config.repetition_penalty
+        penalty = self.guard.sampler.config.repetition_penalty
         return noise * max(penalty, 1 / penalty)
 
     def _one_row(self, path: tuple[int, ...]) -> mx.array:
         """Logits [V] after the path's last token, by a pass over it alone."""
-        fork = self._state.cache.fork()
+        fork = self.state.cache.fork()
         fork.commit(path[:-1])
-        tokens = self._verdict.ids[path[-1] :][:1]
-        return self._guard.target.forward(tokens, fork, Block(1))[0][0]
+        tokens = self.verdict.ids[path[-1] :][:1]
+        return self.guard.target.forward(tokens, fork, Block(1))[0][0]
 
     def _before(self, path: tuple[int, ...]) -> list[int]:
-        drafted = self._verdict.tree.drafted
-        return [*self._state.tokens, *(drafted[node - 1] for node in path[1:])]
+        drafted = self.verdict.tree.drafted
+        return [*self.state.tokens, *(drafted[node - 1] for node in path[1:])]

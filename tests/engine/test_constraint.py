@@ -256,10 +256,9 @@ def test_without_drafts_what_is_forced_is_not_drafted_either():
     assert len(found) == 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_near_ties_under_a_grammar_are_decided_as_plain_decoding_decides_them(tokenizer, family):
+def test_near_ties_under_a_grammar_are_decided_as_plain_decoding_decides_them(tokenizer):
     """Of letters alone, so that nearly every token is a choice among many."""
-    target, loose = Rounding(family, 3 * FAMILIES[family]), 0
+    target, loose = Rounding("llama", 3 * FAMILIES["llama"]), 0
 
     def said(prompt, drafter, config):
         known = constraint(tokenizer, len(prompt), regex="[A-Za-z ]{48}")

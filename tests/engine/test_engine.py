@@ -234,19 +234,6 @@ def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(targ
     assert said[3] == alone[3][1][: len(said[3])] and len(said[3]) < len(alone[3][1])
 
 
-def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
-    engine, everyone = scheduler_of(target, observer=Strict()), sequences(target, alone)
-    gone = everyone[4]
-
-    def cancel():
-        if gone.state.has_begun:
-            engine.cancel(gone)
-
-    said, _ = run(engine, everyone, np.random.default_rng(1), cancel)
-    assert said[:4] + said[5:] == [words for i, (_, words) in enumerate(alone) if i != 4]
-    assert len(said[4]) < len(alone[4][1])
-
-
 def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkeypatch):
     seconds = tuple(
         10.0 + n for n in (1, 64, 512)

@@ -34,9 +34,7 @@ from support.toys import Letters, prompt_of
 
 ROOT = Path(__file__).parents[2]
 RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "specdiff")]
-RESTARTS += [
-    (name, method) for name in ("llama_sliding", "falcon_h1") for method in ("none", "d2sd")
-]
+RESTARTS += [("llama_sliding", "d2sd"), ("falcon_h1", "d2sd")]
 LIMIT = 10**9
 
 

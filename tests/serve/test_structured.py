@@ -15,8 +15,8 @@ from dflash_mlx.engine.grammar import check_structure, constraint_of
 from dflash_mlx.serve import call_grammar
 from dflash_mlx.serve.call_grammar import CallForm
 from dflash_mlx.serve.structure import OPENAI, StructureRequest, structure_of
-from support.schemas import conforms
 from support.serving import MODEL, TEMPLATE, actor_pair, chat_body, post, serving, user
+from support.structured import conforms
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 WORDS = "Once upon a time."

@@ -178,15 +178,6 @@ def test_turns_of_one_session_have_grammars_of_their_own(pair, plain):
     assert free.tokens == said(pair, config_of("none", ""), [*PROMPT, *first.tokens, 5]).tokens
 
 
-def test_an_answer_that_was_left_is_answered_anew(pair, plain):
-    session = Session(pair, config_of("ddtree"))
-    deltas = session.stream(PROMPT)
-    for _ in range(4):
-        next(deltas)
-    deltas.close()
-    assert collect(session.stream(PROMPT)).tokens == plain["schema", 0.0].tokens
-
-
 def test_answers_with_and_without_grammars_draft_with_one_drafter(pair):
     scheduler = Scheduler(pair)
     for structure in (*STRUCTURES, ""):
@@ -231,21 +222,6 @@ def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
         assert (together.tokens, together.text) == (alone.tokens, alone.text)
         assert together.finish_reason == alone.finish_reason
     assert bool(dropped) == drops
-
-
-def test_one_that_is_cancelled_leaves_the_others_as_they_were(pair):
-    asked, texts = everyone(pair), {}
-    scheduler = Scheduler(pair, observer=Strict())
-    answers = [scheduler.submit(prompt, config) for prompt, config, _ in asked]
-    for step in range(1000):
-        if step == 5:
-            scheduler.cancel(answers[0])
-        if not scheduler:
-            break
-        for answering, delta in scheduler.step():
-            texts.setdefault(id(answering), []).append(delta)
-    for answering, (_, _, alone) in list(zip(answers, asked, strict=True))[1:]:
-        assert collect(iter(texts[id(answering)])).tokens == alone.tokens
 
 
 @pytest.mark.parametrize(

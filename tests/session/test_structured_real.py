@@ -9,8 +9,7 @@ import pytest
 from dflash_mlx.client import first_difference, load
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.session.session import Session
-from support.schemas import ASKED
-from support.structured import asked, valid_answers
+from support.structured import ASKED, asked, valid_answers
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import Sampler, penalise, tempered
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.methods import drafting_of, make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
@@ -181,15 +181,15 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
     In half of the schedules, sequences go on from what others have read.
     """
     pair, target = replace(pair, learned={}), pair.target
-    drafters: dict[DecodeConfig, Drafter] = {}
+    drafters: dict[Hashable, Drafter] = {}
     everyone = []
     for i, (request, known) in enumerate(zip(schedule.requests, answers, strict=True)):
-        key = _what_drafts(request.config)
+        key = drafting_of(request.config)
         if request.knows:
             drafter: Drafter = foretold(request.prompt, known, schedule.seed + i)
         else:
             if key not in drafters:
-                drafters[key] = _drafter(pair, key, schedule.seed)
+                drafters[key] = _drafter(pair, request.config, schedule.seed)
             drafter = drafters[key]
         everyone.append(_sequence(target, request, drafter))
     engine = scheduler_of(target, observer=Strict())
@@ -221,21 +221,8 @@ def _until_done(engine: Any, schedule: Schedule, everyone: abc.Sequence[Watched]
     raise AssertionError(f"{len(engine.running)} run and {len(engine.waiting)} wait for ever")
 
 
-def _what_drafts(config: DecodeConfig) -> DecodeConfig:
-    """Settings without those of single requests: those who share them share a drafter."""
-    sampling = config.sampling if config.acceptance == "reject" else SamplingConfig(seed=0)
-    plain = DecodeConfig()
-    return replace(
-        config,
-        max_tokens=plain.max_tokens,
-        prefill_step=plain.prefill_step,
-        exact=False,
-        sampling=sampling,
-    )
-
-
 def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
-    drafter = make_drafter(pair, _what_drafts(config))
+    drafter = make_drafter(pair, config)
     if isinstance(drafter, BatchBudget):
         drafter.clock = Ticks(seed)
     return drafter
