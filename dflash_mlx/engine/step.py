@@ -19,8 +19,8 @@ from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import Rows
 
 T = TypeVar("T")
 Outcome = Round | None | Exception  # None: a prompt is not read whole yet

@@ -33,7 +33,7 @@ from dflash_mlx.train.config import SelectorTraining
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.loss import draft_size
-from dflash_mlx.train.ranking import rank_in_parts
+from dflash_mlx.train.trainee import rank_in_parts
 from dflash_mlx.train.trainer import Training
 
 PROGRAM = "dflash_mlx.train.selector"

@@ -11,13 +11,11 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import RankedChain, SelectedPath
+from dflash_mlx.drafters.block_diffusion import BestFirst, DrawnPath, RankedChain, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
 from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
-from dflash_mlx.drafters.drawn import DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import Array, walk
 from dflash_mlx.drafters.growth.links import confident

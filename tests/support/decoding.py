@@ -24,7 +24,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.session.new_sequence import acceptance_rule
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
+from dflash_mlx.verifier.sequence import Rows
 from support.toys import ToyCache
 
 

@@ -128,7 +128,7 @@ def score(tensors: Tensors, hidden: Array, unary: Array, a: int, b: int) -> floa
     return float(unary[b] + context @ weights["successor_codebook"][b])
 
 
-def download_plans(config: Config, unary: Array) -> list[list[int]]:
+def offers(config: Config, unary: Array) -> list[list[int]]:
     """The likeliest tokens of every position, by logits unary [n, V]."""
     k = config["dflash_config"]["selector_top_k"]
     return [np.argsort(-row, kind="stable")[:k].tolist() for row in unary]
@@ -139,7 +139,7 @@ def greedy_path(
 ) -> list[int]:
     """Return the tokens of the walk that takes the best next candidate every time."""
     path = [anchor]
-    for row, state, candidates in zip(unary, hidden, download_plans(config, unary), strict=True):
+    for row, state, candidates in zip(unary, hidden, offers(config, unary), strict=True):
         scores = [score(tensors, state, row, path[-1], b) for b in candidates]
         path.append(candidates[int(np.argmax(scores))])
     return path[1:]
@@ -150,7 +150,7 @@ def path_law(
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of every path of the sampled walk."""
     law: dict[tuple[int, ...], float] = {(): 1.0}
-    for row, state, candidates in zip(unary, hidden, download_plans(config, unary), strict=True):
+    for row, state, candidates in zip(unary, hidden, offers(config, unary), strict=True):
         longer = {}
         for path, chance in law.items():
             before = path[-1] if path else anchor

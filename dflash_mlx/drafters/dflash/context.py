@@ -76,7 +76,7 @@ class FeatureContext:
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        self.cache.trim(length)
+        self.cache.rewind(length)
 
     @property
     def kind(self) -> Kind:

@@ -78,7 +78,7 @@ class EagleContext:
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""
-        self.cache.trim(max(length - 1, 0))
+        self.cache.rewind(max(length - 1, 0))
         pieces, self._states = self._states, []
         for piece in pieces:
             if length > 0:

@@ -85,11 +85,11 @@ class TokenContext:
         self._tokens = [tokens]
         if length >= self._cache.length or self._cache.refill_from(length) == length:
             self._waiting = self._waiting[: max(0, length - self._cache.length)]
-            self._cache.trim(length)
+            self._cache.rewind(length)
         else:
             start = self._reached_from(length)
             self._waiting = self._waiting[:0]
-            self._cache.trim(start)
+            self._cache.rewind(start)
             self._take_in(tokens[start:])
 
     @property
