@@ -24,7 +24,7 @@ from dflash_mlx.engine.verify import (
 from dflash_mlx.verifier.model import Target
 
 
-def new_sequence(
+def make_sequence(
     pair: Pair, prompt: Prompt, config: DecodeConfig, drafter: Drafter, alone: bool
 ) -> Sequence:
     """A sequence of which nothing was read.

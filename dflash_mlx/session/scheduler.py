@@ -20,7 +20,7 @@ from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, Status
 from dflash_mlx.engine.step import guarded, step
 from dflash_mlx.session.cache_memory import CacheMemory
-from dflash_mlx.session.new_sequence import new_sequence
+from dflash_mlx.session.new_sequence import make_sequence
 
 LONGEST = 1.75  # times a step without prompts that one with a chunk of a prompt may take
 UNUSED = 8  # drafters that are kept for answers to come: a draw of each temperature has its own
@@ -86,7 +86,7 @@ class Scheduler:
         """
         config = settle(config or DecodeConfig(), self.pair.capabilities)
         drafter, alone = self.drafter(config), self.most == 1
-        sequence = new_sequence(self.pair, Prompt.of(prompt), config, drafter, alone)
+        sequence = make_sequence(self.pair, Prompt.of(prompt), config, drafter, alone)
         self.add(sequence, behind)
         return sequence
 

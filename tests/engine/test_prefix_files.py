@@ -79,7 +79,7 @@ def test_after_a_restart_a_conversation_goes_on_and_says_what_it_would(tmp_path,
         prefixes = PrefixCache(LIMIT, PrefixFiles(tmp_path / "kept", LIMIT))
         return Session(pair, DecodeConfig(method, max_tokens=12), prefixes)
 
-    first, prompt = session(), prompt_of(0, 600)
+    first, prompt = session(), prompt_of(0, 300)
     said = [*prompt, *collect(first.stream(prompt)).tokens]
     first.prefixes.save()
     for turn in (1, 2):
