@@ -48,12 +48,11 @@ class Grammars:
     """Grammars compiled for one tokenizer; those that were asked for last are kept.
 
     Several threads may ask, so that one can compile ahead while another decodes.
-
-    tokenizer: mlx-lm's, around one of Hugging Face's. name: of its model, for people.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        self._tokenizer, self._name = tokenizer, name
+        self._tokenizer = tokenizer  # mlx-lm's, around one of Hugging Face's
+        self._name = name  # of its model, for people
         self._lock = threading.Lock()  # of what is kept; not held while something compiles
         self.compiled = lru_cache(_MOST_KEPT)(self._compile)
 

@@ -149,7 +149,7 @@ def altered(file: Path, digests: bool = True, **metadata: str) -> None:
     mx.eval(arrays)
     told |= metadata
     if digests:
-        told["head"] = prefix_files._head_digest(told, arrays)
+        told["digest"] = prefix_files._digest(told, arrays)
     mx.save_safetensors(str(file), arrays, told)
 
 
