@@ -104,22 +104,6 @@ def test_near_ties_are_decided_as_alone(drafting):
     assert differ, "nobody would notice without it"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(target, alone, seed):
-    engine, rng, dropped = scheduler_of(target, observer=Strict()), np.random.default_rng(seed), []
-
-    def drop_one():
-        if len(engine.running) > 1 and rng.random() < 0.3:
-            chosen = engine.running[int(rng.integers(len(engine.running)))]
-            engine.cancel(chosen)
-            chosen.preempt(target)
-            engine.waiting.append(chosen)
-            dropped.append(chosen.state.end)
-
-    said, _ = run(engine, sequences(target, alone), rng, drop_one)
-    assert said == [words for _, words in alone] and dropped
-
-
 def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
     engine = scheduler_of(target, observer=Strict())
     longest = max(engine.memory.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
@@ -154,7 +138,7 @@ def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone
 
 STAGES = {  # what a sequence is asked for there
     "draft": "drafter.propose",
-    "pass": "state.cache.extend",
+    "pass": "state.cache.begin",
     "layer": "state.cache.layers.1.update_and_fetch",
     "accept": "rule.accept",
     "commit": "state.commit",
