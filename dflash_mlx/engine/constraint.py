@@ -49,9 +49,8 @@ class Constraint:
             return None
         self._go_to([*self._answer(history), *forced])
         drafts = forced[:-1] if self._matcher.is_stopped() else forced
-        tokens = tuple(drafts[: min(most, MOST_ROWS - 1)])
-        count = len(tokens)
-        return Tree(tokens, tuple(range(-1, count)), (0.0,) * (count + 1), ("", *[FORCED] * count))
+        tokens = drafts[: min(most, MOST_ROWS - 1)]
+        return Tree.of_chains([(tokens, [0.0] * len(tokens), FORCED)])
 
     def mask(self, history: Sequence[int], size: int) -> npt.NDArray[np.bool_] | None:
         """[size] which tokens may follow; None behind tokens that the grammar forbids.
@@ -66,9 +65,6 @@ class Constraint:
         if not found.any():
             raise self._broken("no token of the model can follow")
         return np.pad(found, (0, size - len(found)))
-
-    def allows(self, history: Sequence[int], token: int) -> bool:
-        return self._allows(self._answer(history), token)
 
     def nodes(self, tree: Tree, history: Sequence[int]) -> list[int]:
         """The nodes of a tree behind `history` whose paths are allowed, in order."""
@@ -156,7 +152,7 @@ class MaskedSampler(Sampler):
         if forced := self._constraint.forced_tokens(history):
             return forced[0]
         greedy = self.config.temperature == 0 and self.config.repetition_penalty == 1
-        return token if greedy and self._constraint.allows(history, token := best()) else None
+        return token if greedy and self._constraint.run(history, [token := best()]) else None
 
 
 def _depth_first(tree: Tree) -> list[int]:
