@@ -109,7 +109,7 @@ class Worker:
 
     def __init__(self, post: Callable[[News], object]) -> None:
         self.used = 0  # bytes of all caches after one of the last steps
-        self._steps = 0
+        self.steps = 0
         self._post = post  # hears of every step; called on the thread, so it must return at once
         self._orders: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._make: Callable[[], Scheduler] | None = None
@@ -242,6 +242,6 @@ class Worker:
             self._post(news)
 
     def _look(self) -> None:
-        self._steps += 1
-        if self._scheduler is not None and (self._steps % 16 == 0 or not self._open):
+        self.steps += 1
+        if self._scheduler is not None and (self.steps % 16 == 0 or not self._open):
             self.used = self._scheduler.used
