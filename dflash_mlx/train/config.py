@@ -164,4 +164,3 @@ class CorpusConfig(_Checked):
         for name in ("top_p", "self_top_p"):
             value = getattr(self, name)
             require(0 < value <= 1, name, value, "a number above 0 and up to 1")
-        require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")

@@ -192,9 +192,6 @@ def _folder() -> Path:
 
 
 def _file(target: Target, folder: Path | None = None) -> Path:
-    return (folder or _folder()) / f"{_key(target)}.json"
-
-
-def _key(target: Target) -> str:
     kernels = target.kernels.mode if target.kernels.active else "off"
-    return model_key(target.name, target.parameters(), kernels, target.kv_bits)
+    key = model_key(target.name, target.parameters(), kernels, target.kv_bits)
+    return (folder or _folder()) / f"{key}.json"
