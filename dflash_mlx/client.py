@@ -45,8 +45,7 @@ from dflash_mlx.models.library import (
 from dflash_mlx.models.load import load, load_pair
 from dflash_mlx.models.memory import available_memory, check_memory, memory_needed
 from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.session.responder import Question, Responder, prefix_cache
-from dflash_mlx.session.session import Session, generate, stream
+from dflash_mlx.session.session import Question, Responder, Session, generate, prefix_cache, stream
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
             counts["tokens"] += sum(len(each.said) for each in ended)
             counts["left early"] += sum(each.left for each in ended)
             counts["dropped caches"] += sum(each.drops for each in ended)
-            counts["reused"] += sum(each.reused > 0 for each in ended)
+            counts["reused"] += sum(each.statistics.reused_tokens > 0 for each in ended)
             counts["wrong"] += len(found)
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
     if counts["wrong"]:

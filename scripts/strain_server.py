@@ -27,7 +27,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import httpx2 as httpx  # noqa: E402
 
 from dflash_mlx import DecodeConfig, Pair, generate, load  # noqa: E402
-from dflash_mlx.session.responder import Responder  # noqa: E402
 from support.fuzzed_api import attack  # noqa: E402
 from support.models import write_endless_model  # noqa: E402
 from support.serving import Server, actor_pair, command_of, serving, spawn, user  # noqa: E402
@@ -202,7 +201,7 @@ def resident() -> float:
 def speed(repeats: int, tokens: int) -> bool:
     """Print time per token alone and through the server, and totals of several clients."""
     pair = load()
-    Responder(pair).time_passes()
+    pair.calibrate()
     config = DecodeConfig(max_tokens=tokens)
     name = pair.target.name
     with serving(pair, config, name) as server:

@@ -14,8 +14,7 @@ from dflash_mlx.drafters.methods import draws_drafts, settle
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.responder import Question
-from dflash_mlx.session.session import Session
+from dflash_mlx.session.session import Question, Session
 from dflash_mlx.session.templates import prompt_tokens
 
 SIDES = PLAIN, DRAFTED = "plain", "drafted"

@@ -21,22 +21,18 @@ _FORMAT = 2  # of what states save; another number makes files of before useless
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What wrote a state; one can go on with another's where the two are equal.
-
-    aux_layers: target layers that the drafter's context was told of. settings: of all caches.
-    networks: of the context. same: their ids, since modules are dictionaries and compare by their
-    weights; whoever keeps a key keeps the networks, so no other network gets these ids.
-    """
+    """What wrote a state; one can go on with another's where the two are equal."""
 
     target: Target
-    aux_layers: tuple[int, ...]
-    settings: Hashable
-    networks: tuple[nn.Module, ...] = field(compare=False)
-    same: tuple[int, ...]
+    aux_layers: tuple[int, ...]  # target layers that the drafter's context was told of
+    settings: Hashable  # of all caches
+    networks: tuple[nn.Module, ...] = field(compare=False)  # of the context
+    # Of the networks, since modules are dictionaries and compare by their weights. Whoever keeps a
+    # key keeps the networks, so no other network gets these ids.
+    ids: tuple[int, ...]
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, state: State) -> CacheKey:
-        """Of a state that these two write."""
         networks, settings = state.context.kind
         kinds = state.cache.kind, settings
         return cls(target, drafter.aux_layers, kinds, networks, tuple(map(id, networks)))

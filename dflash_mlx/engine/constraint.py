@@ -26,33 +26,31 @@ class Constraint:
     Everything that it says is a function of the sequence's tokens. The matcher goes back to what
     they share with those that it saw last, and on from there; so trees, rounds and dropped caches
     need no bookkeeping.
-
-    matcher: an LLMatcher of llguidance. start: tokens of the prompt. drafts: whether tokens that
-    the grammar leaves no choice of are drafted.
     """
 
     def __init__(self, matcher: Any, start: int, drafts: bool = True) -> None:
-        self._matcher, self._start, self._drafts = matcher, start, drafts
-        self._at: list[int] = []  # of the answer, which the matcher has taken in
+        self._matcher = matcher  # an LLMatcher of llguidance
+        self._start = start  # tokens of the prompt
+        self._drafts = drafts  # tokens that the grammar leaves no choice of
+        self._at: list[int] = []  # tokens of the answer that the matcher has taken in
 
-    def forced(self, history: Sequence[int]) -> list[int]:
+    def forced_tokens(self, history: Sequence[int]) -> list[int]:
         """The tokens that have to follow `history`, up to the first that can be chosen."""
         taken = self._go_to(self._answer(history))
         return list(self._matcher.compute_ff_tokens()) if taken else []
 
-    def certain(self, history: Sequence[int], most: int) -> Tree | None:
-        """What is forced behind `history` as a chain of at most `most` drafts, None for nothing.
+    def forced_tree(self, history: Sequence[int], most: int) -> Tree | None:
+        """The forced tokens behind `history` as a chain of at most `most` drafts, None for none.
 
         A token that ends the answer is no draft, since nothing is asked for behind it.
         """
-        forced = self.forced(history) if self._drafts else []
+        forced = self.forced_tokens(history) if self._drafts else []
         if not forced:
             return None
         self._go_to([*self._answer(history), *forced])
         drafts = forced[:-1] if self._matcher.is_stopped() else forced
-        tokens = tuple(drafts[: min(most, MOST_ROWS - 1)])
-        count = len(tokens)
-        return Tree(tokens, tuple(range(-1, count)), (0.0,) * (count + 1), ("", *[FORCED] * count))
+        tokens = drafts[: min(most, MOST_ROWS - 1)]
+        return Tree.of_chains([(tokens, [0.0] * len(tokens), FORCED)])
 
     def mask(self, history: Sequence[int], size: int) -> npt.NDArray[np.bool_] | None:
         """[size] which tokens may follow; None behind tokens that the grammar forbids.
@@ -67,10 +65,6 @@ class Constraint:
         if not found.any():
             raise self._broken("no token of the model can follow")
         return np.pad(found, (0, size - len(found)))
-
-    def allows(self, history: Sequence[int], token: int) -> bool:
-        """Whether a token may follow."""
-        return self._allows(self._answer(history), token)
 
     def nodes(self, tree: Tree, history: Sequence[int]) -> list[int]:
         """The nodes of a tree behind `history` whose paths are allowed, in order."""
@@ -144,7 +138,6 @@ class MaskedSampler(Sampler):
 
     @property
     def needs_history(self) -> bool:
-        """It says what is allowed."""
         return True
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
@@ -156,10 +149,10 @@ class MaskedSampler(Sampler):
 
     def known(self, history: Sequence[int], best: Callable[[], int]) -> int | None:
         """What is forced; greedily the best token of all, where that is allowed."""
-        if forced := self._constraint.forced(history):
+        if forced := self._constraint.forced_tokens(history):
             return forced[0]
         greedy = self.config.temperature == 0 and self.config.repetition_penalty == 1
-        return token if greedy and self._constraint.allows(history, token := best()) else None
+        return token if greedy and self._constraint.run(history, [token := best()]) else None
 
 
 def _depth_first(tree: Tree) -> list[int]:

@@ -16,20 +16,16 @@ from dflash_mlx.engine.state import Context, State
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter proposes for one sequence.
-
-    q: [N - 1, V] what each token of a chain was drawn from, for rejection sampling; None for best
-    guesses. A row may depend on the tokens drawn before it. why: says on request why this tree and
-    no other; None where nothing chooses. plain_seconds: what a round of plain decoding would take
-    now instead; None where nobody knows. certain: whether it is what a grammar leaves no choice of,
-    for which no drafter was asked.
-    """
+    """What a drafter proposes for one sequence."""
 
     tree: Tree
+    # [N - 1, V] what each token of a chain was drawn from, for rejection sampling; None for best
+    # guesses. A row may depend on the tokens drawn before it.
     q: mx.array | None = None
-    why: Callable[[], str] | None = None
+    why: Callable[[], str] | None = None  # this tree and no other; None where nothing chooses
+    # What a round of plain decoding would take now instead; None where nobody knows.
     plain_seconds: float | None = None
-    certain: bool = False
+    forced: bool = False  # by the grammar, which leaves no choice; no drafter was asked
 
     def part(self, nodes: Sequence[int]) -> Proposal:
         """Only these nodes, in order and closed under parents; of a chain its first ones."""
@@ -39,7 +35,7 @@ class Proposal:
     @property
     def mode(self) -> str:
         """What was chosen, "plain", "chain" or "tree"; "" where nothing chooses."""
-        if self.why is None or self.certain:
+        if self.why is None or self.forced:
             return ""
         return "plain" if len(self.tree) == 1 else "chain" if self.tree.is_chain else "tree"
 
@@ -59,21 +55,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a round was spent as it was, in words when it is called.
+    """Why a round was spent as it was, in words when it is called."""
 
-    drafted: whether a draft model was run. checked: whether drafted tokens are verified. tried:
-    whether it was only to see what it is worth by now. rates: expected tokens per second of all
-    choices, the best first. continued: whether a second pass followed the first.
-    """
-
-    drafted: bool
-    checked: bool
-    tried: bool
-    rates: tuple[tuple[str, float], ...]
-    continued: bool = False
+    drafted: bool  # a draft model was run
+    checked: bool  # drafted tokens are verified
+    tried: bool  # only to see what it is worth by now
+    rates: tuple[tuple[str, float], ...]  # expected tokens per second of all choices, best first
+    continued: bool = False  # a second pass followed the first
 
     def __call__(self) -> str:
-        """What was chosen and why, and the rates."""
         rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
         more = "A second draft continued the first where it may fail. " if self.continued else ""
         return f"{self._choice()} {more}Expected of such rounds, in tokens per second: {rates}."
@@ -94,13 +84,8 @@ class Reason:
 class Drafter(Protocol):
     """Proposes trees; what it remembers of a sequence's tokens is in the context."""
 
-    @property
-    def name(self) -> str:
-        """As in `--method`."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose output it reads, () for none."""
+    name: str  # as in `--method`
+    aux_layers: tuple[int, ...]  # target layers whose output it reads
 
     @property
     def rounds_ahead(self) -> int:
@@ -134,7 +119,6 @@ class EachAlone(ABC):
     """A drafter that gives every sequence an equal share of rows."""
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
-        """As `Drafter` has it."""
         share = budget // len(states)
         drafts = self.draft_all(states, [min(state.remaining, share) for state in states])
         cut = [  # what is cut is matched: its q may be another's
@@ -145,9 +129,7 @@ class EachAlone(ABC):
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
         """As `draft`, one after the other; or all at once, by drafters that can."""
-        return [
-            self.draft(state, remaining) for state, remaining in zip(states, rooms, strict=True)
-        ]
+        return [self.draft(state, rows) for state, rows in zip(states, rooms, strict=True)]
 
     @abstractmethod
     def draft(self, state: State, remaining: int) -> Proposal:

@@ -13,15 +13,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, NearTies, accept
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.engine.acceptance import TargetSampling
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.verify import Verdict
+from dflash_mlx.engine.verify import TargetSampling, Verdict
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -33,21 +33,16 @@ _WIDTHS = (2, 4, 8, 16, 48)
 
 @dataclass(frozen=True)
 class Noise:
-    """By how much the difference of two logits can be off from plain decoding's.
+    """By how much the difference of two logits can be off from plain decoding's."""
 
-    wide: in a pass over several rows. cache: in a pass over one row behind keys and values that
-    came from wider passes.
-    """
-
-    wide: float
-    cache: float
+    wide: float  # in a pass over several rows
+    cache: float  # in a pass over one row, behind keys and values of wider passes
 
 
 def noise_of(target: Target) -> Noise:
     """As `measure_noise`; measured once per loaded target, which remembers it."""
-    if target.noise is None:
-        target.noise = measure_noise(target)
-    noise: Noise = target.noise
+    noise: Noise = target.noise or measure_noise(target)
+    target.noise = noise
     return noise
 
 
@@ -143,17 +138,21 @@ class NearTieGuard:
     larger than was measured. Only forks of the state's cache are written.
     """
 
-    remembers = True
-
-    def __init__(self, target: Target, state: State, sampler: Sampler, noise: Noise) -> None:
+    def __init__(self, target: Target, sampler: Sampler, noise: Noise) -> None:
         self.target, self.sampler, self.noise = target, sampler, noise
-        self._twin = state.cache.fork()  # written by one-row passes alone since the prompt
         self._match = TargetSampling(sampler)
-        self.needs_history = self._match.needs_history
-        self._plain_rows = state.position
+        self.needs_history = sampler.needs_history
+        self._twin: SequenceCache | None = None  # written by one-row passes alone since the prompt
+        self._plain_rows = 0  # that the state's own cache has, the first ones
+
+    @property
+    def remembers(self) -> bool:
+        return self._twin is not None
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """As `TargetSampling`, with every near-tie decided as plain decoding decides it."""
+        if self._twin is None:  # the token behind the prompt
+            self._twin, self._plain_rows = state.cache.fork(), state.position
         untouched = state.position == self._plain_rows
         if untouched and verdict.is_plain:
             self._plain_rows += state.anchor.size  # none behind the prompt, which is committed
@@ -164,6 +163,7 @@ class NearTieGuard:
 
     def replay(self, tokens: list[int]) -> tuple[mx.array, int]:
         """Plain logits [V] after `tokens`, all of the sequence, and how many passes that took."""
+        assert self._twin is not None
         new = tokens[self._twin.length :]
         for token in new:
             logits, _ = self.target.forward(mx.array([token]), self._twin, Block(1))
@@ -172,30 +172,35 @@ class NearTieGuard:
         return logits[0], len(new)
 
 
+@dataclass
 class _CloserLook:
-    """One round of a guard. untouched: whether all rows in the cache are plain decoding's."""
+    """One round of a guard."""
 
-    def __init__(
-        self, guard: NearTieGuard, verdict: Verdict, state: State, untouched: bool
-    ) -> None:
-        self.ties = NearTies()
-        self._guard, self._verdict, self._state = guard, verdict, state
-        self._untouched = untouched
-        self._leads = lead(verdict.logits)
-        mx.eval(self._leads)
+    guard: NearTieGuard
+    verdict: Verdict
+    state: State
+    untouched: bool  # all rows in the cache are plain decoding's
+    ties: NearTies = NearTies()
+
+    @cached_property
+    def leads(self) -> tuple[mx.array, mx.array]:
+        """Of all nodes, see `lead`."""
+        found = lead(self.verdict.logits)
+        mx.eval(found)
+        return found
 
     def choose(self, path: tuple[int, ...]) -> int:
         """Plain decoding's token after the nodes in `path`."""
         token, margin = self._lead(path)
-        noise, plain = self._guard.noise, self._verdict.is_plain
+        noise, plain = self.guard.noise, self.verdict.is_plain
         if margin >= self._scaled(noise.cache if plain else noise.wide):
             return token
         start, passes, replays, again = time.perf_counter(), 0, 0, token
         if not plain:
             again, margin = self._best(self._one_row(path), path)
             passes = 1
-        if not (self._untouched and len(path) == 1) and margin < self._scaled(noise.cache):
-            logits, replayed = self._guard.replay(self._before(path))
+        if not (self.untouched and len(path) == 1) and margin < self._scaled(noise.cache):
+            logits, replayed = self.guard.replay(self._before(path))
             again, _ = self._best(logits, path)
             passes, replays = passes + replayed, 1
         seconds = time.perf_counter() - start
@@ -203,32 +208,30 @@ class _CloserLook:
         return again
 
     def _lead(self, path: tuple[int, ...]) -> tuple[int, float]:
-        """The token after `path` as the verdict sees it, and its lead."""
-        if self._guard.sampler.needs_history:
-            return self._best(self._verdict.logits[path[-1]], path)
-        tokens, margins = self._leads
+        if self.guard.sampler.needs_history:
+            return self._best(self.verdict.logits[path[-1]], path)
+        tokens, margins = self.leads
         return tokens[path[-1]].item(), margins[path[-1]].item()  # type: ignore[return-value]
 
     def _best(self, logits: mx.array, path: tuple[int, ...]) -> tuple[int, float]:
         """The greedy choice from logits [V] and its lead over the second."""
-        if self._guard.sampler.needs_history:
-            logits = self._guard.sampler.adjusted(logits, self._before(path))
+        if self.guard.sampler.needs_history:
+            logits = self.guard.sampler.adjusted(logits, self._before(path))
         token, margin = lead(logits)
         return token.item(), margin.item()  # type: ignore[return-value]
 
     def _scaled(self, noise: float) -> float:
         """A repetition penalty multiplies some logits, and their noise."""
-        penalty = self._guard.sampler.config.repetition_penalty
+        penalty = self.guard.sampler.config.repetition_penalty
         return noise * max(penalty, 1 / penalty)
 
     def _one_row(self, path: tuple[int, ...]) -> mx.array:
         """Logits [V] after the path's last token, by a pass over it alone."""
-        fork = self._state.cache.fork()
+        fork = self.state.cache.fork()
         fork.commit(path[:-1])
-        tokens = self._verdict.ids[path[-1] :][:1]
-        return self._guard.target.forward(tokens, fork, Block(1))[0][0]
+        tokens = self.verdict.ids[path[-1] :][:1]
+        return self.guard.target.forward(tokens, fork, Block(1))[0][0]
 
     def _before(self, path: tuple[int, ...]) -> list[int]:
-        """All tokens up to the path's last."""
-        drafted = self._verdict.tree.drafted
-        return [*self._state.tokens, *(drafted[node - 1] for node in path[1:])]
+        drafted = self.verdict.tree.drafted
+        return [*self.state.tokens, *(drafted[node - 1] for node in path[1:])]

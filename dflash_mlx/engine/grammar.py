@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
+from functools import cached_property, lru_cache
 from typing import Any
 
 from dflash_mlx.core.config import PLAIN, DecodeConfig, StructureConfig
@@ -48,56 +48,41 @@ class Grammars:
     """Grammars compiled for one tokenizer; those that were asked for last are kept.
 
     Several threads may ask, so that one can compile ahead while another decodes.
-
-    tokenizer: mlx-lm's, around one of Hugging Face's. name: of its model, for people.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        self._tokenizer, self._name = tokenizer, name
-        self._prepared: Any = None
-        self._kept: OrderedDict[StructureConfig, Any] = OrderedDict()
+        self._tokenizer = tokenizer  # mlx-lm's, around one of Hugging Face's
+        self._name = name  # of its model, for people
         self._lock = threading.Lock()  # of what is kept; not held while something compiles
+        self.compiled = lru_cache(_MOST_KEPT)(self._compile)
 
     def matcher(self, structure: StructureConfig) -> Any:
         """A new LLMatcher at the beginning of an answer; DFlashError for what is refused."""
+        compiled = self.compiled(structure)
         with self._lock:
-            found = self._kept.get(structure)
-        found = self._compiled(structure) if found is None else found
-        with self._lock:
-            self._kept[structure] = found
-            self._kept.move_to_end(structure)
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-            return found.deep_copy()
+            return compiled.deep_copy()
 
-    def _compiled(self, structure: StructureConfig) -> Any:
+    def _compile(self, structure: StructureConfig) -> Any:
+        limits, source = _limits(structure), _source(structure)
         library = _llguidance(structure)
-        if self._prepared is None:
-            self._prepared = self._prepare(library)
-        limits = _limits(structure)
-        source = _source(structure)
         matcher = library.LLMatcher(self._prepared, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(structure, matcher.get_error())
         return matcher
 
-    def _prepare(self, library: Any) -> Any:
+    @cached_property
+    def _prepared(self) -> Any:
         """The tokenizer as llguidance wants it; takes about a second."""
-        from tokenizers import Tokenizer
+        from llguidance.hf import from_tokenizer
 
-        ends = sorted(self._tokenizer.eos_token_ids)
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
-        backend = getattr(inner, "backend_tokenizer", None)
         try:
-            if not isinstance(backend, Tokenizer):
+            if not hasattr(inner, "backend_tokenizer"):
                 raise ValueError("it is none of the tokenizers library")
-            own = Tokenizer.from_str(backend.to_str())
-            own.no_padding()
-            own.no_truncation()
-            size = own.get_vocab_size(with_added_tokens=True)
-            if not (inside := [token for token in ends if token < size]):
+            ends = [token for token in self._tokenizer.eos_token_ids if token < len(inner)]
+            if not ends:
                 raise ValueError("it has no token that ends an answer")
-            return library.LLTokenizer(own.to_str(), eos_token=inside)
+            return from_tokenizer(inner, eos_token=sorted(ends))
         except ValueError as error:
             raise DFlashError(
                 f"llguidance cannot use the tokenizer of {self._name} ({_in_short(str(error))})",

@@ -22,9 +22,7 @@ _T = TypeVar("_T")
 class DraftModel(Protocol):
     """A draft model bound to its target; drafters of its family know what else it can do."""
 
-    @property
-    def family(self) -> str:
-        """Which methods can run it, see `Method.family`."""
+    family: str  # see `Method.family`
 
     @property
     def block_size(self) -> int:
@@ -53,26 +51,19 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True)
 class Preset:
-    """How a pair is best used.
+    """How a pair is best used."""
 
-    method: what `auto` means, itself where that is open. template: arguments of the chat template,
-    as they were when the draft model was trained.
-    """
-
-    method: str = "auto"
+    method: str = "auto"  # what `auto` means, itself where that is open
+    # Arguments of the chat template, as they were when the draft model was trained.
     template: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a pair can draft with.
+    """What a pair can draft with."""
 
-    families: of its draft models, None where it is not known yet. trees: whether the target can
-    verify them. preset: the registry's.
-    """
-
-    families: tuple[str | None, ...] = ()
-    trees: bool = True
+    families: tuple[str | None, ...] = ()  # of its draft models, None where it is not known yet
+    trees: bool = True  # the target can verify them
     preset: Preset = Preset()
 
     def count(self, family: str) -> int:
@@ -82,26 +73,20 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with its tokenizer, and the draft models that fit it, if any.
-
-    tokenizer: mlx-lm's TokenizerWrapper. drafters: D2SD's variable-prefix drafter is the second.
-    drafter_name: where the first came from. drafter_names: where all came from, and those that
-    `further` would load. undrafted: why there is none, where none was found.
-    preset: how the pair is best used. notes: what loading had to change, a sentence each.
-    template: arguments of the chat template. further: loads the known drafters of a family that is
-    not loaded, see `of`. learned: what sessions have learned about drafting; `recall` reads it.
-    """
+    """A target with its tokenizer, and the draft models that fit it, if any."""
 
     target: Target
-    tokenizer: Any
-    drafters: tuple[DraftModel, ...] = ()
-    drafter_name: str | None = None
-    undrafted: str = ""
+    tokenizer: Any  # mlx-lm's TokenizerWrapper
+    drafters: tuple[DraftModel, ...] = ()  # D2SD's variable-prefix drafter is the second
+    drafter_name: str | None = None  # where the first came from
+    undrafted: str = ""  # why there is none, where none was found
     preset: Preset = Preset()
-    notes: tuple[str, ...] = ()
-    template: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # what loading had to change, a sentence each
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template
+    # Loads the known drafters of a family that is not loaded, see `of`.
     further: Callable[[str], list[DraftModel]] = field(default=lambda _: [], repr=False)
-    drafter_names: tuple[str, ...] = ()
+    drafter_names: tuple[str, ...] = ()  # where all came from, and those that `further` would load
+    # What sessions have learned about drafting; `recall` reads it.
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -111,7 +96,6 @@ class Pair:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """What there is to draft with."""
         families = tuple(model.family for model in self.drafters)
         return Capabilities(families, self.target.takes_trees, self.preset)
 

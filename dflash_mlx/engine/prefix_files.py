@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -38,14 +39,13 @@ Keys = npt.NDArray[np.int64]  # of tokens, see `Prompt.key_at`
 
 
 class PrefixFiles:
-    """A folder of states, the last used ones; it is made, for its owner alone, when one is kept.
-
-    limit: bytes that all of them may take. worth: tokens from which on a state is written or read.
-    problem: a sentence about why states are not kept, "" while they are.
-    """
+    """A folder of states, the last used ones; it is made, for its owner alone, when one is kept."""
 
     def __init__(self, folder: Path, limit: int, worth: int = WORTH) -> None:
-        self.folder, self.limit, self.worth, self.problem = folder, limit, worth, ""
+        self.folder = folder
+        self.limit = limit  # bytes that all of them may take
+        self.worth = worth  # tokens from which on a state is written or read
+        self.problem = ""  # a sentence about why states are not kept
         self._known: dict[str, Keys] = {}  # of the tokens of files by their names
         self._keys: dict[CacheKey, str] = {}
         self._versions = json.dumps(describe_versions())
@@ -68,7 +68,8 @@ class PrefixFiles:
                 return None
             state = empty()
             try:
-                if self._read(file, key, state, lambda state: state.match_length(prompt) > least):
+                _read(file, key, state)
+                if state.match_length(prompt) > least:
                     os.utime(file)
                     return state
             except _DAMAGED:
@@ -87,7 +88,6 @@ class PrefixFiles:
             return False
 
     def clear(self) -> None:
-        """Remove all states."""
         for file in self._files():
             self._remove(file)
 
@@ -109,8 +109,7 @@ class PrefixFiles:
             "key": key,
             "about": json.dumps(about),
         }
-        metadata["head"] = _head_digest(metadata, named)
-        metadata["data"] = _data_digest(named)
+        metadata["digest"] = _digest(metadata, named)
         file = self.folder / f"{key}-{hashlib.sha256(keys.tobytes()).hexdigest()[:16]}{_SUFFIX}"
         replace_safetensors(file, named, metadata, private=True)
         self._known[file.name] = keys
@@ -119,24 +118,6 @@ class PrefixFiles:
             if other != file and _shared(its, keys) == len(its) == state.nearest(len(its)):
                 self._remove(other)
         self._evict()
-        return True
-
-    def _read(self, file: Path, key: str, state: State, wanted: Callable[[State], bool]) -> bool:
-        """Read a file into an empty state, if that is then wanted; raises one of _DAMAGED.
-
-        Its numbers, tokens excepted, are not read until it is.
-        """
-        read_header(file)
-        arrays: dict[str, mx.array]
-        metadata: dict[str, str]
-        arrays, metadata = mx.load(str(file), return_metadata=True)  # type: ignore[assignment]
-        if metadata["key"] != key or metadata["head"] != _head_digest(metadata, arrays):
-            raise ValueError("another state, or a damaged one")
-        state.restore(([arrays[str(i)] for i in range(len(arrays))], json.loads(metadata["about"])))
-        if not wanted(state):
-            return False
-        if metadata["data"] != _data_digest(arrays):
-            raise ValueError("damaged numbers")
         return True
 
     def _of(self, key: str) -> Iterator[Path]:
@@ -203,23 +184,28 @@ def _keys_of(file: Path) -> Keys:
 
 
 def _shared(keys: Keys, others: Keys) -> int:
-    """Tokens that both begin with."""
     size = min(keys.size, others.size)
     differ = np.flatnonzero(keys[:size] != others[:size])
     return int(differ[0]) if differ.size else size
 
 
-def _head_digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
-    """Of all but the numbers."""
-    said = [(name, metadata[name]) for name in ("model", "versions", "key", "about")]
-    shapes = [(name, arrays[name].shape, str(arrays[name].dtype)) for name in sorted(arrays)]
-    return hashlib.sha256(repr((said, shapes)).encode()).hexdigest()
+def _read(file: Path, key: str, state: State) -> None:
+    """Read a file into an empty state. Raises one of _DAMAGED."""
+    read_header(file)
+    loaded: Any = mx.load(str(file), return_metadata=True)
+    arrays, metadata = loaded
+    if metadata["key"] != key or metadata["digest"] != _digest(metadata, arrays):
+        raise ValueError("another state, or a damaged one")
+    state.restore(([arrays[str(i)] for i in range(len(arrays))], json.loads(metadata["about"])))
 
 
-def _data_digest(arrays: dict[str, mx.array]) -> str:
-    """Of the numbers."""
-    digest = hashlib.sha256()
+def _digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
+    """Of all that a file says."""
+    said = [metadata[name] for name in ("model", "versions", "key", "about")]
+    digest = hashlib.sha256(repr(said).encode())
     for name in sorted(arrays):
-        numbers = mx.contiguous(arrays[name]).reshape(-1).view(mx.uint8)
+        array = arrays[name]
+        digest.update(repr((name, array.shape, str(array.dtype))).encode())
+        numbers = mx.contiguous(array).reshape(-1).view(mx.uint8)
         digest.update(np.array(numbers, copy=False).data)
     return digest.hexdigest()

@@ -27,22 +27,20 @@ class _Entry:
     def covers(self, other: _Entry) -> bool:
         """Whether whatever could go on from the other can go on from this as well."""
         end = other.state.position
-        begins = self.cache_key == other.cache_key and end <= self.state.position
-        if not begins or [*self.state.keys[:end]] != [*other.state.keys]:
-            return False
-        return self.state.nearest(end) == end
+        alike = self.cache_key == other.cache_key and end <= self.state.position
+        same = alike and [*self.state.keys[:end]] == [*other.state.keys]
+        return same and self.state.nearest(end) == end
 
 
 class PrefixCache:
     """Keeps states of sequences that are over, the last used ones, for one thread.
 
-    limit: bytes that they may take in memory; the newest stays until another begins. files: where
-    they go when they have to leave the memory, None for nowhere. Not for sequences of `exact`:
-    their rows have to be those of one-row passes.
+    Not for sequences of `exact`: their rows have to be those of one-row passes.
     """
 
     def __init__(self, limit: int = 0, files: PrefixFiles | None = None) -> None:
-        self.limit, self.files = limit, files
+        self.limit = limit  # bytes in memory; the newest state stays until another begins
+        self.files = files  # where states go that have to leave the memory, None for nowhere
         self._entries: list[_Entry] = []  # the least recently used first
 
     @property
@@ -62,11 +60,11 @@ class PrefixCache:
         drafter: Drafter,
         running: Sequence[State] = (),
     ) -> State:
-        """The state from which `State.reuse` keeps most of `prompt`, an empty one for want of any.
+        """A state from which `State.reuse` keeps most of `prompt`; empty where there is none.
 
-        It is the caller's. The cache keeps what it is from; where both would not have room, the
-        caller has it all, or it leaves the memory as others do where that would be a waste.
-        running: states of sequences of the same origin that are not over, which go on, too.
+        It is the caller's. Where the cache has no room for a copy it gives up its own, except where
+        the prompt needs less than half of it; then others have to leave the memory.
+        running: states of unfinished sequences with the same cache key, which go on as well.
         """
         prompt = Prompt.of(prompt)
 
@@ -79,13 +77,10 @@ class PrefixCache:
         if source.match_length(prompt) > length:
             mx.eval(source.cache.arrays, source.context.arrays)
             return source.fork()
-        found = None
-        if self.files is not None:
-            found = self.files.find(cache_key, prompt, length, empty)
-        if found is not None:
+        if self.files and (found := self.files.find(cache_key, prompt, length, empty)):
             best, length = _Entry(cache_key, found, found.nbytes, True), found.match_length(prompt)
         if best is None:
-            self._shrink(self.limit)
+            self.shrink(self.limit)
             return state
         self._entries = [entry for entry in self._entries if entry is not best]
         position = best.state.position
@@ -94,7 +89,7 @@ class PrefixCache:
         if stays:
             self._entries.append(best)
         state = best.state.fork() if stays else best.state
-        self._shrink(self.limit)
+        self.shrink(self.limit)
         return state
 
     def put(self, state: State, target: Target, drafter: Drafter) -> None:
@@ -108,11 +103,7 @@ class PrefixCache:
             new = known
         self._entries = [old for old in self._entries if not new.covers(old)]
         self._entries.append(new)
-        self._shrink(self.limit, least=1)
-
-    def give_way(self, limit: int) -> None:
-        """Leave so many bytes of memory or fewer, if need be none."""
-        self._shrink(limit)
+        self.shrink(self.limit, least=1)
 
     def save(self) -> None:
         """Write to the disk what is not there yet, as before the program ends."""
@@ -120,7 +111,6 @@ class PrefixCache:
             self._save(entry)
 
     def clear(self) -> None:
-        """Forget everything, on the disk as well."""
         self._entries.clear()
         if self.files is not None:
             self.files.clear()
@@ -133,7 +123,7 @@ class PrefixCache:
                 best, most = entry, length
         return best, most
 
-    def _shrink(self, limit: int, least: int = 0) -> None:
+    def shrink(self, limit: int, least: int = 0) -> None:
         """Let go of what was used least recently, down to `limit` bytes or `least` states."""
         while len(self._entries) > least and self.nbytes > limit:
             self._save(self._entries.pop(0))

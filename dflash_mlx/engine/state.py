@@ -78,16 +78,14 @@ class State:
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []  # of rounds that may still be running
 
-    def restart(self, cache: SequenceCache, context: Context) -> None:
-        """Begin again with these, which are empty; `end` and `constraint` stay."""
-        self.cache, self.context, self.last = cache, context, None
-        self.anchor = self.opening = mx.array([], dtype=mx.int32)
-        self._tokens, self._unread, self.pieces = [], [], ()
-
     def restore_from(self, other: State) -> None:
-        """Take over what another holds, which is then of no more use; `end` stays."""
-        self.restart(other.cache, other.context)
-        self._tokens, self.pieces = other.tokens, other.pieces
+        """Take over what another holds, which is then of no more use.
+
+        Its answer, if any, is not taken over; `end` and `constraint` stay.
+        """
+        self.cache, self.context, self.last = other.cache, other.context, None
+        self.anchor = self.opening = mx.array([], dtype=mx.int32)
+        self._tokens, self._unread, self.pieces = other.tokens, [], other.pieces
 
     @property
     def position(self) -> int:
@@ -101,7 +99,6 @@ class State:
 
     @property
     def remaining(self) -> int:
-        """Tokens that this answer may still have."""
         return self.end - self.position
 
     @property
@@ -122,19 +119,19 @@ class State:
         accepted: Accepted,
         ids: mx.array,
         features: mx.array | None,
-        certain: bool = False,
+        forced: bool = False,
     ) -> None:
         """Keep an accepted path in every cache and make the target's token the anchor.
 
         ids: [N] of the verified nodes. features: [N, m*d], None for a drafter that reads none.
-        certain: as of `Proposal`.
+        forced: see `Proposal`.
         """
         kept = rows_on(accepted.path)
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
-        if not certain:
+        if not forced:
             self.last = accepted
-        self._end_with(accepted)
+        self._set_anchor(accepted)
 
     def commit_prompt(self, prompt: Prompt, length: int, features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over the next `length` tokens of `prompt`."""
@@ -156,10 +153,9 @@ class State:
     def begin(self, first: Accepted) -> None:
         """Make the first token of an answer the anchor."""
         self.last = None
-        self._end_with(first)
+        self._set_anchor(first)
 
-    def _end_with(self, accepted: Accepted) -> None:
-        """Make the target's token the anchor, the last one where the answer is over."""
+    def _set_anchor(self, accepted: Accepted) -> None:
         self.anchor = accepted.next_anchor
         self._unread.append(accepted)
         if accepted.ends:
@@ -210,7 +206,6 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the caches take, shared or not."""
         return self.cache.nbytes + sum(array.nbytes for array in self.context.arrays)
 
     def fork(self) -> State:

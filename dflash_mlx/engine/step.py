@@ -20,10 +20,10 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.sequence import Rows
 
 T = TypeVar("T")
+Outcome = Round | None | Exception  # None: a prompt is not read whole yet
 Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter reads
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
@@ -38,22 +38,18 @@ class _Verify:
 
     sequence: Sequence
     proposal: Proposal
-    is_apart = False
 
     @cached_property
     def rows(self) -> Rows:
         state, tree = self.sequence.state, self.proposal.tree
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
-    def finish(
-        self, found: Found | Exception, kernels: Kernels, shared: bool, observer: Observer
-    ) -> Round:
+    def commit(self, target: Target, found: Found, shared: bool, observer: Observer) -> Round:
         state, ids = self.sequence.state, self.rows.tokens
-        logits, features = _or_raise(found)
-        verdict = Verdict(self.proposal, ids, logits, features, kernels, shared)
+        verdict = Verdict(self.proposal, ids, *found, target.kernels, shared)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
-        state.commit(accepted, verdict.ids, verdict.features, self.proposal.certain)
+        state.commit(accepted, ids, verdict.features, self.proposal.forced)
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -66,11 +62,6 @@ class _Prefill:
     target: Target
     length: int  # tokens
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether it has a pass of its own."""
-        return self.sequence.exact
-
     @cached_property
     def rows(self) -> Rows:
         prompt, state = self.sequence.prompt, self.sequence.state
@@ -81,71 +72,56 @@ class _Prefill:
         block = Block(self.length, last_only=True)
         return Rows(mx.array(prompt.tokens[first:last]), state.cache, block, embeddings)
 
-    def finish(
-        self, found: Found | Exception, kernels: Kernels, shared: bool, observer: Observer
+    def commit(
+        self, target: Target, found: Found, shared: bool, observer: Observer
     ) -> Round | None:
-        sequence, state = self.sequence, self.sequence.state
-        logits, features = _or_raise(found)
-        state.commit_prompt(sequence.prompt, self.length, features)
-        if sequence.is_reading:
-            return None
-        return sequence.end_prompt(logits[-1:])
-
-
-def _or_raise(found: T | Exception) -> T:
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-Outcome = Round | None | Exception  # None: a prompt is not read whole yet
+        sequence, (logits, features) = self.sequence, found
+        sequence.state.commit_prompt(sequence.prompt, self.length, features)
+        return None if sequence.is_reading else sequence.end_prompt(logits[-1:])
 
 
 def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) -> list[Outcome]:
     """A round of every sequence that decodes and a chunk of every prompt, in one target pass.
 
-    The first round of a sequence whose prompt was read takes no pass. The token of a round without
-    drafts may still be on its way. A sequence that fails has its exception and leaves the others as
-    they would be without it.
+    The token of a round without drafts may still be on its way. A sequence that fails has its
+    exception and leaves the others as they would be without it.
     """
     begin = time.perf_counter()
-    outcomes: dict[Sequence, Outcome] = {e: guarded(e.open) for e in running if e.opens}
-    passing = [each for each in running if each not in outcomes]
-    parts: list[_Verify | _Prefill] = []
-    decoding = [each for each in passing if not each.is_reading]
-    for each, proposal in propose(decoding, observer):
-        if isinstance(proposal, Exception):
-            outcomes[each] = proposal
-        else:
-            parts.append(_Verify(each, proposal))
-    trees = [part.proposal.tree for part in parts if isinstance(part, _Verify)]
-    parts += [_Prefill(each, target, each.next_chunk()) for each in passing if each.is_reading]
-    parts.sort(key=lambda part: part.is_apart)
+    reading = [each for each in running if each.is_reading]
+    decoding = [each for each in running if not each.is_reading]
+    proposals = propose(decoding, observer)
+    outcomes: dict[Sequence, Outcome] = {
+        each: failed for each, failed in proposals.items() if isinstance(failed, Exception)
+    }
+    verify = [_Verify(e, p) for e, p in proposals.items() if not isinstance(p, Exception)]
+    prefill = [_Prefill(each, target, each.next_chunk()) for each in reading]
+    alone = [part for part in prefill if part.sequence.exact]
+    joined: list[_Verify | _Prefill] = [*verify]
+    joined += [part for part in prefill if not part.sequence.exact]
+
+    trees = [part.proposal.tree for part in verify]
     known = all(tree.is_known for tree in trees)
     if known and trees:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
-    joined = [part for part in parts if not part.is_apart]
     passes = forward(target, joined, observer)
-    passes += [forward(target, [part], observer)[0] for part in parts[len(joined) :]]
+    passes += chain.from_iterable(forward(target, [part], observer) for part in alone)
     if not known:
         for tree in trees:
             tree.wait()
         observer.mark("draft")
+
     for each in decoding:
-        each.state.delayed = len(decoding) < len(passing)
-    for part, found in zip(parts, passes, strict=True):
-        given = found, target.kernels, len(joined) > 1, observer
-        finish: Callable[[], Round | None] = partial(part.finish, *given)
-        outcomes[part.sequence] = guarded(finish)
-        if isinstance(part, _Verify) and part.proposal.certain:
+        each.state.delayed = bool(reading)
+    for part, found in zip([*joined, *alone], passes, strict=True):
+        outcomes[part.sequence] = (
+            found
+            if isinstance(found, Exception)
+            else guarded(partial(part.commit, target, found, len(joined) > 1, observer))
+        )
+    for part in verify:
+        if part.proposal.forced:
             part.sequence.state.paused += time.perf_counter() - begin
     return [outcomes[each] for each in running]
-
-
-def alone(outcomes: abc.Sequence[Outcome]) -> Round | None:
-    """Of a step of one sequence, which raises what went wrong."""
-    (outcome,) = outcomes
-    return _or_raise(outcome)
 
 
 def guarded(action: Callable[[], T]) -> T | Exception:
@@ -158,46 +134,42 @@ def guarded(action: Callable[[], T]) -> T | Exception:
 
 def propose(
     decoding: abc.Sequence[Sequence], observer: Observer
-) -> list[tuple[Sequence, Proposal | Exception]]:
+) -> dict[Sequence, Proposal | Exception]:
     """A tree for each sequence: what its grammar forces, or what its drafter proposes."""
-    found: list[tuple[Sequence, Proposal | Exception]] = []
-    free = []
-    for each in decoding:
-        proposal = guarded(partial(_certain, each.state))
-        if proposal is None:
-            free.append(each)
-        else:
-            found.append((each, proposal))
-    return found + _drafted(free, observer)
+    forced = {each: guarded(partial(_forced, each.state)) for each in decoding}
+    free = [each for each in decoding if forced[each] is None]
+    found = {each: proposal for each, proposal in forced.items() if proposal is not None}
+    return {**found, **_drafted(free, observer)}
 
 
-def _certain(state: State) -> Proposal | None:
+def _forced(state: State) -> Proposal | None:
     """The tokens that the grammar leaves no choice of; None where there is one.
 
     No draft model is asked: what it proposed would have to begin with these tokens.
     """
     if state.constraint is None:
         return None
-    tree = state.constraint.certain(state.tokens, state.remaining - 1)
-    return None if tree is None else Proposal(tree, why=lambda: _FORCED, certain=True)
+    tree = state.constraint.forced_tree(state.tokens, state.remaining - 1)
+    return None if tree is None else Proposal(tree, why=lambda: _FORCED, forced=True)
 
 
 def _drafted(
     decoding: abc.Sequence[Sequence], observer: Observer
-) -> list[tuple[Sequence, Proposal | Exception]]:
+) -> dict[Sequence, Proposal | Exception]:
     """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
-    found: list[tuple[Sequence, Proposal | Exception]] = []
+    found: dict[Sequence, Proposal | Exception] = {}
     for key, drafter in drafters.items():
         own = [each for each in decoding if id(each.drafter) == key]
         proposals = guarded(partial(drafter.propose, [each.state for each in own], NO_LIMIT))
         if not isinstance(proposals, Exception):
-            found += zip(own, proposals, strict=True)
+            found.update(zip(own, proposals, strict=True))
         elif len(own) == 1:
-            found.append((own[0], proposals))
+            found[own[0]] = proposals
         else:
             observer.fell_back(proposals)
-            found += chain.from_iterable(_drafted([each], observer) for each in own)
+            for each in own:
+                found.update(_drafted([each], observer))
     return found
 
 

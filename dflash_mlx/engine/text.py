@@ -18,13 +18,12 @@ class StopText:
     """Turns tokens into text and cuts it where plain decoding would stop.
 
     Stop tokens end the answer and are not part of its text. A stop text is cut off together with
-    all that follows; text that may be the beginning of one is held back. found: the stop text that
-    ended the answer, None where none did.
+    all that follows; text that may be the beginning of one is held back.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self.stopped = False
-        self.found: str | None = None
+        self.found: str | None = None  # the stop text that ended the answer
         self._stop_ids = tokenizer.eos_token_ids
         self._stops = tuple(stops)
         self._detokenizer = tokenizer.detokenizer
@@ -77,13 +76,10 @@ class SplitText:
 
 
 class ThinkingReader:
-    """Splits text as it streams; a tag may arrive in pieces.
-
-    inside: whether the thought was opened before the text.
-    """
+    """Splits text as it streams; a tag may arrive in pieces."""
 
     def __init__(self, inside: bool = False) -> None:
-        self.inside = inside
+        self.inside = inside  # a thought, which may have been opened before the text
         self._held = ""
 
     def feed(self, text: str) -> SplitText:

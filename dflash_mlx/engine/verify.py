@@ -1,14 +1,15 @@
-"""What the target says of a tree: its token after any path."""
+"""What the target says of a tree, and how that becomes accepted tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, Choose, accept
-from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.sampling import KEEP, Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -18,18 +19,14 @@ from kernels_metal.tree_walk import TREE_WALK
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says of a proposed tree's N nodes.
-
-    ids: [N] their tokens. logits: [N, V] for the token after each node. features: [N, m*d] tapped
-    states or None. kernels: the target's. shared: whether rows of other sequences were in the pass.
-    """
+    """What the target says of a proposed tree's N nodes."""
 
     proposal: Proposal
-    ids: mx.array
-    logits: mx.array
-    features: mx.array | None
-    kernels: Kernels | None = None
-    shared: bool = False
+    ids: mx.array  # [N] their tokens
+    logits: mx.array  # [N, V] for the token after each node
+    features: mx.array | None  # [N, m*d] states of auxiliary layers, where the drafter reads them
+    kernels: Kernels | None = None  # the target's
+    shared: bool = False  # whether rows of other sequences were in the pass
 
     @property
     def is_plain(self) -> bool:
@@ -38,7 +35,6 @@ class Verdict:
 
     @property
     def tree(self) -> Tree:
-        """What was verified."""
         return self.proposal.tree
 
     @cached_property
@@ -47,9 +43,9 @@ class Verdict:
         return mx.argmax(self.logits, axis=-1)
 
     @cached_property
-    def greedy(self) -> list[int]:
-        """The same on the host."""
-        return self.argmax.tolist()  # type: ignore[return-value]
+    def greedy(self) -> Any:
+        """The same on the host, a list."""
+        return self.argmax.tolist()
 
     def choices(self, sampler: Sampler, state: State) -> Choose:
         """The target's token after a path, as `accept` asks for it.
@@ -92,14 +88,102 @@ class Verdict:
         return choose
 
 
+def _on_host(tokens: mx.array) -> Any:
+    return tokens.tolist()
+
+
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
     """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
-    greedy: list[int] = choices.tolist()  # type: ignore[assignment]
-    above: list[int] = parents.tolist()  # type: ignore[assignment]
-    drafts: list[int] = tokens[1:].tolist()  # type: ignore[assignment]
+    greedy, above, drafts = _on_host(choices), _on_host(parents), _on_host(tokens[1:])
     found = accept(Tree(tuple(drafts), tuple(above)), lambda path: greedy[path[-1]])
     unused = [-1] * (len(greedy) - len(found.path))
     return mx.array([len(found.path), found.token, *found.path, *unused])
 
 
 WALK = replace(TREE_WALK, reference=_walk_on_host)
+
+
+class AcceptanceRule(Protocol):
+    """Decides which nodes of a verified tree to keep; the caches stay as they are."""
+
+    needs_history: bool  # asks for the tokens before a node, so no round can run ahead of another
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it has caches of its own, which reading the tokens again does not give back."""
+
+    def accept(self, verdict: Verdict, state: State) -> Accepted:
+        """The accepted path and the target's token after it."""
+
+
+class TargetSampling:
+    """Take the target's token at a node, follow the child that carries it (see `accept`)."""
+
+    remembers = False
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.needs_history = sampler.needs_history
+
+    def accept(self, verdict: Verdict, state: State) -> Accepted:
+        """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
+        walked = verdict.greedy_walk() if self._sampler.is_argmax else None
+        return walked or accept(verdict.tree, verdict.choices(self._sampler, state))
+
+
+class RejectionSampling:
+    """Rejection sampling of chains that know what they were drawn from; other trees are matched.
+
+    Exact (arXiv 2211.17192), with p of the target and q of the draft: every token follows p. A
+    draft is kept with probability sum min(p, q), one that is a best guess d and is matched with
+    p(d).
+    """
+
+    remembers = False
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.needs_history = sampler.needs_history
+        self._match = TargetSampling(sampler)
+
+    def accept(self, verdict: Verdict, state: State) -> Accepted:
+        """Keep drafts up to the first that is rejected; then one token from p or what is left."""
+        q, drafted = verdict.proposal.q, len(verdict.tree) - 1
+        if q is None or drafted == 0:
+            return self._match.accept(verdict, state)
+        position = state.next_position
+        p = self._laws(verdict, state)
+        keys = [self._sampler.key(position + k, KEEP) for k in range(drafted)]
+        u = mx.stack([mx.random.uniform(key=key) for key in keys])
+        k = int(kept(p[:-1], q, verdict.ids[1:], u).item())  # type: ignore[arg-type]
+        law = p[k] if k == drafted else remainder(p[k], q[k])
+        token = mx.random.categorical(mx.log(law)[None], key=self._sampler.key(position + k))
+        return Accepted(verdict.tree, tuple(range(k + 1)), token)
+
+    def _laws(self, verdict: Verdict, state: State) -> mx.array:
+        """P [N, V] after every node of the chain."""
+        if not self._sampler.needs_history:
+            return self._sampler.law(verdict.logits, [])
+        tokens = [*state.tokens, *verdict.tree.drafted]
+        first = len(state.tokens)
+        rows = range(verdict.logits.shape[0])
+        laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
+        return mx.stack(laws)
+
+
+def kept(p: mx.array, q: mx.array, tokens: mx.array, u: mx.array) -> mx.array:
+    """How many drafted tokens are kept: all before the first that is rejected; [] int.
+
+    A token is kept with probability min(1, p/q). p, q: [n, V], the laws at each of n drafted
+    positions. tokens: [n], drawn from q. u: [n], uniform in [0, 1).
+    """
+    at = tokens[:, None]
+    of_p, of_q = (mx.take_along_axis(law, at, axis=-1)[:, 0] for law in (p, q))
+    return mx.cumprod((u * of_q < of_p).astype(mx.int32)).sum()
+
+
+def remainder(p: mx.array, q: mx.array) -> mx.array:
+    """The law [V] of the token in place of one that was not kept: max(0, p - q), normalised."""
+    rest = mx.maximum(p - q, 0)
+    total = rest.sum()
+    return mx.where(total > 0, rest / total, p)  # nothing is left only where rounding says so

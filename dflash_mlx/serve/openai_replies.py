@@ -11,7 +11,7 @@ from typing import ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.engine.logprobs import TokenLogprobs
+from dflash_mlx.engine.delta import TokenLogprobs
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest

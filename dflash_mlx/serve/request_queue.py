@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.delta import Delta
-from dflash_mlx.engine.logprobs import TokenLogprobs
+from dflash_mlx.engine.delta import Delta, TokenLogprobs
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.reading import AnswerReader, Part

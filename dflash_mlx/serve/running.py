@@ -29,8 +29,8 @@ from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.session.responder import prefix_cache
 from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.session.session import prefix_cache
 
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut

@@ -1,49 +1,61 @@
-"""One conversation: answers as they are decoded, with caches that later turns reuse."""
+"""One conversation after another: answers as they are decoded, with caches that turns reuse."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from dflash_mlx.core.config import DecodeConfig
+import platformdirs
+
+from dflash_mlx.core.config import DecodeConfig, PrefixConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
-from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
+from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.delta import Answer, Delta, collect
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
+from dflash_mlx.engine.text import BEGIN, opens_thought
+from dflash_mlx.models.memory import available_memory
 from dflash_mlx.session.scheduler import Scheduler
-from dflash_mlx.session.templates import Conversation, prompt_tokens
+from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
+from dflash_mlx.verifier.pass_times import timing_day
 
 
 class Session:
     """One conversation with one pair: turns reuse the caches of the turns before; for one thread.
 
-    config: settings of every turn, with a method in place of `auto` once it is made. prefixes:
-    where turns find and leave their caches; without any, the last turn's are kept. Raises
-    DFlashError where the method or the grammar does not fit the pair.
+    Raises DFlashError where the method or the grammar does not fit the pair.
     """
 
     def __init__(
-        self, pair: Pair, config: DecodeConfig | None = None, prefixes: PrefixCache | None = None
+        self,
+        pair: Pair,
+        config: DecodeConfig | None = None,
+        prefixes: PrefixCache | None = None,
+        drafters: dict[Hashable, Drafter] | None = None,
     ) -> None:
         self.pair = pair
+        # Where turns find and leave their caches; without any, the last turn's are kept.
         self.prefixes = prefixes or PrefixCache()
+        # Of every turn, with a method in place of `auto`.
         self.config = settle(config or DecodeConfig(), pair.capabilities)
+        self.drafters = {} if drafters is None else drafters  # see `Scheduler.drafter`
         constraint_of(pair, self.config, 0)
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
-        self.drafter = make_drafter(pair, self.config)
+        self.state = self._empty()  # of the last turn
         self._thread: int | None = None
-        self.state = self._empty()
 
     def stream(
         self, tokens: Prompt | Iterable[int], observer: Observer | None = None
@@ -59,13 +71,12 @@ class Session:
             what = "this Session belongs to the thread of its first answer"
             raise DFlashError(what, "make a Session for each thread, or give the work to a Worker")
         self._thread = thread
-        drafters: dict[Hashable, Drafter] = {drafting_of(self.config): self.drafter}
-        scheduler = Scheduler(self.pair, None, observer, self.prefixes, 1, drafters=drafters)
+        scheduler = self._scheduler(observer)
         return self._deltas(scheduler, scheduler.submit(tokens, self.config))
 
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
         """Step until the answer is over; empty caches where a pass broke off half-way."""
-        self.state, observer = sequence.state, scheduler.observer
+        self.state = sequence.state
         sequence.start_clock()
         try:
             while len(scheduler):
@@ -76,7 +87,7 @@ class Session:
                     yield said
                     sequence.state.paused += time.perf_counter() - begin
                     sequence.resume()
-                    observer.mark("yield")
+                    scheduler.observer.mark("yield")
         except GeneratorExit:  # the caller has stopped between two rounds
             raise
         except BaseException:
@@ -87,8 +98,12 @@ class Session:
             if not sys.is_finalizing():  # then nobody asks for the caches any more
                 scheduler.cancel(sequence)
 
+    def _scheduler(self, observer: Observer | None = None) -> Scheduler:
+        return Scheduler(self.pair, None, observer, self.prefixes, 1, self.drafters)
+
     def _empty(self) -> State:
-        return State(self.pair.target.new_cache(), self.drafter.new_context())
+        drafter = self._scheduler().drafter(self.config)
+        return State(self.pair.target.new_cache(), drafter.new_context())
 
 
 def stream(
@@ -116,3 +131,53 @@ def generate(
 ) -> Answer:
     """The whole answer to one prompt; arguments and errors as for `stream`."""
     return collect(stream(pair, prompt, config, system))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation to go on with, the question last."""
+
+    messages: tuple[Message, ...]
+    system: str | None
+    config: DecodeConfig
+
+
+class Responder:
+    """Answers questions of any conversation and with any settings, one after another."""
+
+    def __init__(self, pair: Pair, prefixes: PrefixCache | None = None) -> None:
+        self.pair, self.prefixes = pair, prefixes or PrefixCache()
+        self._drafters: dict[Hashable, Drafter] = {}
+
+    def answer(
+        self, asked: Question, observer: Observer | None = None
+    ) -> Generator[Delta, None, None]:
+        """A delta per round; a thought that the chat template opened is opened in the text.
+
+        Raises DFlashError as `prompt_tokens` and `Session` do.
+        """
+        pair = self.pair
+        tokens = prompt_tokens(pair.tokenizer, asked.messages, asked.system, template=pair.template)
+        session = Session(pair, asked.config, self.prefixes, self._drafters)
+        opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
+        for delta in session.stream(tokens, observer):
+            yield replace(delta, text=opening + delta.text) if opening else delta
+            opening = ""
+
+    def plain_speed(self) -> tuple[float, str]:
+        """Tokens per second that the timed passes allow without drafts, and the day of the timing.
+
+        0 and "" where nothing was timed.
+        """
+        target = self.pair.target
+        if target.pass_times is None:
+            return 0.0, ""
+        return 1 / float(target.pass_times.of(1)), timing_day(target)
+
+
+def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCache:
+    """A cache for one pair, as the settings say. folder: of its files, by default the user's."""
+    memory, disk = config.prefix_gb, int(config.prefix_disk_gb * 1e9)
+    limit = available_memory() // 16 if memory is None else int(memory * 1e9)
+    place = folder or platformdirs.user_cache_path("dflash-chat") / "prefixes"
+    return PrefixCache(limit, PrefixFiles(place, disk) if disk else None)

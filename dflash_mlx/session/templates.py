@@ -62,9 +62,8 @@ def prompt_tokens(
     try:
         return list(tokenizer.apply_chat_template(messages, **arguments))
     except TemplateError as error:
-        given = "".join(
-            f" with {key}={json.dumps(value)}" for key, value in (template or {}).items()
-        )
+        named = (template or {}).items()
+        given = "".join(f" with {key}={json.dumps(value)}" for key, value in named)
         raise DFlashError(
             f"the model's chat template refuses the conversation{given} ({error})",
             "leave --system or --template out, or let user and assistant take turns",
@@ -101,7 +100,6 @@ def check_messages(messages: Any, source: str) -> list[Message]:
 
 
 def _content(content: Any) -> str | None:
-    """The text of a message's content, None for any other than text."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) and content else [None]

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
-from dflash_mlx.engine.delta import Delta
-from dflash_mlx.engine.sequence import Sequence
+from dflash_mlx.engine.sequence import Sequence, Status
 from dflash_mlx.session.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """So many of a prompt's tokens are in the caches."""
+    """How much of a prompt is in the caches."""
 
     tokens: int
     total: int
@@ -105,13 +104,13 @@ class _Cancelled(GeneratorExit):
 class Worker:
     """Runs jobs and answers requests, on a thread of its own.
 
-    post: hears of every step; called on the worker's thread, so it must return at once. The thread
-    is a daemon: a pass that hangs does not keep the program from ending.
+    The thread is a daemon: a pass that hangs does not keep the program from ending.
     """
 
     def __init__(self, post: Callable[[News], object]) -> None:
-        self.used = self.steps = 0  # bytes of all caches after the last step; steps so far
-        self._post = post
+        self.used = 0  # bytes of all caches after one of the last steps
+        self.steps = 0
+        self._post = post  # hears of every step; called on the thread, so it must return at once
         self._orders: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._make: Callable[[], Scheduler] | None = None
         self._scheduler: Scheduler | None = None
@@ -176,9 +175,9 @@ class Worker:
         return prefixes.problem
 
     def close(self, seconds: float, last: Callable[[], object] | None = None) -> bool:
-        """Cancel the job that runs and end the thread; False where it is busy after `seconds`.
+        """Cancel the job that runs, do a last thing and end the thread.
 
-        last: what it does before it ends.
+        False where it is busy after `seconds`.
         """
         self._last = last
         if (running := self._running) is not None:
@@ -229,16 +228,15 @@ class Worker:
             self._look()
 
     def _step(self) -> None:
-        assert self._scheduler is not None
+        assert self._scheduler is not None and self._make is not None
         try:
             news: News = [(self._open[each], said) for each, said in self._scheduler.step()]
+            going_on = [each for each in self._open if each.status is not Status.FINISHED]
+            self._open = {each: self._open[each] for each in going_on}
         except Exception as error:  # a fault of ours, after which no cache can be trusted
             news = [(request, error) for request in self._open.values()]
-            self._scheduler = self._make() if self._make is not None else None
-        for request, said in news:
-            over = isinstance(said, Exception) or (isinstance(said, Delta) and said.finish_reason)
-            if over and isinstance(request, Request) and request.sequence is not None:
-                self._open.pop(request.sequence, None)
+            self._open = {}
+            self._scheduler = self._make()
         self._look()
         if news:
             self._post(news)

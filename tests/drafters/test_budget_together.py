@@ -10,7 +10,6 @@ import pytest
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.costs import Average
@@ -21,7 +20,6 @@ from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import PassTimes, size_of
 from support.decoding import Strict, answer, scheduler_of, sequence_of
-from support.decoding import rule_of as make_rule
 from support.timed import VOCABULARY, Clock, Honest, InTwo, TimedTarget, timed_seconds
 from support.toys import ToyTarget
 
@@ -46,10 +44,7 @@ def decode_with(drafter, times, count, second=None, chains=False):
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
     engine, said = scheduler_of(target, observer=Strict()), {}
     for prompt in prompts:
-        state = State(target.new_cache(), NoContext())
-        state.end = len(prompt) - 1 + config.max_tokens
-        rule = make_rule(target, state, Sampler(config.sampling), config)
-        engine.add(sequence_of(state, budget, prompt, 64, rule))
+        engine.add(sequence_of(target, budget, prompt, config))
     while engine.running or engine.waiting:
         for each, outcome in engine.step():
             assert not isinstance(outcome, Exception), outcome

@@ -141,8 +141,9 @@ def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
     for drafter, ahead in [(NoDraft(), 1), (Scripted(lambda t, remaining: ([], [])), 0)]:
         state = start(target, drafter, [0, 1, 2], config)
         rounds = decode(target, drafter, state, config)
+        next(rounds)  # behind the prompt
         next(rounds)
-        assert state.position == 3 + ahead
+        assert state.position == 4 + ahead
 
 
 def test_what_a_reader_takes_is_kept_apart_from_what_rounds_take(targets, monkeypatch):

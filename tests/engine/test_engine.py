@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,15 +10,12 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
-from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import Strict, answer, scheduler_of, sequence_of
-from support.decoding import rule_of as make_rule
 from support.families import make_model
 from support.rounding import Rounding
 from support.toys import foretold, prompt_of
@@ -33,7 +30,8 @@ def target():
 
 def config_of(i: int) -> DecodeConfig:
     heat = 0.8 if i % 3 == 2 else 0.0
-    return DecodeConfig(max_tokens=10 + 7 * i, sampling=SamplingConfig(temperature=heat, seed=i))
+    sampling = SamplingConfig(temperature=heat, seed=i)
+    return DecodeConfig(max_tokens=10 + 7 * i, prefill_step=16, sampling=sampling)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +42,7 @@ def alone(target):
 
 
 def running(target, i, prompt, drafter) -> Sequence:
-    config, state = config_of(i), State(target.new_cache(), drafter.new_context())
-    state.end = len(prompt) - 1 + config.max_tokens
-    rule = make_rule(target, state, Sampler(config.sampling), config)
-    return sequence_of(state, drafter, prompt, 16, rule)
+    return sequence_of(target, drafter, prompt, config_of(i))
 
 
 def sequences(target, alone):
@@ -98,11 +93,8 @@ def test_near_ties_are_decided_as_alone(drafting):
         everyone = []
         for i, (prompt, words) in enumerate(zip(others, plain, strict=True)):
             drafter = foretold(prompt, words, i) if drafting else NoDraft()
-            state = State(target.new_cache(), drafter.new_context())
-            state.end = len(prompt) - 1 + config.max_tokens
-            settings = DecodeConfig("dflash" if drafting else "none", max_tokens=24, exact=exact)
-            make = partial(make_rule, target, state, Sampler(config.sampling), settings, True)
-            everyone.append(sequence_of(state, drafter, prompt, 16, rule=make, exact=exact))
+            settings = replace(config, exact=exact)
+            everyone.append(sequence_of(target, drafter, prompt, settings, in_company=True))
         said, failed = run(
             scheduler_of(target, observer=Strict()), everyone, np.random.default_rng(0)
         )
@@ -112,26 +104,10 @@ def test_near_ties_are_decided_as_alone(drafting):
     assert differ, "nobody would notice without it"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_answer_whose_caches_were_dropped_goes_on_as_if_they_had_not_been(target, alone, seed):
-    engine, rng, dropped = scheduler_of(target, observer=Strict()), np.random.default_rng(seed), []
-
-    def drop_one():
-        if len(engine.running) > 1 and rng.random() < 0.3:
-            chosen = engine.running[int(rng.integers(len(engine.running)))]
-            engine.cancel(chosen)
-            chosen.preempt(target)
-            engine.waiting.append(chosen)
-            dropped.append(chosen.state.end)
-
-    said, _ = run(engine, sequences(target, alone), rng, drop_one)
-    assert said == [words for _, words in alone] and dropped
-
-
 def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
     engine = scheduler_of(target, observer=Strict())
-    longest = max(engine.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
-    engine.memory = 3 * longest
+    longest = max(engine.memory.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
+    engine.memory.limit = 3 * longest
     most = [0, 0]
 
     def look():
@@ -141,17 +117,17 @@ def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
     waiting = sequences(target, alone)
     said, _ = run(engine, waiting, Eager(), look)
     assert said == [words for _, words in alone]
-    assert most[0] <= engine.memory and most[1] >= 3
+    assert most[0] <= engine.memory.limit and most[1] >= 3
 
 
 def test_prompts_that_are_not_read_yet_are_counted(target, alone):
     engine = scheduler_of(target)
-    engine.memory = engine.bytes_of(NoDraft(), 300)
+    engine.memory.limit = engine.memory.bytes_of(NoDraft(), 300)
     for each in sequences(target, alone):
         engine.add(each)
     engine.step()
     assert engine.running and engine.waiting
-    assert engine.used <= engine.memory
+    assert engine.used <= engine.memory.limit
 
 
 def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone):
@@ -162,14 +138,13 @@ def test_an_answer_that_cannot_fit_even_alone_is_refused_by_number(target, alone
 
 STAGES = {  # what a sequence is asked for there
     "draft": "drafter.propose",
-    "pass": "state.cache.extend",
+    "pass": "state.cache.begin",
     "layer": "state.cache.layers.1.update_and_fetch",
     "accept": "rule.accept",
     "commit": "state.commit",
     "cache": "state.cache.commit",
     "context": "state.context.append",
     "prompt": "state.commit_prompt",
-    "rule": "make_rule",
 }
 
 
@@ -200,9 +175,6 @@ def break_at(stage: str, broken: Sequence, calls: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_that_fails_leaves_the_others_as_they_were(target, alone, stage, calls):
     everyone, victim, rng = sequences(target, alone), 3, np.random.default_rng(calls)
-    if stage == "rule":
-        calls, rule = 1, everyone[victim].rule  # it is made once
-        everyone[victim].rule, everyone[victim].make_rule = None, lambda: rule
     break_at(stage, everyone[victim], calls)
     said, failed = run(scheduler_of(target), everyone, rng)
     words = [words for _, words in alone]
@@ -241,22 +213,9 @@ def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(targ
     engine = scheduler_of(target, observer=Cancels(), prefixes=PrefixCache(1 << 30))
     said, failed = run(engine, everyone, Eager())
     again = running(target, 3, alone[3][0], NoDraft())
-    assert run(engine, [again], Eager())[0] == [alone[3][1]] and again.reused
+    assert run(engine, [again], Eager())[0] == [alone[3][1]] and again.statistics.reused_tokens
     assert [said[i] for i in others] == [alone[i][1] for i in others] and not any(failed)
     assert said[3] == alone[3][1][: len(said[3])] and len(said[3]) < len(alone[3][1])
-
-
-def test_one_that_is_cancelled_leaves_the_others_as_they_were(target, alone):
-    engine, everyone = scheduler_of(target, observer=Strict()), sequences(target, alone)
-    gone = everyone[4]
-
-    def cancel():
-        if gone.state.has_begun:
-            engine.cancel(gone)
-
-    said, _ = run(engine, everyone, np.random.default_rng(1), cancel)
-    assert said[:4] + said[5:] == [words for i, (_, words) in enumerate(alone) if i != 4]
-    assert len(said[4]) < len(alone[4][1])
 
 
 def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkeypatch):
@@ -269,7 +228,7 @@ def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkey
         running(target, 5, prompt_of(1, 5), NoDraft()),
         running(target, 0, prompt, NoDraft()),
     )
-    second.prefill_step = 512
+    second.config = replace(second.config, prefill_step=512)
     engine.add(first)
     engine.step()
     engine.add(second)
@@ -293,7 +252,7 @@ def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monke
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 2, 65), near, 0, (deep,)))
     engine, chunks = scheduler_of(target, observer=Strict()), []
     first, second = (running(target, 5, prompt_of(i, n), NoDraft()) for i, n in ((1, 5), (0, 600)))
-    second.prefill_step = 512
+    second.config = replace(second.config, prefill_step=512)
     engine.add(first)
     engine.step()
     engine.add(second)

@@ -6,13 +6,11 @@ from itertools import islice
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.cli.options import summary
 from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.delta import Delta, collect
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -218,28 +216,20 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
     assert_rows_are_those_of(state, target, prompt, whole)
 
 
-def test_statistics_add_up_the_checks_and_say_so_in_json_and_in_the_summary():
+def test_statistics_add_up_the_checks_and_say_so_in_json():
     statistics = Statistics("dflash")
     assert statistics.as_dict()["guard_checks"] == 0
-    assert "near-ties" not in summary(Delta("", (), None, "stop", statistics, 0, None))
     for near_ties in (NearTies(2, 3, 1, 1, 0.5), NearTies(), NearTies(1, 1, 0, 0, 0.25)):
         statistics.add_round(Accepted(tree_of([1], [-1]), (0,), 5, near_ties))
     found = statistics.as_dict()
     counts = [found[f"guard_{k}"] for k in ("checks", "passes", "replays", "changed", "seconds")]
     assert counts == [3, 4, 1, 1, 0.75]
-    line = summary(Delta("", (), None, "stop", statistics, 0, None))
-    assert line.endswith("3 near-ties in 0.75 s, 1 changed")
 
 
 def test_the_lead_is_the_distance_of_the_best_two():
     tokens, margins = lead(mx.array([[1.0, 4.0, 2.5], [3.0, 3.0, -mx.inf]]))
     assert tokens.tolist() == [1, 0]
     assert margins.tolist() == [1.5, 0.0]
-
-
-def test_sampling_with_exact_is_refused():
-    with pytest.raises(DFlashError, match="the temperature is 0.7; choose temperature 0"):
-        DecodeConfig(exact=True, sampling=SamplingConfig(temperature=0.7))
 
 
 def test_every_turn_of_a_conversation_equals_plain_decoding_from_scratch():

@@ -118,18 +118,6 @@ def test_a_drafters_window_is_computed_again_where_the_target_can_go_back_that_f
     assert_state_is_that_of_its_tokens(session)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "dflash", "ddtree"])
-def test_a_stop_token_of_a_session_is_where_its_next_turn_goes_on(pair, method):
-    prompt = prompt_of(4, 40)
-    plain = plain_answer(pair.target, prompt, 30)
-    pair.tokenizer.eos_token_ids = {plain[9]}
-    at = plain.index(plain[9])
-    session = Session(pair, DecodeConfig(method=method, max_tokens=30))
-    assert answer(session, prompt) == plain[: at + 1]
-    assert session.state.position == len(prompt) + at
-    assert_state_is_that_of_its_tokens(session)
-
-
 @pytest.mark.parametrize("method", ["none", "ngram", "dflash"])
 def test_a_session_that_was_left_after_its_first_token_goes_on(pair, method):
     session, prompt = Session(pair, DecodeConfig(method=method, max_tokens=12)), prompt_of(16, 70)

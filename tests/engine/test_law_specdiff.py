@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
@@ -56,6 +56,13 @@ CASES = [
 ]
 
 
+@cache
+def plain_answers(temperature):
+    """Of a hundred seeds; test_law.py says which law they follow."""
+    made, config = (lambda sampling: NoDraft()), of("match", temperature)
+    return answers_of(ToyTarget(VOCABULARY), made, 100, config)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize(("shape", "how"), CASES, ids=str)
 def test_matched_answers_are_the_plain_ones_of_their_seeds_and_so_of_that_law(
@@ -64,9 +71,8 @@ def test_matched_answers_are_the_plain_ones_of_their_seeds_and_so_of_that_law(
     def made(sampling):
         return SpecDiff(MODEL, None, Denoising(*how), *SHAPES[shape](sampling))
 
-    target, config = ToyTarget(VOCABULARY), of("match", temperature)
-    plain = answers_of(target, lambda sampling: NoDraft(), 100, config)  # law: test_law.py
-    assert answers_of(target, made, 100, config) == plain
+    answers = answers_of(ToyTarget(VOCABULARY), made, 100, of("match", temperature))
+    assert answers == plain_answers(temperature)
 
 
 def drawn(sampling, how=(1, SCHEDULES[0]), weighed=False, kind=DrawnSpecDiff, model=MODEL):

@@ -10,6 +10,7 @@ from dflash_mlx.core.prompt import Piece, Prompt
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.model import Target
 from support.decoding import Strict
@@ -47,6 +48,12 @@ def ask(scheduler: Scheduler, *prompts: Prompt) -> list[tuple[tuple[int, ...], i
             assert not isinstance(delta, Exception), delta
             said[each] += delta.tokens
     return [(said[each], each.statistics.reused_tokens) for each in asked]
+
+
+def said_of(scheduler: Scheduler, sequence: Sequence) -> tuple[int, ...]:
+    """The tokens that a sequence brings from now on."""
+    told = (each for _ in iter(lambda: len(scheduler), 0) for each in scheduler.step())
+    return sum((delta.tokens for each, delta in told if each is sequence), ())
 
 
 def alone(pair: Pair, prompt: Prompt) -> tuple[int, ...]:
@@ -95,20 +102,13 @@ def test_a_preempted_answer_reads_its_piece_again(pair):
     scheduler.running.remove(sequence)
     sequence.preempt(pair.target)
     scheduler.waiting.append(sequence)
-    while len(scheduler):
-        said += [delta.tokens for each, delta in scheduler.step() if each is sequence]
     plain = Scheduler(pair)
-    whole, tokens = plain.submit(BRIGHT, config), []
-    while len(plain):
-        tokens += [delta.tokens for each, delta in plain.step() if each is whole]
-    assert sum(said, ()) == sum(tokens, ())
+    whole = said_of(plain, plain.submit(BRIGHT, config))
+    assert sum(said, ()) + said_of(scheduler, sequence) == whole
 
 
 def test_a_draft_model_reads_on_behind_a_piece(pair):
     drafted = ask(Scheduler(pair), BRIGHT)
     config = DecodeConfig("ngram", max_tokens=8, block_size=4)
     scheduler = Scheduler(pair)
-    sequence, said = scheduler.submit(BRIGHT, config), []
-    while len(scheduler):
-        said += [delta.tokens for each, delta in scheduler.step() if each is sequence]
-    assert sum(said, ()) == drafted[0][0]
+    assert said_of(scheduler, scheduler.submit(BRIGHT, config)) == drafted[0][0]

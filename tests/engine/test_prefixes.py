@@ -8,19 +8,17 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.prompt import Prompt
-from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
-from dflash_mlx.engine.state import State
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
 from support.decoding import Strict, go_on, scheduler_of, sequence_of, start
-from support.decoding import rule_of as make_rule
 from support.decoding import run as answer_of
 from support.families import make_model
 from support.hybrids import plain_answer, target_of
@@ -127,7 +125,7 @@ def test_a_state_is_for_its_own_target_and_its_own_drafter_alone(tmp_path):
     said_by(Session(pair, config_of("dflash"), prefixes), prompt)
     expected = {"dflash": 39, "ddtree": 39, "d2sd": 0, "eagle3": 0, "none": 0}
     assert {method: reused(pair, method) for method in expected} == expected
-    drafter = Session(pair, config_of("dflash")).drafter
+    drafter = make_drafter(pair, config_of("dflash"))
     target.kv_bits = 8
     assert not prefixes.take(prompt, target, drafter).position
     target.kv_bits = None
@@ -206,13 +204,8 @@ def test_exact_answers_neither_use_nor_leave_anything(tmp_path):
 
 def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> Sequence:
     sampling = SamplingConfig(temperature=0.8 if seed % 2 else 0.0, seed=seed)
-    config, state = (
-        DecodeConfig(max_tokens=tokens),
-        State(target.new_cache(), NoDraft().new_context()),
-    )
-    state.end = len(prompt) - 1 + tokens
-    rule = make_rule(target, state, Sampler(sampling), config)
-    return sequence_of(state, NoDraft(), prompt, 64, rule)
+    config = DecodeConfig(max_tokens=tokens, prefill_step=64, sampling=sampling)
+    return sequence_of(target, NoDraft(), prompt, config)
 
 
 def run(engine: Scheduler, everyone: list[Sequence], look=lambda: None) -> list[list[int]]:
@@ -237,7 +230,7 @@ def test_requests_that_begin_alike_read_their_beginning_once(name):
     everyone = [running(target, p, i) for i, p in enumerate(prompts)]
     assert run(engine, everyone) == alone
     least = {"llama": 200, "llama_sliding": 200, "falcon_h1": 168}[name]
-    assert all(each.reused >= least for each in everyone)
+    assert all(each.statistics.reused_tokens >= least for each in everyone)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -249,7 +242,7 @@ def test_requests_that_come_at_once_and_begin_alike_wait_for_the_first_to_read_i
     everyone = [running(target, p, i) for i, p in enumerate(prompts)]
     assert run(engine, everyone) == alone
     chunks = 0 if name == "falcon_h1" else 3  # recurrent states have few ways back
-    assert [each.reused for each in everyone] == [0, *[64 * chunks] * 3, 0]
+    assert [each.statistics.reused_tokens for each in everyone] == [0, *[64 * chunks] * 3, 0]
 
 
 def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
@@ -264,7 +257,7 @@ def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
     engine.cancel(first)
     outcomes = [outcome for _ in range(15) for _, outcome in engine.step()]
     assert [t for each in outcomes if each for t in each.accepted.tokens] == alone[0]
-    assert second.reused == 64 and not engine.running
+    assert second.statistics.reused_tokens == 64 and not engine.running
 
 
 def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
@@ -287,7 +280,7 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
     for each in again:
         engine.add(each)
     engine.step()
-    assert [each.reused for each in again] == [99, 0]
+    assert [each.statistics.reused_tokens for each in again] == [99, 0]
 
 
 def test_prefixes_give_way_before_any_sequence_has_to():
@@ -296,25 +289,25 @@ def test_prefixes_give_way_before_any_sequence_has_to():
         run(scheduler_of(target), [running(target, p, i, 60)])[0] for i, p in enumerate(prompts)
     ]
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
-    engine.memory = 2 * engine.bytes_of(NoDraft(), 400)
+    engine.memory.limit = 2 * engine.memory.bytes_of(NoDraft(), 400)
     for seed in range(6):
         run(engine, [running(target, prompt_of(40 + seed, 100), seed)])
     full = engine.prefixes.nbytes
     least = [full]
 
     def look():
-        assert engine.used + engine.prefixes.nbytes <= engine.memory
+        assert engine.used + engine.prefixes.nbytes <= engine.memory.limit
         least.append(engine.prefixes.nbytes)
 
     assert run(engine, [running(target, p, i, 60) for i, p in enumerate(prompts)], look) == alone
     assert min(least) < full
 
 
-@pytest.mark.parametrize("tokens", [100, 1500, 3000])
+@pytest.mark.parametrize("tokens", [100, 300, 1100])
 def test_the_bytes_of_a_sequence_are_known_before_it_is_read(tokens):
     target = target_of("llama")
     state = start(target, NoDraft(), prompt_of(3, tokens))
-    assert scheduler_of(target).bytes_of(NoDraft(), tokens) == state.nbytes
+    assert scheduler_of(target).memory.bytes_of(NoDraft(), tokens) == state.nbytes
 
 
 def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
@@ -322,10 +315,10 @@ def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
     prompt = put(prefixes, target, 15, 3 * STEP)
     again = running(target, [*prompt, *prompt_of(16, STEP)], 0)
     engine = scheduler_of(target, observer=Strict(), prefixes=prefixes)
-    engine.memory = engine.bytes_of(again.drafter, 5 * STEP)  # not for both
+    engine.memory.limit = engine.memory.bytes_of(again.drafter, 5 * STEP)  # not for both
     engine.add(again)
     engine.step()
-    assert again.reused == len(prompt)
+    assert again.statistics.reused_tokens == len(prompt)
 
 
 def test_who_begins_like_a_running_one_throws_no_other_out():
@@ -340,6 +333,6 @@ def test_who_begins_like_a_running_one_throws_no_other_out():
     second = running(target, [*first.prompt.tokens[:100], *prompt_of(18, 9)], 0)
     engine.add(second)
     engine.step()
-    assert second.reused == 100 and prefixes._best(
+    assert second.statistics.reused_tokens == 100 and prefixes._best(
         CacheKey.of(target, NoDraft(), first.state), Prompt.of([*kept, 1])
     )[1] == len(kept)

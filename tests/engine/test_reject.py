@@ -16,11 +16,10 @@ from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
-from dflash_mlx.engine.acceptance import RejectionSampling, kept, remainder
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.verify import Verdict
+from dflash_mlx.engine.verify import RejectionSampling, Verdict, kept, remainder
 from dflash_mlx.verifier.model import Target
 from support.decoding import behind, go_on, rounds, run, start
 from support.drafter_formats import drafter_folder

@@ -39,7 +39,7 @@ def test_requests_left_and_caches_were_dropped(ended):
     _, everyone = ended
     assert any(each.left and each.said for each in everyone)
     assert any(each.drops and each.said for each in everyone)
-    assert any(each.reused for each in everyone)
+    assert any(each.statistics.reused_tokens for each in everyone)
 
 
 def test_only_near_ties_excuse_a_difference(pairs):

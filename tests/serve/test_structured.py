@@ -13,7 +13,6 @@ from dflash_mlx.engine.grammar import check_structure, constraint_of
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
-from support.schemas import conforms
 from support.serving import (
     MODEL,
     TEMPLATE,
@@ -23,6 +22,7 @@ from support.serving import (
     serving,
     user,
 )
+from support.structured import conforms
 
 WORDS = "Once upon a time."
 # As Qwen's template has it: the call as JSON, on a line between the tags.

@@ -8,6 +8,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from dflash_mlx.client import SplitText, ThinkingReader, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.methods import drafting_of
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.text import StopText
@@ -94,7 +95,7 @@ def toy_session(config, drafted=()):
     pair = Pair(ToyTarget(14), ByteTokenizer())
     session = Session(pair, DecodeConfig(method="none", **config))
     if drafted:
-        session.drafter = Scripted(
+        session.drafters[drafting_of(session.config)] = Scripted(
             lambda tokens, remaining: (
                 list(drafted)[: remaining - 1],
                 list(range(len(drafted)))[: remaining - 1],

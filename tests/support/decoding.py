@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import abc
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,16 +14,17 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
-from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
-from dflash_mlx.engine.acceptance import AcceptanceRule
 from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.scheduler import Scheduler, make_rule
+from dflash_mlx.session.new_sequence import acceptance_rule
+from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.sequence import Rows
 from support.toys import ToyCache
 
 
@@ -46,24 +47,21 @@ def scheduler_of(target: Any, *settings: Any, fair: bool = True, **more: Any) ->
     return scheduler
 
 
-def rule_of(
-    target: Any, state: State, sampler: Sampler, config: DecodeConfig, in_company: bool = False
-) -> AcceptanceRule:
-    """The rule of an answer; in the company of others plain decoding has near-ties, too."""
-    exact = config.exact if in_company else config.guarded
-    return make_rule(target, state, sampler, config, exact)
-
-
 def sequence_of(
-    state: State,
+    target: Any,
     drafter: Any,
-    prompt: Iterable[int] = (),
-    chunk: int = sys.maxsize,
-    rule: Any = None,
-    exact: bool = False,
+    prompt: Iterable[int],
+    config: DecodeConfig,
+    state: State | None = None,
+    in_company: bool = False,
 ) -> Sequence:
-    """A sequence made by hand. rule: an acceptance rule, or what makes it behind the prompt."""
-    return Sequence(state, drafter, Prompt.of(prompt), prefill_step=chunk, rule=rule, exact=exact)
+    """A sequence made by hand; in the company of others plain decoding has near-ties, too."""
+    prompt = Prompt.of(prompt)
+    config = replace(config, exact=config.exact if in_company else config.guarded)
+    state = state or State(target.new_cache(), drafter.new_context())
+    length = max(len(prompt), state.position)
+    state.end = min(length - 1 + config.max_tokens, target.context_length - 1)
+    return Sequence(state, drafter, prompt, config, acceptance_rule(target, state, config))
 
 
 def answer_rounds(
@@ -85,19 +83,28 @@ def decode(
     target: Any, drafter: Any, state: State, config: DecodeConfig, observer: Observer | None = None
 ) -> Iterator[Delta]:
     """The rounds of an answer behind a prompt that a state holds."""
-    sampler = Sampler(config.sampling)
-    state.end = min(state.next_position - 1 + config.max_tokens, target.context_length - 1)
-    rule = rule_of(target, state, sampler, config)
-    scheduler = scheduler_of(target, observer=observer)
-    scheduler.add(sequence_of(state, drafter, state.tokens[: state.position], rule=rule))
+    sequence = sequence_of(target, drafter, state.tokens[: state.position], config, state)
+    for delta in _deltas(scheduler_of(target, observer=observer), sequence):
+        begin = time.perf_counter()
+        yield delta
+        state.paused += time.perf_counter() - begin
+
+
+def _deltas(scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
     scheduler.observer.start()
+    first = sequence.end_prompt(sequence.state.opening)
+    assert first is not None
+    sequence.rounds.append(first)
+    yield (delta := sequence.next_delta())
+    if delta.finish_reason is not None:
+        sequence.state.trim(sequence.length - 1)
+        return
+    scheduler.add(sequence)
     while len(scheduler):
         for _, said in scheduler.step():
             if isinstance(said, Exception):
                 raise said
-            begin = time.perf_counter()
             yield said
-            state.paused += time.perf_counter() - begin
 
 
 def answer(
@@ -130,14 +137,17 @@ def go_on(
     observer: Observer | None = None,
 ) -> int:
     """Bring a state to another prompt; how much of it was there already."""
-    reused, config = state.reuse(Prompt.of(prompt)), config or DecodeConfig()
-    sequence = sequence_of(state, drafter, prompt, config.prefill_step)
-    sequence.has_looked = True
-    scheduler = scheduler_of(target, observer=observer or Observer())
-    scheduler.add(sequence)
+    observer = observer or Observer()
+    reused = state.reuse(Prompt.of(prompt))
+    sequence = sequence_of(target, drafter, prompt, config or DecodeConfig(), state)
     while sequence.is_reading:
-        for _, error in scheduler.step():
-            raise error
+        observer.prefilled(state.position, len(prompt))
+        length = sequence.next_chunk()
+        ids, block = mx.array(prompt[state.position :][:length]), Block(length, last_only=True)
+        (found,) = target.forward_all([Rows(ids, state.cache, block)], drafter.aux_layers)
+        state.commit_prompt(sequence.prompt, length, found[1])
+    state.end_prompt(found[0][-1:])
+    observer.prefilled(len(prompt), len(prompt))
     return reused
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler, penalise, tempered
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.methods import make_drafter
+from dflash_mlx.drafters.methods import drafting_of, make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
-from dflash_mlx.engine.state import State
 from dflash_mlx.models.load import load
 from dflash_mlx.models.names import SHIPPED
 from dflash_mlx.session.templates import prompt_tokens
@@ -31,8 +28,7 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.configs import config_with
-from support.decoding import Strict, answer, scheduler_of
-from support.decoding import rule_of as make_rule
+from support.decoding import Strict, answer, scheduler_of, sequence_of
 from support.families import make_model
 from support.pairs import full_pair
 from support.toys import foretold, prompt_of
@@ -185,24 +181,24 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
     In half of the schedules, sequences go on from what others have read.
     """
     pair, target = replace(pair, learned={}), pair.target
-    drafters: dict[DecodeConfig, Drafter] = {}
+    drafters: dict[Hashable, Drafter] = {}
     everyone = []
     for i, (request, known) in enumerate(zip(schedule.requests, answers, strict=True)):
-        key = _what_drafts(request.config)
+        key = drafting_of(request.config)
         if request.knows:
             drafter: Drafter = foretold(request.prompt, known, schedule.seed + i)
         else:
             if key not in drafters:
-                drafters[key] = _drafter(pair, key, schedule.seed)
+                drafters[key] = _drafter(pair, request.config, schedule.seed)
             drafter = drafters[key]
         everyone.append(_sequence(target, request, drafter))
     engine = scheduler_of(target, observer=Strict())
-    tight = max(engine.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
+    tight = max(engine.memory.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
     if schedule.seed % 4 < 2:
         engine.prefixes = PrefixCache(2 * tight)
     for step, _ in enumerate(_until_done(engine, schedule, everyone)):
         squeezed = schedule.squeezed[step % len(schedule.squeezed)]
-        engine.memory = tight if squeezed else 100 * tight
+        engine.memory.limit = tight if squeezed else 100 * tight
         for each, outcome in engine.step():
             assert not isinstance(outcome, Exception), outcome
             each.said.extend(outcome.accepted.tokens)
@@ -225,38 +221,16 @@ def _until_done(engine: Any, schedule: Schedule, everyone: abc.Sequence[Watched]
     raise AssertionError(f"{len(engine.running)} run and {len(engine.waiting)} wait for ever")
 
 
-def _what_drafts(config: DecodeConfig) -> DecodeConfig:
-    """Settings without those of single requests: those who share them share a drafter."""
-    sampling = config.sampling if config.acceptance == "reject" else SamplingConfig(seed=0)
-    plain = DecodeConfig()
-    return replace(
-        config,
-        max_tokens=plain.max_tokens,
-        prefill_step=plain.prefill_step,
-        exact=False,
-        sampling=sampling,
-    )
-
-
 def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
-    drafter = make_drafter(pair, _what_drafts(config))
+    drafter = make_drafter(pair, config)
     if isinstance(drafter, BatchBudget):
         drafter.clock = Ticks(seed)
     return drafter
 
 
 def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
-    config, state = request.config, State(target.new_cache(), drafter.new_context())
-    state.end = min(len(request.prompt) - 1 + config.max_tokens, target.context_length - 1)
-    make = partial(make_rule, target, state, Sampler(config.sampling), config, True)
-    return Watched(
-        state,
-        drafter,
-        Prompt.of(request.prompt),
-        prefill_step=config.prefill_step,
-        rule=make if config.exact else make(),
-        exact=config.exact,
-    )
+    made = sequence_of(target, drafter, request.prompt, request.config, in_company=True)
+    return Watched(made.state, drafter, made.prompt, made.config, made.rule)
 
 
 def problems(pair: Pair, schedule: Schedule) -> tuple[list[str], list[Watched]]:

@@ -14,6 +14,7 @@ from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.saved import Cache
 from support.family_configs import VOCAB_SIZE
 
 
@@ -39,11 +40,11 @@ class Letters:
         return NaiveStreamingDetokenizer(self)
 
 
-class ToyCache:
+class ToyCache(Cache):
     """Stores tokens where a model's cache stores keys and values."""
 
     arrays: list[mx.array] = []
-    tail, is_recurrent = 0, False
+    nbytes, is_recurrent = 0, False
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -59,20 +60,12 @@ class ToyCache:
     def discard(self) -> None:
         self.pending = []
 
-    def mark(self, length: int) -> None:
-        pass
-
-    def mark_chunk(self) -> None:
-        pass
-
     def nearest(self, length: int) -> int:
         return min(length, self.length)
 
     def rewind(self, length: int) -> int:
         del self.tokens[length:]
-        return self.length
-
-    kind, nbytes = (), 0
+        return len(self.tokens)
 
     def fork(self) -> ToyCache:
         other = ToyCache()
