@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import best_first
 from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
@@ -60,8 +59,8 @@ METHOD = Method(
     "ddtree",
     "DFlash tree",
     _make,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     needs_trees=True,
     has_budget=True,

@@ -7,9 +7,8 @@ import mlx.core as mx
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel, FeatureContext
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
 from dflash_mlx.drafters.one_draft import OneDraft, block_models
@@ -73,8 +72,8 @@ METHOD = Method(
     "dflash",
     "DFlash",
     _make,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     draws=True,
     sources=(DRAFT, LOOKUP),

@@ -6,8 +6,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.sampling import tempered
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.one_draft import OneDraft

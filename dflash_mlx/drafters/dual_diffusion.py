@@ -10,9 +10,8 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import MOST_NODES
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
-from dflash_mlx.drafters.dflash.context import DualContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import (
     Choices,
     Offers,
@@ -32,6 +31,7 @@ from dflash_mlx.drafters.method import (
     Method,
     check_block_size,
 )
+from dflash_mlx.drafters.networks.context import DualContext
 from dflash_mlx.drafters.one_draft import block_models, contexts_of
 from dflash_mlx.drafters.plan import plan
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
@@ -245,8 +245,8 @@ METHOD = Method(
     _make,
     DualOptions,
     lone_label="DFlash, continuing itself",
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=2,
     needs_trees=True,
     has_budget=True,

@@ -6,8 +6,7 @@ from abc import abstractmethod
 from typing import Protocol, cast
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel, FeatureContext
 from dflash_mlx.drafters.method import check_block_size
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair

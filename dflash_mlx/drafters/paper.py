@@ -16,8 +16,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import dual_diffusion, resample
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.budget import MOST_NODES
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dual_diffusion import Drafts, DualDiffusion, DualOptions
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
@@ -35,9 +35,8 @@ from dflash_mlx.drafters.growth.samples import merge_samples
 from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.one_draft import block_models
-from dflash_mlx.drafters.specdiff import method as specdiff
-from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow
-from dflash_mlx.drafters.specdiff.method import MaskedOptions
+from dflash_mlx.drafters.specdiff import drafter as specdiff
+from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
 from dflash_mlx.drafters.two_pass import FirstDraft, legal
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
@@ -250,8 +249,8 @@ FIRST_VERSION = Method(
     "dflash1",
     "DFlash without its selector",
     _make_first_version,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     sources=(DRAFT,),
     is_control=True,

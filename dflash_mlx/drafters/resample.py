@@ -10,9 +10,8 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.option import Options, option
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel, FeatureContext
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dual_diffusion import BRANCHES
 from dflash_mlx.drafters.growth.samples import log_softmax, merge_samples
 from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method
@@ -69,8 +68,8 @@ METHOD = Method(
     "resampled blocks",
     _make,
     ResampleOptions,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     needs_trees=True,
     sources=(DRAFT,),

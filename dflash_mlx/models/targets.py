@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.models.check import ModelFacts, check_target, describe_target, loading
 from dflash_mlx.models.names import SHIPPED, Names, find_source, gguf_file
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -31,7 +31,7 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
         return describe_target(read_gguf(file), names.shown, file)
     if names.model is not None:
         return check_target(find_source(names.model, update=update), names.shown)
-    drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
+    drafter = FILES.read_config(SHIPPED / EMBEDDED_DRAFTER)
     config = {
         "hidden_size": drafter.hidden_size,
         "vocab_size": drafter.vocab_size,

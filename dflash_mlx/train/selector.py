@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.config_file import VERSION_2
-from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
+from dflash_mlx.drafters.dflash.checkpoint import VERSION_2
+from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder

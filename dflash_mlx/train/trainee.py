@@ -28,8 +28,8 @@ _Trainee = TypeVar("_Trainee", bound="Trainee")
 class Trainee(ABC):
     """A network in float32 with its configuration, and the target that it is to draft for.
 
-    It borrows the target's embedding and head. raw: its config.json. files: the file side of its
-    family, see `FileFormat`, with `read_drafter` and `LAYOUT`.
+    It borrows the target's embedding and head. raw: its config.json. files: of its family, see
+    `FileFormat`.
     """
 
     network: Any
@@ -47,7 +47,7 @@ class Trainee(ABC):
     def of(cls: type[_Trainee], raw: dict[str, Any], target: Target) -> _Trainee:
         """What a config.json describes, with weights that mean nothing yet."""
         config = cls.files.parse_config(raw, "the drafter")
-        return cls(cls.files.LAYOUT.network(config, "the drafter"), config, raw, target)
+        return cls(cls.files.build(config, "the drafter"), config, raw, target)
 
     @classmethod
     def fresh(cls: type[_Trainee], raw: dict[str, Any], target: Target, seed: int) -> _Trainee:

@@ -9,14 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import RankedChain, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
-from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
+from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.dflash.paths import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.drawn import DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import Array, walk
@@ -123,7 +122,7 @@ def test_a_block_of_seven_drafts_seven_tokens(tmp_path):
 )
 def test_files_say_whether_the_anchor_s_row_drafts(tmp_path, changes, rows, from_anchor):
     raw = speculators("dspark", **changes)
-    config = read_config(write_drafter_folder(tmp_path, *case(raw, **FULL)))
+    config = FILES.read_config(write_drafter_folder(tmp_path, *case(raw, **FULL)))
     assert (config.block_size, config.sample_from_anchor) == (rows, from_anchor)
 
 
@@ -363,16 +362,14 @@ def test_a_folder_in_eight_bits_drafts_nearly_the_same_and_keeps_the_heads(tmp_p
     source = write_drafter_folder(tmp_path / "source", raw, tensors)
     packed = convert(source, tmp_path / "packed", "--bits", "8", "--group-size", "32")
     assert not check_drafter(packed).errors
-    assert read_config(packed).markov == read_config(source).markov
+    assert FILES.read_config(packed).markov == FILES.read_config(source).markov
     heads = ("markov_head.", "confidence_head.")
-    kept = {n: t for n, t in read_drafter(packed).tensors.items() if n.startswith(heads)}
+    kept = {n: t for n, t in FILES.read_drafter(packed).tensors.items() if n.startswith(heads)}
     assert len(kept) == 4
     assert all(np.array_equal(np.array(kept[n]), tensors[n]) for n in kept)
     target = Target(make_model("llama"), 512, "llama")
     models = [
-        BlockModel(
-            load_network(folder, read_config(folder), mx.float32), read_config(folder), target
-        )
+        FILES.load(folder, FILES.read_config(folder), target, PairConfig())
         for folder in (source, packed)
     ]
     found = []

@@ -10,8 +10,9 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.eagle3 import checkpoint
+from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
+from dflash_mlx.drafters.networks.tensors import read_headers
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
@@ -35,9 +36,9 @@ class Drafting:
     ) -> None:
         self.raw, self.tensors = raw, tensors
         folder = write_drafter_folder(folder, raw, tensors)
-        names = checkpoint.files.read_headers(folder)
-        self.config = checkpoint.parse_config(raw, "tiny", names)
-        self.model = checkpoint.load(folder, self.config, target, PairConfig(**settings))
+        names = read_headers(folder)
+        self.config = FILES.parse_config(raw, "tiny", names)
+        self.model = FILES.load(folder, self.config, target, PairConfig(**settings))
         table = np.array(target.embedding().weight)
         self.tables = table, table
 

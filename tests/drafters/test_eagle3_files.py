@@ -13,9 +13,8 @@ import pytest
 
 from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.drafters.eagle3 import checkpoint
-from dflash_mlx.drafters.eagle3.checkpoint import misfits, parse_config, read_drafter
-from dflash_mlx.drafters.formats import usual_taps
+from dflash_mlx.drafters.eagle3.checkpoint import FILES
+from dflash_mlx.drafters.eagle3.network import usual_layers
 from dflash_mlx.drafters.methods import family_of, format_of
 from dflash_mlx.drafters.networks.quantized import quantization_of
 from dflash_mlx.drafters.networks.tensors import parameters_of
@@ -100,7 +99,7 @@ def test_what_cannot_be_used_is_refused_with_field_and_values(tmp_path, given, s
     folder = write_drafter_folder(tmp_path, given, stored)
     errors = check_drafter(folder).errors
     with pytest.raises(DFlashError, match=said) as failure:
-        read_drafter(folder)
+        FILES.read_drafter(folder)
     assert failure.value.next_step
     assert any(error.what == failure.value.what for error in errors)
 
@@ -128,7 +127,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, damage, said, 
     stored = {n: a for n, a in {**random_tensors(raw()), **damage}.items() if a is not None}
     folder = write_drafter_folder(tmp_path, raw(), stored)
     with pytest.raises(DFlashError, match=said):
-        read_drafter(folder)
+        FILES.read_drafter(folder)
 
 
 @pytest.mark.parametrize(
@@ -142,22 +141,22 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, damage, said, 
 def test_a_draft_vocabulary_that_leads_nowhere_is_refused(tmp_path, d2t, said):
     stored = {**random_tensors(raw()), "d2t": d2t.astype(np.int64)}
     with pytest.raises(DFlashError, match=said):
-        read_drafter(write_drafter_folder(tmp_path, raw(), stored))
+        FILES.read_drafter(write_drafter_folder(tmp_path, raw(), stored))
 
 
 def test_a_tied_head_is_refused(tmp_path):
     given = raw(tie_word_embeddings=True, draft_vocab_size=VOCAB_SIZE)
     stored = random_tensors(given, embeds=True)
-    assert read_drafter(write_drafter_folder(tmp_path / "has", given, stored)).config.own_head
+    assert FILES.read_drafter(write_drafter_folder(tmp_path / "has", given, stored)).config.own_head
     del stored["lm_head.weight"]
     with pytest.raises(DFlashError, match="tie_word_embeddings is true"):
-        read_drafter(write_drafter_folder(tmp_path / "none", given, stored))
+        FILES.read_drafter(write_drafter_folder(tmp_path / "none", given, stored))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_layout_is_recognised_and_checked_without_errors(tmp_path, name):
     given, stored = FORMATS[name]
-    assert format_of(given) is checkpoint and family_of(checkpoint) == "eagle3"
+    assert format_of(given) is FILES and family_of(FILES) == "eagle3"
     facts = check_drafter(write_drafter_folder(tmp_path, given, stored))
     assert not facts.errors and facts.config.aux_layers == tuple(TAPS)
     (note,) = [f.what for f in facts.findings if IDS in f.what] or [""]
@@ -166,14 +165,14 @@ def test_every_layout_is_recognised_and_checked_without_errors(tmp_path, name):
 
 def test_a_model_that_is_no_drafter_stays_a_target():
     assert format_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}) is None
-    assert format_of(speculators(speculators_model_type="dflash")) is not checkpoint
+    assert format_of(speculators(speculators_model_type="dflash")) is not FILES
 
 
 def test_layers_are_numbered_as_the_field_that_names_them_does():
-    assert parse_config(eagle(**{IDS: [1, 17, 32]}), "it").aux_layers == (1, 17, 32)
-    assert parse_config(speculators(**{IDS: [2, 18, 33]}), "it").aux_layers == (1, 17, 32)
-    assert parse_config(without("eagle_config"), "it").aux_layers is None
-    assert usual_taps(36) == (1, 17, 32), "the states before layers 2, 18 and 33"
+    assert FILES.parse_config(eagle(**{IDS: [1, 17, 32]}), "it").aux_layers == (1, 17, 32)
+    assert FILES.parse_config(speculators(**{IDS: [2, 18, 33]}), "it").aux_layers == (1, 17, 32)
+    assert FILES.parse_config(without("eagle_config"), "it").aux_layers is None
+    assert usual_layers(36) == (1, 17, 32), "the states before layers 2, 18 and 33"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,9 @@ def test_layers_are_numbered_as_the_field_that_names_them_does():
 )
 def test_another_target_is_refused_with_both_values(given, target, said):
     facts = {"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 3, **target}
-    found = [finding.what for finding in misfits(parse_config(given, "it"), facts, "T", "D")]
+    found = [
+        finding.what for finding in FILES.misfits(FILES.parse_config(given, "it"), facts, "T", "D")
+    ]
     assert bool(found) == bool(said)
     if said:
         assert re.search(f"drafter D .*{said}", found[0])
@@ -248,7 +249,7 @@ def states(model: Any) -> np.ndarray:
 
 
 def load(folder: Any, target: Target, **settings: Any) -> Any:
-    return checkpoint.load(folder, read_drafter(folder).config, target, PairConfig(**settings))
+    return FILES.load(folder, FILES.read_drafter(folder).config, target, PairConfig(**settings))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -256,7 +257,7 @@ def test_a_converted_drafter_drafts_as_before(tmp_path, name):
     source = write_drafter_folder(tmp_path / "source", *FORMATS[name])
     converted = convert(source, tmp_path / "dst")
     assert config(converted)["architectures"][0] in ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
-    before, after = read_drafter(source).config, read_drafter(converted).config
+    before, after = FILES.read_drafter(source).config, FILES.read_drafter(converted).config
     assert replace(before, notes=()) == replace(after, notes=())
     assert set(before.notes) == set(after.notes)
     assert not any(part.startswith(("verifier", "t2d")) for part in tensors(converted))

@@ -16,15 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import (
-    LAYOUT,
-    in_words,
-    load_network,
-    misfits,
-    parse_config,
-    read_config,
-    read_drafter,
-)
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
@@ -56,8 +48,8 @@ class Drafting:
 
     def __init__(self, folder: Path, raw: Any, tensors: Any, target: Target) -> None:
         self.raw, self.tensors, self.folder = raw, tensors, folder
-        self.config = read_config(folder)
-        self.network = load_network(folder, self.config, mx.float32)
+        self.config = FILES.read_config(folder)
+        self.network = FILES.load_network(folder, self.config, mx.float32)
         self.model = BlockModel(self.network, self.config, target)
         table = np.array(target.embedding().weight)
         self.tables = table, table
@@ -122,12 +114,15 @@ def test_the_codebooks_of_the_selector_may_be_named_as_embeddings(drafting, tmp_
     assert len(renamed.keys() - subject.tensors.keys()) == 2
     write_drafter_folder(tmp_path, subject.raw, renamed)
     assert not check_drafter(tmp_path).errors
-    read, expected = read_drafter(tmp_path).tensors, read_drafter(subject.folder).tensors
+    read, expected = (
+        FILES.read_drafter(tmp_path).tensors,
+        FILES.read_drafter(subject.folder).tensors,
+    )
     assert read.keys() == expected.keys()
     assert all(bool(mx.array_equal(read[part], expected[part])) for part in read)
     write_drafter_folder(tmp_path, subject.raw, renamed | subject.tensors)
     with pytest.raises(DFlashError, match=r"codebook.weight in .* no such tensor"):
-        read_drafter(tmp_path)
+        FILES.read_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["version 2", "version 2, three taps", "version 2, sliding"])
@@ -169,19 +164,19 @@ def test_the_published_second_version_has_the_tensors_that_its_config_asks_for()
     raw = json.loads((DATA / "dflash2-config.json").read_text())
     published = json.loads((DATA / "dflash2-header.json").read_text())
     shapes = {name: tuple(h["shape"]) for name, h in published.items()}
-    found = {name: in_words("numbers", shape) for name, shape in shapes.items()}
-    assert LAYOUT.wanted(parse_config(raw, "published")) == found
+    network = FILES.build(FILES.parse_config(raw, "published"), "published")
+    assert {name: array.shape for name, array in parameters_of(network).items()} == shapes
     assert {h["dtype"] for h in published.values()} == {"BF16"} and raw["dtype"] == "bfloat16"
     assert reference_dflash2.shapes(raw) == shapes
 
 
 def test_tap_ids_of_speculators_number_hidden_states_unless_the_config_gives_layers_itself():
-    config = parse_config(speculators(), "tiny")
+    config = FILES.parse_config(speculators(), "tiny")
     (note,) = config.notes
-    assert config.target_layer_ids == (0, 2)
+    assert config.aux_layers == (0, 2)
     assert "aux_hidden_state_layer_ids [1, 3]" in note and "layers [0, 2]" in note
-    config = parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
-    assert (config.target_layer_ids, config.notes) == ((1, 2), ())
+    config = FILES.parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
+    assert (config.aux_layers, config.notes) == ((1, 2), ())
 
 
 # Conversion to our folders
@@ -190,12 +185,12 @@ def test_tap_ids_of_speculators_number_hidden_states_unless_the_config_gives_lay
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_path, name):
     subject = drafting(name)
-    drafter = read_drafter(subject.folder)
+    drafter = FILES.read_drafter(subject.folder)
     assert drafter.tensors.keys() == subject.tensors.keys() - {"t2d", "verifier_norm.weight"}
     save_network(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
-    assert read_config(tmp_path) == drafter.config
-    assert "auto_map" not in read_drafter(tmp_path).raw
-    saved = read_drafter(tmp_path).tensors
+    assert FILES.read_config(tmp_path) == drafter.config
+    assert "auto_map" not in FILES.read_drafter(tmp_path).raw
+    saved = FILES.read_drafter(tmp_path).tensors
     for part, array in drafter.tensors.items():
         if mx.issubdtype(array.dtype, mx.floating):
             array = array.astype(mx.bfloat16)
@@ -238,20 +233,22 @@ def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting, target):
 
 
 def test_a_published_config_is_read():
-    config = parse_config(json.loads((DATA / "dflash-qwen3-4b-config.json").read_text()), "it")
+    config = FILES.parse_config(
+        json.loads((DATA / "dflash-qwen3-4b-config.json").read_text()), "it"
+    )
     assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (2560, 8, 128)
     assert (config.block_size, config.mask_token_id) == (16, 151669)
-    assert (config.target_layer_ids, config.num_target_layers) == ((1, 9, 17, 25, 33), 36)
+    assert (config.aux_layers, config.num_target_layers) == ((1, 9, 17, 25, 33), 36)
     assert config.rope == {"rope_theta": 1000000, "rope_type": "default"}
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-dflash", "smollm2-135m-variable-prefix"])
 def test_the_shipped_drafters_are_complete_and_small(name):
     folder = SHIPPED.parent / name
-    config = read_config(folder)
+    config = FILES.read_config(folder)
     target = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
-    assert not [*misfits(config, target, "default")]
-    weights = parameters_of(load_network(folder, config, mx.float32))
+    assert not [*FILES.misfits(config, target, "default")]
+    weights = parameters_of(FILES.load_network(folder, config, mx.float32))
     assert all(bool(mx.isfinite(array).all()) for array in weights.values())
     assert not any(config.layer_causal), "blocks see both ways, as they were trained"
     size = sum(file.stat().st_size for file in SHIPPED.parent.rglob("*") if file.is_file())

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import (
-    load_network,
-    misfits,
-    parse_config,
-    read_config,
-    read_drafter,
-)
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import NetworkConfig
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.check import check_drafter
@@ -85,7 +79,7 @@ REFUSED: list[tuple[Any, str]] = [
     (speculators(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
     (method(shift_label=True), "shift_label is true"),
     (speculators(shift_label=True), "shift_label is true"),
-    (dspark(architectures=["Gemma4DSparkModel"]), "holds a Gemma4DSparkModel, not"),
+    (dspark(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
     (dspark(markov_head_type="rnn"), "markov_head_type is 'rnn'.*'vanilla'"),
     (speculators("dspark", markov_head_type="gated"), "markov_head_type is 'gated'.*'vanilla'"),
     (dspark(markov_rank=0), "markov_rank is 0, but enable_confidence_head"),
@@ -181,7 +175,7 @@ REFUSED: list[tuple[Any, str]] = [
 def test_a_config_that_cannot_be_drafted_with_is_refused(tmp_path, raw, value):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(DFlashError, match=value) as failure:
-        read_drafter(tmp_path)
+        FILES.read_drafter(tmp_path)
     assert failure.value.next_step
     assert str(tmp_path) in failure.value.what or "bits" in failure.value.what
 
@@ -195,7 +189,7 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path, contents):
     if contents is not None:
         (tmp_path / "config.json").write_bytes(contents)
     with pytest.raises(DFlashError, match=str(tmp_path)) as failure:
-        read_drafter(tmp_path)
+        FILES.read_drafter(tmp_path)
     assert "drafter" in failure.value.next_step
 
 
@@ -244,7 +238,7 @@ def test_tensors_other_than_the_config_asks_for_are_refused_unread(
     write_drafter_folder(tmp_path, raw, kept)
     monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(DFlashError, match=values) as failure:
-        read_drafter(tmp_path)
+        FILES.read_drafter(tmp_path)
     assert "--drafter" in failure.value.next_step
     if "draft token" not in values and "t2d" not in values:  # what the heads alone show
         assert check_drafter(tmp_path).errors
@@ -258,7 +252,7 @@ def test_the_largest_sizes_are_compared_with_the_tensors_and_never_made(tmp_path
     raw |= {field: 2**31 - 1, **({"head_dim": 1} if field == "num_attention_heads" else {})}
     write_drafter_folder(tmp_path, raw, FORMATS["version 1"][1])
     with pytest.raises(DFlashError, match="tensor .* is .* asks for"):
-        read_drafter(tmp_path)
+        FILES.read_drafter(tmp_path)
     assert check_drafter(tmp_path).errors
 
 
@@ -273,13 +267,13 @@ TARGET = {"hidden_size": 64, "vocab_size": 97, "num_hidden_layers": 3}
         (version_1(), "hidden_size", 128, "hidden_size 64, but tiny has 128"),
         (version_1(), "vocab_size", 98, "vocab_size 97, but tiny has 98"),
         (version_1(), "num_hidden_layers", 5, "layers 3, but tiny has 5"),
-        (speculators(), "num_hidden_layers", 2, "layer 2 .* tiny has 2 layers"),
+        (speculators(), "num_hidden_layers", 2, "no layer 2"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused_with_both_values(raw, field, value, values):
-    config = parse_config(raw, "tiny")
-    assert not [*misfits(config, TARGET, "tiny")]
-    (found,) = misfits(config, {**TARGET, field: value}, "tiny")
+    config = FILES.parse_config(raw, "tiny")
+    assert not [*FILES.misfits(config, TARGET, "tiny")]
+    (found,) = FILES.misfits(config, {**TARGET, field: value}, "tiny")
     assert re.search(values, found.what)
     assert "--drafter" in found.next_step and "--method none" in found.next_step
 
@@ -289,7 +283,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 
 def parse(raw: dict[str, Any]) -> NetworkConfig:
-    return parse_config(raw, "test")
+    return FILES.parse_config(raw, "test")
 
 
 @pytest.mark.parametrize("write", [write_drafter_folder, write_shards])
@@ -305,7 +299,7 @@ def test_weights_come_back_in_the_type_of_the_target(tmp_path, write, attention_
                 bias = np.arange(rows, dtype=np.float32)
                 written[f"layers.{layer}.self_attn.{name}_proj.bias"] = bias
     folder = write(tmp_path, raw, written)
-    read = parameters_of(load_network(folder, read_config(folder), dtype))
+    read = parameters_of(FILES.load_network(folder, FILES.read_config(folder), dtype))
     expected = {name: mx.array(tensor).astype(dtype) for name, tensor in written.items()}
     assert_same_tensors(read, expected)
 

@@ -12,12 +12,7 @@ import pytest
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import (
-    load_network,
-    parse_config,
-    read_config,
-    read_drafter,
-)
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import Network
 from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of, quantize_network
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
@@ -45,7 +40,7 @@ def folder(request, tmp_path):
 
 def saved(folder, tmp_path, bits: int, group_size: int):
     """A folder of the same drafter, packed."""
-    drafter = read_drafter(folder)
+    drafter = FILES.read_drafter(folder)
     network = drafter.network()
     network.set_dtype(mx.bfloat16)
     quantize_network(network, bits, group_size)
@@ -55,7 +50,7 @@ def saved(folder, tmp_path, bits: int, group_size: int):
 
 def logits(network: Network, folder, target: Target) -> np.ndarray:
     network.set_dtype(mx.float32)
-    model = BlockModel(network, read_config(folder), target)
+    model = BlockModel(network, FILES.read_config(folder), target)
     context = model.new_context()
     feed(context, np.random.default_rng(0).normal(size=(20, WIDTH)).astype(np.float32))
     return np.array(model.logits(context, mx.array([7]), 6))
@@ -64,9 +59,9 @@ def logits(network: Network, folder, target: Target) -> np.ndarray:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_packed_folder_is_read_as_it_was_written_and_not_packed_again(folder, tmp_path, bits):
     packed, network = saved(folder, tmp_path, bits, 32)
-    config = read_config(packed)
+    config = FILES.read_config(packed)
     assert config.quantization == Quantization(32, bits)
-    loaded = load_network(packed, config, mx.bfloat16, bits=4)
+    loaded = FILES.load_network(packed, config, mx.bfloat16, bits=4)
     assert quantization_of(loaded) == config.quantization
     written, read = parameters_of(network), parameters_of(loaded)
     assert written.keys() == read.keys()
@@ -78,7 +73,7 @@ def test_only_matrices_are_packed_and_the_selector_is_not(folder, tmp_path):
     packed = {path for path, module in network.named_modules() if hasattr(module, "scales")}
     matrices = {
         path
-        for path, module in read_drafter(folder).network().named_modules()
+        for path, module in FILES.read_drafter(folder).network().named_modules()
         if isinstance(module, nn.Linear | nn.Embedding) and "candidate_selector" not in path
     }
     assert packed == matrices and {"fc", "layers.0.self_attn.q_proj"} <= packed
@@ -88,11 +83,11 @@ def test_only_matrices_are_packed_and_the_selector_is_not(folder, tmp_path):
 
 def test_a_packed_drafter_drafts_nearly_the_same(folder, tmp_path):
     target = Target(make_model("llama"), 512, "llama")
-    whole = logits(read_drafter(folder).network(), folder, target)
+    whole = logits(FILES.read_drafter(folder).network(), folder, target)
     whole = np.where(np.isfinite(whole), whole, 0)
     errors = []
     for bits in (8, 4):
-        network = load_network(folder, read_config(folder), mx.float32, bits)
+        network = FILES.load_network(folder, FILES.read_config(folder), mx.float32, bits)
         found = logits(network, folder, target)
         errors.append(float(np.abs(np.where(np.isfinite(found), found, 0) - whole).mean()))
     assert 0 < errors[0] < 0.05 * whole.std(), "8 bits"
@@ -109,7 +104,7 @@ def test_a_packed_drafter_drafts_nearly_the_same(folder, tmp_path):
     ],
 )
 def test_what_cannot_be_packed_is_refused(bits, group_size, value):
-    network = Network(parse_config(version_1(), "tiny"))
+    network = Network(FILES.parse_config(version_1(), "tiny"))
     with pytest.raises(DFlashError, match=value):
         quantize_network(network, bits, group_size)
     assert quantization_of(network) is None
@@ -132,5 +127,5 @@ def test_a_packed_folder_whose_config_says_otherwise_is_refused(tmp_path, says, 
     raw |= {} if says is None else {"quantization": says}
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(DFlashError, match=value) as failure:
-        load_network(folder, read_config(folder), mx.float32)
+        FILES.load_network(folder, FILES.read_config(folder), mx.float32)
     assert "--drafter" in failure.value.next_step

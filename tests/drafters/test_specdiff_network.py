@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.drafters.specdiff.context import CHUNK, MOST_WAITING
+from dflash_mlx.drafters.networks.context import MOST_WAITING
+from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import (

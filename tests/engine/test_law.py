@@ -10,13 +10,14 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.best_first import BestFirst
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.dflash.markov import (
+from dflash_mlx.drafters.dflash.paths import (
+    Candidates,
     ConfidenceHead,
     MarkovConfig,
     MarkovHead,
     MarkovLinks,
+    predecessors,
 )
-from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
@@ -28,8 +29,7 @@ from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
 from dflash_mlx.drafters.resample import Resample
-from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
-from dflash_mlx.drafters.specdiff.method import likeliest
+from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.engine import acceptance
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance

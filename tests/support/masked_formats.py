@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.specdiff import checkpoint
+from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.verifier.model import Target
 from support.family_configs import VOCAB_SIZE
@@ -249,8 +249,8 @@ def written(folder: Path, name: str, target: Target, **settings: Any) -> MaskedM
 
 
 def load(folder: Path, target: Target, **settings: Any) -> MaskedModel:
-    config = checkpoint.read_drafter(folder).config
-    return checkpoint.load(folder, config, target, PairConfig(**settings))
+    config = FILES.read_drafter(folder).config
+    return FILES.load(folder, config, target, PairConfig(**settings))
 
 
 def behind(model: MaskedModel, text: Sequence[int], *cuts: int) -> Any:

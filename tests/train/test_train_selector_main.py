@@ -15,8 +15,8 @@ from dflash_mlx import load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import SelectedPath
-from dflash_mlx.drafters.dflash.checkpoint import read_config
-from dflash_mlx.drafters.dflash.selector import SelectorConfig
+from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.dflash.paths import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.train import compare, selector
@@ -130,13 +130,13 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     first, second = files(tmp_path / "once"), files(tmp_path / "again")
     assert first["model.safetensors"] == second["model.safetensors"]
     trained.train(init=trained.out, out=tmp_path / "first", layers=None, steps=1)
-    assert read_config(tmp_path / "first").selector is None
+    assert FILES.read_config(tmp_path / "first").selector is None
 
 
 def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
     write_drafter_folder(place.root / "drafter", speculators(), random_drafter(RAW))
     run(place)
-    assert read_config(place.out).selector == SelectorConfig(16, 97)
+    assert FILES.read_config(place.out).selector == SelectorConfig(16, 97)
     load(str(tiny_model), str(place.out))
 
 
