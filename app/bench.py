@@ -61,7 +61,6 @@ def run_bench(pair: Pair, asked: BenchRequest) -> Iterator[BenchStep | BenchResu
 
 
 def _save(step: BenchStep, folder: Path) -> str:
-    """What was saved, or why not, in a sentence."""
     try:
         files, why = save_bench(step.report, folder, step.prompts)
     except DFlashError as error:
@@ -92,6 +91,5 @@ def table(report: dict[str, Any], capabilities: Capabilities, width: int) -> lis
 
 
 def _label(name: str, capabilities: Capabilities) -> str:
-    """A method in words, with the settings that were typed behind it."""
     method, colon, own = name.partition(":")
     return f"{method_name(method, capabilities)}{colon and ', '}{own}"

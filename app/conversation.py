@@ -112,7 +112,6 @@ def title_of(turns: Sequence[Turn]) -> str:
 
 
 def _next_title(title: str) -> str:
-    """`title` with a number behind it, the next one where it has one."""
     found = re.fullmatch(r"(.*) \((\d\d?)\)", title, re.DOTALL)
     name, number = found.groups() if found else (title, 1)
     return f"{name} ({int(number) + 1})"

@@ -58,7 +58,6 @@ class DownloadScreen(Dialog[PairConfig | None]):
             self._download.stop()
 
     def _ask(self) -> None:
-        """For one more to choose, which may take a while."""
         asked = aside(lambda: (next(self._coming, None), available_memory()))
         self.hear(asked, self._found, self._not_found)
 
@@ -104,7 +103,6 @@ class DownloadScreen(Dialog[PairConfig | None]):
             self.query_one("#fetching").display = True
 
     def _look(self) -> None:
-        """Show how far the download is."""
         download = self._download
         if download is None or download.stopped:
             return

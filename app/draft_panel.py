@@ -207,7 +207,6 @@ def round_sentence(delta: Delta) -> str:
 
 
 def _legend(delta: Delta) -> list[Line]:
-    """What colours mean, of the sources that the method has, and what signs mean."""
     mine = {source.name for source in find_method(delta.statistics.method).sources}
     origins: Line = [("guessed by ", LINES)] if mine else []
     for label, source in legend():

@@ -213,7 +213,6 @@ def _against_plain(figures: Figures) -> str:
 
 
 def _context(figures: Figures) -> int:
-    """Tokens of prompt and answer together."""
     return int(figures["prompt_tokens"] + figures["generated_tokens"])
 
 

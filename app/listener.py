@@ -150,7 +150,6 @@ class Listener:
         await self._app.transcript.draw()
 
     async def _answering(self, event: object) -> None:
-        """News of the answer that is being written."""
         match event:
             case Prefilled(tokens, total) if total:
                 what = f"reading the prompt, {tokens} of {total} tokens"
@@ -175,7 +174,6 @@ class Listener:
             await self._draw()
 
     async def _loaded(self, job: Job, pair: Pair) -> None:
-        """Show the pair, then let it be measured."""
         app = self._app
         app.pair_config = self._loads.pop(job, app.pair_config)
         app.pair = pair

@@ -64,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _one_prompt(arguments: argparse.Namespace) -> str | None:
-    """The prompt when there is just one: given, or piped in."""
     if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
         return cli.read_stdin()
     prompt: str | None = arguments.prompt
@@ -86,7 +85,6 @@ def _answer(
     prompt: str,
     reader: cli.TargetReader,
 ) -> None:
-    """One answer on stdout."""
     check_prompt(prompt, chat.system, raw=False)
     pair = cli.open_pair(arguments, config, reader=reader)
     tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, template=pair.template)
@@ -96,7 +94,6 @@ def _answer(
 def _talk(
     pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig, prefixes: PrefixConfig
 ) -> None:
-    """The app, on a terminal; the program ends with it."""
     check_given(pair_config, config.method)
     cli.check_alone("the chat on a terminal")
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):

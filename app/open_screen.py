@@ -78,7 +78,6 @@ class OpenScreen(Dialog[Path | None]):
         confirm(self.app, question, lambda: self._change(entry, None))
 
     def action_list(self, move: str) -> None:
-        """Move in the list while the keys go into the search."""
         if not self._renaming:
             getattr(self.query_one(OptionList), f"action_{move}")()
 
@@ -124,7 +123,6 @@ class OpenScreen(Dialog[Path | None]):
         return self._entries[at] if at is not None else None
 
     def _fill(self) -> None:
-        """Read what there is, and show what was searched for."""
         self.hear(self._keeper.ask(Store.entries), self._filled)
 
     def _filled(self, entries: list[Entry]) -> None:

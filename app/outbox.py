@@ -65,7 +65,6 @@ class Outbox:
 
     @property
     def _room(self) -> int:
-        """Tokens that are left in the context, counted roughly."""
         app = self._app
         said = sum(len(turn.content) for turn in app.conversation.turns) // TYPICAL
         return (_UNKNOWN if app.pair is None else app.pair.target.context_length) - said

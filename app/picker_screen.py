@@ -98,8 +98,6 @@ class PickerScreen(Dialog[PairConfig | None]):
         )
 
     def _offer(self, config: PairConfig, everything: bool = False) -> None:
-        """Let the user choose among a model and its quantisations, and fetch the choice."""
-
         def chosen(config: PairConfig | None) -> None:
             if config is None:
                 self._fill()  # something may have been fetched meanwhile

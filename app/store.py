@@ -225,7 +225,6 @@ def _as_lines(conversation: Conversation) -> str:
 
 
 def _head(line: str) -> tuple[Conversation, str]:
-    """The conversation without its turns, and what is wrong with its line, {} for the file."""
     try:
         head = json.loads(line)
         if head["format"] != FORMAT:

@@ -106,7 +106,6 @@ def caught_stderr(read: Read) -> Iterator[None]:
 
 
 def _pump(main: int, read: Read) -> None:
-    """Pass on what comes until the other end is closed."""
     while True:
         try:
             data = os.read(main, 1 << 16)

@@ -139,7 +139,6 @@ def _folded(line: Line, width: int) -> Iterator[Line]:
 
 
 def _children(tree: DrawnTree, node: int) -> list[int]:
-    """Children of `node`, the accepted one first."""
     found = [i for i, parent in enumerate(tree.parents) if parent == node]
     return sorted(found, key=lambda child: child not in tree.path)
 

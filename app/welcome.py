@@ -99,7 +99,6 @@ class Welcome(Asks, Vertical):
             self.told = True
 
     def _say(self, facts: dict[str, str]) -> None:
-        """Lines of a name and what is known, "" for nothing."""
         self._facts = facts
         lines = [
             assembled(

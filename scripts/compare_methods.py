@@ -22,7 +22,7 @@ from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS befor
 import simulate_trees
 
 from dflash_mlx.benchmark.__main__ import main as benchmark
-from dflash_mlx.benchmark.method_stats import groups
+from dflash_mlx.benchmark.measure import groups
 from dflash_mlx.benchmark.report import FINISHED
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.cli.prompts import read_prompts

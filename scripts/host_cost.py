@@ -8,7 +8,6 @@ Mac, the microseconds those of this processor. All programs take turns, and the 
 passes counts. z-lab's is there if its package `dflash` can be imported (PYTHONPATH).
 
     .venv/bin/python scripts/host_cost.py                # a pass of Qwen3-4B at 4 bits
-    .venv/bin/python scripts/host_cost.py --calls        # single calls, against MLX's own
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models import activations, cache, qwen3
 
 from dflash_mlx.system import cpu_math
@@ -36,15 +34,9 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 from kernels_metal import factory, gpu
-from kernels_metal.cascade_attention import AttentionPlan
-from kernels_metal.factory import Prepared
-from kernels_metal.verify_qmm import Packing, Product
-from kernels_metal.visibility import Visibility
 
 BEFORE = 4  # tokens in the caches
-REPEATS = 20  # the fastest counts
 ROUNDS = 40  # the fastest pass counts
-CALLS = 100
 # By what decodes: rows of a pass, and tokens a round as measured with the default pair
 # (docs/lab/2026-11-22-methods.md)
 METHODS = {"plain": (1, 1.0), "chain of 4": (4, 2.26), "chain of 8": (8, 2.53)}
@@ -98,18 +90,14 @@ def passes_of(
     return build, sequence.fork
 
 
-def fastest(
-    build: Callable[[Any], object], prepare: Callable[[], Any], repeats: int = REPEATS
-) -> float:
-    """Microseconds of `build`, of what `prepare` gives: this thread's own, whoever else runs."""
-    times = []
-    for _ in range(repeats):
-        given = prepare()
-        begin = time.thread_time()
-        made = build(given)
-        times.append(time.thread_time() - begin)
-        del made  # a graph is taken apart when nobody waits for it
-    return min(times) * 1e6
+def microseconds(builder: Builder) -> float:
+    """Of building a pass, in this thread alone, whoever else runs."""
+    cache = builder.fork()
+    begin = time.thread_time()
+    made = builder.build(cache)
+    end = time.thread_time()
+    del made  # a graph is taken apart when nobody waits for it
+    return (end - begin) * 1e6
 
 
 def nodes_of(*outputs: mx.array) -> tuple[int, int]:
@@ -206,8 +194,8 @@ def measured(builders: dict[Any, Builder]) -> dict[Any, HostCost]:
             build(fork())  # what is chosen or settled at the first pass of a shape
             found[key] = HostCost(float("inf"), *nodes_of(*build(fork())))
         for _ in range(ROUNDS):
-            for key, (build, fork) in builders.items():
-                least = min(fastest(build, fork, 1), found[key].microseconds)
+            for key, builder in builders.items():
+                least = min(microseconds(builder), found[key].microseconds)
                 found[key] = found[key]._replace(microseconds=least)
 
     traced(work)
@@ -237,58 +225,10 @@ def passes() -> None:
             )
 
 
-def calls() -> None:
-    """Single calls: a bare custom kernel, ours around it, MLX's own operation."""
-    half = mx.float16
-    x, weights = mx.zeros((1, 8, 1024), half), mx.zeros((512, 128), mx.uint32)
-    scales = mx.zeros((512, 16), half)
-    queries, keys = mx.zeros((1, 32, 8, 128), half), mx.zeros((1, 8, 1024, 128), half)
-    seen = Visibility(1000, np.tri(8, dtype=np.bool_))
-
-    def many(call: Callable[..., object]) -> float:
-        def calls(_: None) -> None:
-            for _ in range(CALLS):
-                call()
-
-        return fastest(calls, lambda: None) / CALLS
-
-    def show(name: str, ours: Callable[[], object], stock: Callable[[], object]) -> None:
-        """Ours, what of it are the bare calls of MLX's custom kernels, and MLX's own operation."""
-        launches: list[Callable[[], object]] = []
-        made = Prepared.__call__
-
-        def noted(prepared: Prepared, inputs: list[mx.array]) -> list[mx.array]:
-            bare = partial(prepared._call, inputs=inputs, **prepared._arguments)
-            launches.append(bare)
-            return made(prepared, inputs)
-
-        with mock.patch.object(Prepared, "__call__", noted):
-            ours()
-        bare, mine = sum(map(many, launches)), many(ours)
-        ratio = mine / bare
-        print(f"{name}: bare {bare:.1f} us, ours {mine:.1f} ({ratio:.2f}), MLX's {many(stock):.1f}")
-
-    def work() -> None:
-        product = Product(weights, scales, scales, Packing(4, 64)).settled(x)
-        plan = AttentionPlan(queries, keys, seen, 0.1)
-        attend = mx.fast.scaled_dot_product_attention
-        matrix = weights, scales, scales
-        show("verify_qmm", lambda: product(x), lambda: mx.quantized_matmul(x, *matrix))
-        show(
-            "attention",
-            lambda: plan(queries, keys, keys, None),
-            lambda: attend(queries, keys, keys, scale=0.1),
-        )
-
-    traced(work)
-
-
 def main() -> None:
-    """Print one of the tables."""
-    parser = argparse.ArgumentParser(description="What the host spends on a pass.")
-    parser.add_argument("--calls", action="store_true", help="single calls instead of passes")
+    argparse.ArgumentParser(description="What the host spends on a pass.").parse_args()
     with as_on_a_mac():
-        calls() if parser.parse_args().calls else passes()
+        passes()
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ An answer decides which drafts are right, so the target reads every answer once,
 together, and a draft that several of them ask for is made once. Counts are those of decoding,
 near-ties of the target apart: drafts are kept as far as they match what the target chose or drew
 (`--acceptance match`), and what it draws does not depend on them.
-Methods and sweeps are written as in `dflash_mlx.benchmark`, and `--plot FILE` draws a sweep; times
-are not simulated, so an automatic budget has no place here.
+Methods and sweeps are written as in `dflash_mlx.benchmark`. Times are not simulated, so an
+automatic budget has no place here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS befor
 import mlx.core as mx
 from tqdm import tqdm
 
-from dflash_mlx.benchmark.method_stats import interval, tokens_a_round
-from dflash_mlx.benchmark.plots import draw_sweep
+from dflash_mlx.benchmark.measure import interval, tokens_a_round
 from dflash_mlx.benchmark.selection import PLAIN, expand, read_methods
-from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -267,15 +265,8 @@ def check_every(number: int) -> None:
 
 def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
-    for file in (arguments.json, arguments.plot):
-        cli.check_output(file)
-    if arguments.plot is not None and arguments.sweep is None:
-        raise DFlashError("--plot draws a sweep", "add --sweep, as in --sweep budget=4,8,16")
-    if arguments.plot is not None:
-        import_pyplot()  # or say that it is missing
-    methods, sweep = simulated(
-        arguments.methods, cli.read_decode_config(arguments), arguments.sweep
-    )
+    cli.check_output(arguments.json)
+    methods = simulated(arguments.methods, cli.read_decode_config(arguments), arguments.sweep)
     check_every(arguments.every)
     pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
     rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
@@ -286,32 +277,28 @@ def main(argv: Sequence[str]) -> None:
     print_table(report)
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(report, indent=1) + "\n")
-    if arguments.plot is not None:
-        draw_sweep(
-            sweep, {name: figures["all"] for name, figures in report.items()}, arguments.plot
-        )
 
 
 def simulated(
     names: str, config: DecodeConfig, swept: str | None = None
-) -> tuple[dict[str, DecodeConfig], dict[str, Any]]:
-    """The methods to walk with, and what is swept; DFlashError where times would decide."""
+) -> dict[str, DecodeConfig]:
+    """The methods to walk with; DFlashError where times would decide."""
     paper.add_controls()
-    methods, sweep = read_methods(names, config, paper.KNOBS), {}
+    methods = read_methods(names, config, paper.KNOBS)
     del methods[PLAIN]
     if not methods:
         raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
     if swept is not None:
         if "=" not in swept:
             raise DFlashError(f"--sweep {swept} has no values", "add some, as in budget=4,8,16")
-        methods, sweep = expand(swept, methods, lambda _: 0)  # which only usual values ask
+        methods, _ = expand(swept, methods, lambda _: 0)  # which only usual values ask
     if config.draws_drafts:
         raise DFlashError("the acceptance of drawn drafts is no walk", "add --acceptance match")
     for name, method in methods.items():
         if lacks := by_times(method):
             what, example = lacks
             raise DFlashError(f"the {what} of {name!r} depends on times", f"try {name}:{example}")
-    return methods, sweep
+    return methods
 
 
 def by_times(config: DecodeConfig) -> tuple[str, str] | None:
@@ -351,7 +338,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--every", type=int, default=1, help="use only every N-th answer")
     result.add_argument("--sweep", help="as in dflash_mlx.benchmark, as in budget=4,8,16")
     result.add_argument("--json", type=Path, help="write the figures here")
-    result.add_argument("--plot", type=Path, help="draw the sweep here (PNG)")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
     return result
 

@@ -49,7 +49,7 @@ PROMPTS = (
 
 def schema(number: int, seed: int) -> bool:
     """Whether no request was answered by a fault."""
-    with tempfile.TemporaryDirectory() as folder, fuzzed_server(Path(folder)) as server:
+    with fuzzed_server() as server:
         counted, begin, round_ = {"requests": 0}, time.monotonic(), 0
         while counted["requests"] < number:
             found = attack(server, 100, seed + round_)
@@ -95,21 +95,20 @@ def crowd(number: int, seed: int, seconds: float) -> bool:
     """Whether all is as before when `number` clients have gone."""
     counted = dict.fromkeys(("answered", "left", "busy", "broken", "wrong"), 0)
     act = lambda prompt: "a" * int(prompt.rpartition("]")[2])  # noqa: E731
-    with tempfile.TemporaryDirectory() as folder:
-        pair = actor_pair(Path(folder) / "actor", act, context_length=2000)
-        usual = DecodeConfig("none", max_tokens=1000)
-        with serving(pair, usual, parallel=32, queue=400) as server:
+    pair = actor_pair(act, context_length=2000)
+    usual = DecodeConfig("none", max_tokens=1000)
+    with serving(pair, usual, parallel=32, queue=400) as server:
 
-            async def all_of_them(seconds: float) -> None:
-                each = [come_and_go(server, seconds, seed + i, counted) for i in range(number)]
-                await asyncio.gather(*each)
+        async def all_of_them(seconds: float) -> None:
+            each = [come_and_go(server, seconds, seed + i, counted) for i in range(number)]
+            await asyncio.gather(*each)
 
-            asyncio.run(all_of_them(seconds / 10))
-            before = held(server)
-            asyncio.run(all_of_them(seconds))
-            server.until(lambda: len(server.queue) == 0, 60)
-            server.until(lambda: not server.queue.worker._open, 60)
-            after = held(server)
+        asyncio.run(all_of_them(seconds / 10))
+        before = held(server)
+        asyncio.run(all_of_them(seconds))
+        server.until(lambda: len(server.queue) == 0, 60)
+        server.until(lambda: not server.queue.worker._open, 60)
+        after = held(server)
     print(counted, "before", before, "after", after)
     grown = after["memory"] - before["memory"]
     clean = before["tasks"] == after["tasks"] and after["sequences"] == 0

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dflash_mlx.benchmark.measure import Run, run_all
-from dflash_mlx.benchmark.method_stats import summarise
+from dflash_mlx.benchmark.measure import Run, run_all, summarise
 from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts, read_rows
 from dflash_mlx.benchmark.report import (
@@ -19,12 +18,12 @@ from dflash_mlx.benchmark.report import (
     Report,
     describe,
     finished_runs,
+    format_report,
     read_report,
     save,
     settings,
 )
 from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
-from dflash_mlx.benchmark.tables import format_report
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
@@ -50,23 +49,21 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
     check_outputs(arguments.prompts, arguments.json, arguments.plots)
     pair = cli.open_pair(arguments, *checked.values(), reader=reader)
-    methods, report = (
-        settle_all(methods, pair.capabilities),
-        describe(pair, cli.read_pair_config(arguments)),
-    )
+    methods = settle_all(methods, pair.capabilities)
+    report = describe(pair, cli.read_pair_config(arguments))
     if reader.parts > 1:
         report["pair"]["ranks"] = reader.parts
     if sweep is not None:
         methods, report["sweep"] = expand(sweep, methods, partial(largest_block, pair))
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
     file = Path(name_of(arguments.prompts)).name
-    report["settings"] = {"prompts_file": file, "limit": arguments.limit}
-    report["settings"] |= settings(asked, methods, config.sampling)
+    given = {"prompts_file": file, "limit": arguments.limit}
+    report["settings"] = given | settings(asked, methods, config.sampling)
     runs = [] if before is None else finished_runs(before, report, asked, arguments.json)
-    if before is None or not before[FINISHED]:
-        report = measure(pair, asked, methods, report, runs, arguments.json)
-    else:
+    if before is not None and before[FINISHED]:
         report = before
+    else:
+        report = measure(pair, asked, methods, report, runs, arguments.json)
     try:
         if arguments.json is not None:
             save(arguments.json, report)
@@ -85,10 +82,7 @@ def measure(
     runs: list[Run],
     file: Path | None,
 ) -> Report:
-    """The report with figures. runs: of prompts that are finished already; file: kept up to date.
-
-    What is finished is in the file after every prompt, so that nothing can take more than one.
-    """
+    """The report with figures. runs: of finished prompts; file: written after every prompt."""
     done = len(runs) // len(methods)
     with tqdm(total=len(asked), initial=done, unit="prompt") as bar:
         for some in run_all(pair, asked, methods, done):

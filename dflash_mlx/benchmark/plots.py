@@ -5,45 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.benchmark.method_stats import MethodStats, groups
+from dflash_mlx.benchmark.measure import groups
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import AUTO
 from dflash_mlx.system.files import replacing
 
 Lines = dict[str, tuple[Any, Any]]
-_TOKENS = ("mean_accepted", "tokens per round")
-_SPEEDUP = ("speedup", "speed-up over plain decoding (median of paired ratios)")
-_MEDIANS = ("ratio_of_medians", "speed, plain decoding is 1 (medians)")
+_SHOWN = {"speedup": "speed-up over plain decoding", "mean_accepted": "tokens per round"}
 
 
 def draw_report(report: dict[str, Any], file: Path) -> None:
-    """Save speed and acceptance of the methods, and those over a sweep; a PNG.
+    """Save speed and acceptance of the methods, and those over a sweep, as a PNG.
 
     Raises DFlashError without matplotlib.
     """
-    every = groups(report)
-    panels = {title: _by_category(every, key) for key, title in (_SPEEDUP, _TOKENS)}
-    if sweep := report.get("sweep"):
-        panels |= {
-            f"{category}: {title} over {sweep['setting']}": _swept(sweep["lines"], figures, key)
-            for category, figures in every.items()
-            for key, title in (_TOKENS, _MEDIANS)
-        }
-    _draw(panels, file)
-
-
-def draw_sweep(sweep: dict[str, Any], methods: dict[str, MethodStats], file: Path) -> None:
-    """Save tokens per round over the swept setting alone; DFlashError without matplotlib."""
-    key, title = _TOKENS
-    _draw({f"{title} over {sweep['setting']}": _swept(sweep["lines"], methods, key)}, file)
-
-
-def _draw(panels: dict[str, Lines], file: Path) -> None:
-    """Two panels side by side, one legend for all."""
     pyplot = import_pyplot()
-    rows = (len(panels) + 1) // 2
+    panels = _panels(report)
+    rows = len(panels) // 2
     figure = pyplot.figure(figsize=(11, 1 + 3.2 * rows), layout="constrained")
-    axes = figure.subplots(rows, min(2, len(panels)), squeeze=False)
+    axes = figure.subplots(rows, 2, squeeze=False)
     for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
         for i, (name, (x, y)) in enumerate(lines.items()):
             if x:
@@ -61,14 +41,27 @@ def _draw(panels: dict[str, Lines], file: Path) -> None:
         pyplot.close(figure)
 
 
-def _by_category(every: dict[str, dict[str, MethodStats]], key: str) -> Lines:
-    names = every["all"]
-    return {name: (list(every), [each[name][key] for each in every.values()]) for name in names}
+def _panels(report: dict[str, Any]) -> dict[str, Lines]:
+    """By category, and of each category over the values of a sweep; two beside each other."""
+    every = groups(report)
+    panels: dict[str, Lines] = {
+        title: {
+            name: (list(every), [methods[name][key] for methods in every.values()])
+            for name in report["methods"]
+        }
+        for key, title in _SHOWN.items()
+    }
+    if sweep := report.get("sweep"):
+        for category, methods in every.items():
+            for key, title in _SHOWN.items():
+                values = {name: figures[key] for name, figures in methods.items()}
+                name = f"{category}: {title} over {sweep['setting']}"
+                panels[name] = _swept(sweep["lines"], values)
+    return panels
 
 
-def _swept(sweep: dict[str, dict[str, str]], methods: dict[str, MethodStats], key: str) -> Lines:
+def _swept(sweep: dict[str, dict[str, str]], values: dict[str, float]) -> Lines:
     """Methods without the setting, and `auto`, are level lines."""
-    values = {name: figures[key] for name, figures in methods.items()}
     lines: Lines = {}
     for name, runs in sweep.items():
         points = sorted((int(v), values.pop(run)) for v, run in runs.items() if v != AUTO)

@@ -30,15 +30,12 @@ _IDS = ("id", "task_id", "question_id", "unique_id", "prompt_id")
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
-    """A prompt as the model gets it.
-
-    category: what its figures are grouped by. context: the length in tokens that it was to have.
-    """
+    """A prompt as the model gets it."""
 
     id: str
-    category: str
+    category: str  # by which figures are grouped
     tokens: list[int]
-    context: int | None = None
+    context: int | None = None  # tokens that it was to have
 
 
 def read_rows(source: Path) -> list[Row]:
@@ -61,21 +58,17 @@ def adapted(category: str, row: Any, where: str) -> Any:
     is_ours = not isinstance(row, dict) or "messages" in row
     if is_ours or ("category" in row and not isinstance(row.get("prompt"), list | None)):
         return row
-    name = next((name for name in QUESTIONS if row.get(name)), None)
-    asked = row.get(name) if name is not None else None
+    name = next((name for name in QUESTIONS if row.get(name)), "")
+    asked = row.get(name)
     asked = asked[0] if isinstance(asked, list) else asked
-    if name is None or not isinstance(asked, str):
+    if not isinstance(asked, str):
         known = ", ".join(("messages", *QUESTIONS))
         what = f"{where} has the fields {', '.join(map(str, row))[:200]}, none of which asks a text"
         raise DFlashError(what, f"name the one that does as one of {known}")
     below = row.get(QUESTIONS[name]) or ""
     content = f"{asked}\n\n{below}" if isinstance(below, str) and below else asked
     number = next((str(row[name]) for name in _IDS if row.get(name) is not None), "")
-    return {
-        "id": number,
-        "category": category,
-        "messages": [{"role": "user", "content": content}],
-    }
+    return {"id": number, "category": category, "prompt": content}
 
 
 def read_contexts(text: str | None) -> list[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from dflash_mlx.benchmark.measure import Run, run_all
-from dflash_mlx.benchmark.method_stats import MethodStats, summarise
+from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
 from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.benchmark.prompts import questions
 from dflash_mlx.benchmark.report import Report, describe, save, settings
@@ -27,16 +26,12 @@ PAYS = 1.05  # times plain decoding, below which nobody would notice
 
 @dataclass(frozen=True)
 class BenchStep:
-    """How far a short benchmark is.
+    """How far a short benchmark is."""
 
-    answers, of: written so far, and in all. prompts: finished by all methods. report: as of
-    `python -m dflash_mlx.benchmark`, over those prompts; {} before the first.
-    """
-
-    answers: int
-    of: int
-    prompts: int = 0
-    report: Report = field(default_factory=dict)
+    answers: int  # written so far
+    of: int  # in all
+    prompts: int = 0  # finished by all methods
+    report: Report = field(default_factory=dict)  # over those prompts, {} before the first
 
 
 def bench(
@@ -45,24 +40,23 @@ def bench(
     """Answer the dozen prompts with plain decoding and with `methods`, which take turns.
 
     config: that the pair was loaded with. methods: as of --methods; by default all that the pair
-    serves. Whoever asks may leave after each step. Raises DFlashError for unknown methods, and for
-    those that the pair does not serve.
+    serves. Raises DFlashError for methods that are unknown or that it does not serve.
     """
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)
     settled = settle_all(named, pair.capabilities)
     asked = questions(pair.tokenizer, read_prompts(PROMPTS, None), (), (), pair.template)
     report = describe(pair, config)
-    report["settings"] = {"prompts_file": PROMPTS.name, "limit": None}
-    report["settings"] |= settings(asked, settled, base.sampling)
+    given = {"prompts_file": PROMPTS.name, "limit": None}
+    report["settings"] = given | settings(asked, settled, base.sampling)
     step, runs = BenchStep(0, len(asked) * len(settled)), list[Run]()
     for some in run_all(pair, asked, settled):
         runs += some
         if some:
-            told = {**report, **summarise(runs)}
-            step = BenchStep(step.answers, step.of, step.prompts + 1, told)
+            told = report | summarise(runs)
+            step = replace(step, prompts=step.prompts + 1, report=told)
         else:
-            step = BenchStep(step.answers + 1, step.of, step.prompts, step.report)
+            step = replace(step, answers=step.answers + 1)
         yield step
 
 
@@ -80,13 +74,11 @@ def what_pays(report: Report, capabilities: Capabilities) -> str:
     by_kind: dict[str, dict[str, MethodStats]] = report["categories"]
     kinds = {kind: float(found[best]["speedup"]) for kind, found in by_kind.items()}
     most, least = (pick(kinds, key=lambda kind: kinds[kind]) for pick in (max, min))
-    text = (
+    return (
         f"{label} pays on this machine: {figures['speedup']:.2f} times as fast as plain decoding "
-        f"({figures['tokens_per_second']:.1f} against {plain:.1f} tokens a second)"
+        f"({figures['tokens_per_second']:.1f} against {plain:.1f} tokens a second), most for "
+        f"{most} ({kinds[most]:.2f}), least for {least} ({kinds[least]:.2f})"
     )
-    if most == least:
-        return text
-    return f"{text}, most for {most} ({kinds[most]:.2f}), least for {least} ({kinds[least]:.2f})"
 
 
 def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], str]:

@@ -24,21 +24,21 @@ SLICE = 1.0  # seconds that one side of a race runs before the other may
 
 @dataclass(frozen=True)
 class RaceStep:
-    """One side of a race moved on. seconds: its own decoding time so far; text: what came new."""
+    """One side of a race moved on."""
 
     side: str
-    text: str
+    text: str  # what came new
     tokens: int
-    seconds: float
+    seconds: float  # its own decoding time so far
     finished: bool
 
 
 @dataclass(frozen=True)
 class RaceResult:
-    """How a race ended. text: a sentence. equal: whether every token is the same."""
+    """How a race ended."""
 
-    text: str
-    equal: bool
+    text: str  # a sentence
+    equal: bool  # whether every token is the same
 
 
 def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
@@ -65,12 +65,12 @@ def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
 
 @dataclass
 class Lane:
-    """One side of a race. seconds: of decoding, its unfinished device work included."""
+    """One side of a race."""
 
     side: str
     deltas: Iterator[Delta]
     tokens: list[int] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # of decoding, the device's unfinished work included
     finished: bool = False
 
     def run(self, seconds: float) -> Iterator[RaceStep]:

@@ -1,18 +1,17 @@
-"""Reports: what was measured on what, and unfinished ones, which a later run goes on with."""
+"""Reports: what was measured on what, as JSON that a later run goes on with, and as Markdown."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.benchmark.measure import RoundSize, Run
+from dflash_mlx.benchmark.measure import TERMS, MethodStats, RoundSize, Run, groups
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, describe_lengths
-from dflash_mlx.benchmark.tables import CHANGES
 from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -26,6 +25,17 @@ Report = dict[str, Any]
 FINISHED, RUNS = "finished", "runs"
 _ANEW = "leave --resume out to measure anew, or name another file with --json"
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
+_CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair
+_COLUMNS = {  # what stands below a heading
+    "tok/s": "{tokens_per_second:.1f}",
+    "speed-up": "{speedup:.2f} {intervals[speedup]}",
+    "of medians": "{ratio_of_medians:.2f}",
+    "tokens/round": "{mean_accepted:.2f} {intervals[mean_accepted]}",
+    "rows/round": "{rows_per_round:.1f}",
+    "accepted": "{acceptance_rate:.0%}",
+    "parity": "{parity:.1%}",
+    **{f"{term} ms": f"{{round_ms[{term}]:.1f}}" for term in TERMS},
+}
 
 
 def describe(pair: Pair, config: PairConfig) -> Report:
@@ -37,7 +47,7 @@ def describe(pair: Pair, config: PairConfig) -> Report:
             "target": pair.target.name,
             "drafter": pair.drafter_name,
             "drafters": list(pair.drafter_names),
-            **{name: getattr(config, name) for name in CHANGES},
+            **{name: getattr(config, name) for name in _CHANGES},
             "notes": list(pair.notes),
         },
     }
@@ -145,3 +155,52 @@ def _unpacked(raw: Report, question: BenchmarkPrompt) -> Run:
     statistics = Statistics(**told)
     difference = None if apart is None else Difference(**apart)
     return Run(question, raw["method"], statistics, raw["seconds"], rounds, statistics, difference)
+
+
+def format_report(report: Report) -> str:
+    """All methods by category, what the figures hold for, and rounds by tokens committed."""
+    rows = [
+        [category, name, *(cell.format(**_readable(figures)).strip() for cell in _COLUMNS.values())]
+        for category, methods in groups(report).items()
+        for name, figures in methods.items()
+    ]
+    counts = {name: figures["committed"] for name, figures in report["methods"].items()}
+    tokens = max(map(list, counts.values()), key=len)
+    by_tokens = [[name, *(str(found.get(n, 0)) for n in tokens)] for name, found in counts.items()]
+    sections = [
+        _table(["category", "method", *_COLUMNS], rows),
+        "\n".join(_notes(report)),
+        "Rounds by tokens committed:",
+        _table(["method", *tokens], by_tokens),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+def _readable(figures: MethodStats) -> MethodStats:
+    """With intervals as text, "" where there is none."""
+    found: dict[str, list[float]] = figures.get("intervals", {})
+    words = {name: f"[{ends[0]:.2f}, {ends[1]:.2f}]" for name, ends in found.items() if ends}
+    return {**figures, "intervals": defaultdict(str, words)}
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _notes(report: Report) -> Iterator[str]:
+    """What the figures hold for, where it is not the usual."""
+    settings, pair = report.get("settings", {}), report.get("pair", {})
+    sampling = settings.get("sampling", {})
+    if changed := [f"{name} {pair[name]}" for name in (*_CHANGES, "ranks") if pair.get(name)]:
+        yield f"With {', '.join(changed)}."
+    if sampling.get("temperature", 0) > 0:
+        yield (
+            f"Sampled at temperature {sampling['temperature']:g} with seed {sampling['seed']}; "
+            "parity is with plain decoding by the same seed."
+        )
+    if (lengths := settings.get("prompt_tokens", {})).get("asked"):
+        yield (
+            f"Prompts padded with the text of other prompts: {lengths['shortest']} to "
+            f"{lengths['longest']} tokens, {lengths['longer_than_asked']} longer than asked."
+        )

@@ -22,12 +22,11 @@ from dflash_mlx.drafters.methods import (
 from dflash_mlx.drafters.ngram import DEFAULT_SIZE
 from dflash_mlx.engine.pair import Capabilities, Pair
 
-_SHARED = {f.name: f for f in fields(DecodeConfig) if "usual" in f.metadata}
 _BLOCK = "block"  # as `block_size` is called in names
-_SHARED = {_BLOCK: _SHARED["block_size"]} | {
-    name: field
-    for name, field in _SHARED.items()
-    if field.metadata["usual"] or (isinstance(field.default, bool) and name != "recalibrate")
+_SHARED = {  # settings of every method that names may set
+    _BLOCK if field.name == "block_size" else field.name: field
+    for field in fields(DecodeConfig)
+    if field.metadata.get("usual") or field.name in ("lookup", "exact")
 }
 Knobs = Mapping[str, type[Options]]  # options of methods in place of their usual ones
 
@@ -61,7 +60,7 @@ def settle_all(
 def _details(name: str) -> list[tuple[str, str]]:
     """The settings behind a method's colons: a block size, or key=value."""
     parts = (part.partition("=") for part in name.split(":")[1:])
-    return [(key, value) if equals else ("block", key) for key, equals, value in parts]
+    return [(key, value) if equals else (_BLOCK, key) for key, equals, value in parts]
 
 
 def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
@@ -71,26 +70,28 @@ def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
     except DFlashError as error:
         raise DFlashError(f"{error.what} in --methods", error.next_step) from None
     kind = knobs.get(config.method, method.options if method else Options)
-    own = {f.name: f for f in fields(kind)}
-    given: dict[str, Any] = {}
-    for key, value in _details(name):
-        known = {**_SHARED, **_all_own(knobs), **own}
-        if key not in known:
-            raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(known)}")
-        setting = known[key]
-        taken = (
-            setting.name in own or not (owners := takers(setting.name)) or (config.method in owners)
-        )
-        if not taken or (key not in _SHARED and key not in own):
-            what = f"{name!r} sets {key!r}, which {config.method} does not have"
-            raise DFlashError(what, "leave it out")
-        if setting.name in given:
-            raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
-        given[setting.name] = _read_value(name, key, setting, value)
+    given = _given(name, config.method, {f.name: f for f in fields(kind)}, knobs)
     try:
         return _with(config, method, kind, given)
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
+
+
+def _given(name: str, method: str, own: Mapping[str, Field[Any]], knobs: Knobs) -> dict[str, Any]:
+    """What a name sets, by setting; DFlashError for what the method does not have."""
+    known, given = {**_all_own(knobs), **_SHARED, **own}, dict[str, Any]()
+    for key, value in _details(name):
+        if (setting := known.get(key)) is None:
+            raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(known)}")
+        owners = takers(setting.name)
+        if key not in own and (key not in _SHARED or (owners and method not in owners)):
+            raise DFlashError(
+                f"{name!r} sets {key!r}, which {method} does not have", "leave it out"
+            )
+        if setting.name in given:
+            raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
+        given[setting.name] = _read_value(name, key, setting, value)
+    return given
 
 
 def _all_own(knobs: Knobs) -> dict[str, Field[Any]]:
@@ -116,10 +117,9 @@ def _with(
 
 
 def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
-    keywords = setting.metadata["argparse"]
-    if "choices" in keywords:
+    if "choices" in setting.metadata["argparse"]:
         return value
-    what, allowed = key.replace("block_size", "block"), "give a whole number"
+    allowed = "give a whole number"
     if isinstance(setting.default, bool):
         if value in ("on", "off"):
             return value == "on"
@@ -128,7 +128,7 @@ def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
         return None
     elif value.isdecimal():
         return int(value)
-    raise DFlashError(f"{what} in {source!r} is {value!r}", allowed)
+    raise DFlashError(f"{key} in {source!r} is {value!r}", allowed)
 
 
 def _changed(config: DecodeConfig, name: str, value: Any) -> DecodeConfig:
@@ -157,8 +157,7 @@ def expand(
     text, and where no method is left to sweep.
     """
     key, equals, listed = sweep.partition("=")
-    swept = {_BLOCK: _SHARED[_BLOCK], "budget": _SHARED["budget"]}
-    swept |= {name: field for name, field in _all_own({}).items() if field.metadata["usual"]}
+    swept = {k: f for k, f in {**_SHARED, **_all_own({})}.items() if f.metadata["usual"]}
     if key not in swept:
         raise DFlashError(f"the sweep is over {key!r}", f"choose {', '.join(sorted(swept))}")
     setting = swept[key]
@@ -170,15 +169,14 @@ def expand(
     for name, config in methods.items():
         options = config.options if isinstance(config.options, Options) else Options()
         has_it = setting.name in (f.name for f in fields(options)) or config.method in takes
-        mine = {_SHARED[k].name if k in _SHARED else k for k, _ in _details(name)}
-        if not has_it or setting.name in mine or (key == "budget" and not options.cuts):
+        if not has_it or key in dict(_details(name)) or (key == "budget" and not options.cuts):
             expanded[name] = config
             continue
         most = largest(config.method) if key == _BLOCK and not equals else None
         fitting = [value for value in given if most is None or int(value) <= most]
         lines[name] = {value: f"{name}:{key}={value}" for value in fitting}
-        runs = {run: _changed(config, setting.name, given[v]) for v, run in lines[name].items()}
-        expanded |= runs
+        for value, run in lines[name].items():
+            expanded[run] = _changed(config, setting.name, given[value])
     if not lines:
         what = f"no method has a {key} to sweep over"
         raise DFlashError(what, f"add one of {', '.join(takes[1:])} to --methods")

@@ -1,11 +1,7 @@
 """`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels.
 
-With `--model`, `--drafter` or both the pair is checked from its configurations and the heads of its
-weight files, here or on the Hugging Face hub: exit code 2 when it cannot be used.
-
-With `--kernels` every kernel runs against its reference at random shapes: on a Mac on its GPU, with
-the race that decides which is used; elsewhere in the emulator, which knows no speed and comes with
-a checkout alone. Exit code 1 when a kernel is wrong.
+A pair is checked by its configurations and the heads of its weight files, here or on the hub.
+Kernels run at random shapes, on a Mac's GPU or in the emulator, which knows no speed.
 """
 
 from __future__ import annotations
@@ -43,22 +39,17 @@ TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dt
 SHOWN_ROWS = (8, 16, 32, 64)
 _CACHES = ("timing", "kernels", "prefixes", "features", "emulator")
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
-NO_EMULATOR = (
-    "not tried: this machine has no Metal, and the emulator is in a checkout of the project alone"
-)
+NO_EMULATOR = "the emulator is in a checkout of the project alone"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One trial: how far kernel and reference are apart, or the fault that stopped it.
-
-    error: as `sweep.error`, infinite with a fault. choice: what dispatch made of it, on Metal.
-    """
+    """One trial of a kernel against its reference."""
 
     trial: Trial
-    error: float
-    fault: str = ""
-    choice: Choice | None = None
+    error: float  # as of `sweep.error`, infinite with a fault
+    fault: str = ""  # that stopped it
+    choice: Choice | None = None  # what dispatch made of it, on Metal
 
     @property
     def right(self) -> bool:
@@ -85,10 +76,11 @@ def main(argv: Sequence[str]) -> None:
             raise SystemExit(cli.BAD_INPUT)
     metal = mx.metal.is_available()
     each = arguments.trials or (TRIALS if metal else EMULATED_TRIALS)
+    print("kernels")
     if not arguments.kernels:
-        print("kernels\n  not tried; --kernels runs each against its reference")
+        print("  not tried; --kernels runs each against its reference")
     elif not metal and (why := no_emulator()):
-        print(f"kernels\n  {why}")
+        print(f"  not tried: this machine has no Metal, and {why}")
     else:
         print("\n".join(introduction(metal, each)), flush=True)
         results = list(check_kernels(metal, arguments.seed, each))
@@ -126,14 +118,13 @@ def _count(text: str) -> int:
 def about(cache: Path) -> list[str]:
     """Machine, versions, backend and what `cache` holds, as lines."""
     machine = describe_machine()
-    blas = machine.pop("blas")
-    device = machine.pop("device")
+    backend = {name: machine.pop(name) for name in ("device", "blas")}
     machine["memory"] = amount(machine.pop("memory_bytes"))
-    metal = gpu_family() if mx.metal.is_available() else "not on this machine"
+    backend["metal"] = gpu_family() if mx.metal.is_available() else "not on this machine"
     return [
         *_section("machine", machine),
         *_section("versions", describe_versions()),
-        *_section("backend", {"device": device, "metal": metal, "blas": blas}),
+        *_section("backend", backend),
         *_section("methods", {method.name: _needs(method) for method in METHODS.values()}),
         *_section("cache folders", _folders(cache)),
         "stored calibration",
@@ -171,7 +162,7 @@ def _size(folder: Path) -> str:
 
 
 def _calibrations(folder: Path) -> list[str]:
-    """One line for each time that a target was measured here, by its name and the day."""
+    """A line for each target that was measured here."""
     lines = []
     for file in sorted(folder.glob("*.json"), key=lambda file: (model_of(file), file)):
         day = datetime.fromtimestamp(file.stat().st_mtime).date()
@@ -188,7 +179,7 @@ def _calibrations(folder: Path) -> list[str]:
 
 
 def _stored_choices(folder: Path) -> list[str]:
-    """One line for each case of each model that was raced here."""
+    """A line for each case of each model that was raced here."""
     lines = []
     for model, choices in kernel_choices(folder).items():
         lines.append(f"  {model}")
@@ -202,33 +193,30 @@ def no_emulator() -> str:
     """Why kernels cannot be emulated here, "" where they can."""
     if find_spec("kernels_metal.emulator") is None:
         return NO_EMULATOR
-    from kernels_metal.emulator import compiler
-
     try:
-        compiler.find_compiler()
+        _compiler()
     except RuntimeError as problem:
-        return (
-            f"not tried: this machine has no Metal, and the emulator no compiler ({problem});\n"
-            "  pip install ziglang gives it one"
-        )
+        return f"the emulator no compiler ({problem});\n  pip install ziglang gives it one"
     return ""
+
+
+def _compiler() -> str:
+    """The version of the compiler that emulates, in one line."""
+    from kernels_metal.emulator import compiler  # in a checkout alone, not in the wheel
+
+    return compiler.find_compiler().version.splitlines()[0]
 
 
 def introduction(metal: bool, each: int) -> list[str]:
     """Where the kernels are about to run."""
+    trials = f"{each} random shapes of each operation; an error of 1 is what rounding explains"
     if metal:
-        where = f"on Metal ({gpu_family()}), {each} random shapes of each operation"
-        return ["kernels", f"  {where}; an error of 1 is what rounding explains"]
-    from kernels_metal.emulator import compiler
-
-    version = compiler.find_compiler().version.splitlines()[0]
+        return [f"  on Metal ({gpu_family()}), {trials}"]
     return [
-        "kernels",
         "  no Metal on this machine: decoding uses the references, and no kernel ran on a GPU.",
-        f"  Emulated instead: the kernels' Metal source, compiled with {version},",
+        f"  Emulated instead: the kernels' Metal source, compiled with {_compiler()},",
         "  on this processor, with checks of bounds, races, divergence and uninitialised memory;",
-        f"  {each} random shapes of each operation. An error of 1 is what rounding explains. Speed "
-        "is not emulated.",
+        f"  {trials}. Speed is not emulated.",
     ]
 
 
@@ -246,7 +234,7 @@ def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
 
 
 def _emulated() -> AbstractContextManager[Any]:
-    from kernels_metal.emulator import emulated  # in a checkout alone, not in the wheel
+    from kernels_metal.emulator import emulated
 
     return emulated()
 

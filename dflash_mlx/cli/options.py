@@ -62,18 +62,17 @@ def add_options(
     """
     if DecodeConfig in settings:
         settings = (*settings, own_options())
-    for settings_class in settings:
-        for field in fields(settings_class):
-            if "help" in field.metadata and field.name not in without:
-                more = {"choices": choices()} if field.name == "method" else {}
-                shown = "" if field.default in (None, ()) else f" (default: {field.default})"
-                help = field.metadata["help"] + shown
-                parser.add_argument(
-                    "--" + field.name.replace("_", "-"),
-                    default=argparse.SUPPRESS,
-                    help=help.replace("%", "%%"),  # which argparse would fill in
-                    **{**field.metadata["argparse"], **more},
-                )
+    for field in (field for each in settings for field in fields(each)):
+        if "help" in field.metadata and field.name not in without:
+            more = {"choices": choices()} if field.name == "method" else {}
+            shown = "" if field.default in (None, ()) else f" (default: {field.default})"
+            help = field.metadata["help"] + shown
+            parser.add_argument(
+                option_name(field.name),
+                default=argparse.SUPPRESS,
+                help=help.replace("%", "%%"),  # which argparse would fill in
+                **{**field.metadata["argparse"], **more},
+            )
 
 
 def read_options(arguments: argparse.Namespace, settings_class: type[_Settings]) -> _Settings:
@@ -113,7 +112,7 @@ def _check_greedy(config: DecodeConfig) -> None:
 
 
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
-    """Which pair to load."""
+    """Which pair to load, and how."""
     return read_options(arguments, PairConfig)
 
 
@@ -166,11 +165,7 @@ def run(
 
 
 def end_program(code: int) -> NoReturn:
-    """Leave without waiting for other threads, those of MLX or of Textual.
-
-    A pass that still runs would abort the interpreter's own end. A terminal that is closed, or a
-    program that is stopped and goes on, starts Textual's anew.
-    """
+    """Leave without waiting for other threads: a pass that still runs would abort Python's end."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -199,7 +194,10 @@ def _failed(error: Exception, program: str) -> int:
         return 0
     if isinstance(error, OSError):  # a full disk behind stdout, say; a log would not fit there
         _drop_output()
-        say(f"{program}: {in_words(error)}; {next_step_for(error)}")
+        reason = error.strerror or str(error)
+        what = f"{error.filename}: {reason}" if error.filename else reason
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        say(f"{program}: {what}; {'free some space, or ' * full}write elsewhere")
         return BAD_INPUT
     what = f"something went wrong ({in_short(error)}); if it does so again"
     say(f"{program}: {what}, report it with {keep_traceback(error)}")
@@ -211,25 +209,13 @@ def option_name(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
 
-def in_words(error: OSError) -> str:
-    """Which file it is about, and what the system says, without its number."""
-    reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}" if error.filename else reason
-
-
-def next_step_for(error: OSError) -> str:
-    """What can be done about a file that could not be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "free some space, or write elsewhere" if full else "write elsewhere"
-
-
 def say(text: str) -> None:
-    """A sentence on stderr; on a terminal nothing in it can do more than be read."""
+    """Print a sentence on stderr, to a terminal without what it would obey."""
     print(for_terminal(text) if sys.stderr.isatty() else text, file=sys.stderr)
 
 
 def _drop_output() -> None:
-    """Keep Python from failing once more when it flushes what could not be written."""
+    # Python would fail once more when it flushes what could not be written.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -275,11 +261,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def read_stdin() -> str:
-    """All of standard input as UTF-8; DFlashError when it is something else.
-
-    mlx.launch gives every rank one that never ends.
-    """
-    check_alone("standard input")
+    """All of standard input as UTF-8; DFlashError when it is something else."""
+    check_alone("standard input")  # mlx.launch gives every rank one that never ends
     data = sys.stdin.buffer.read()
     try:
         return data.decode("utf-8")

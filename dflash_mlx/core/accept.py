@@ -15,18 +15,13 @@ Choose = Callable[[tuple[int, ...]], "int | mx.array"]
 
 @dataclass(frozen=True)
 class NearTies:
-    """What near-ties of the target's best two tokens took (see `exact.py`).
+    """What near-ties of the target's best two tokens took (see `exact.py`)."""
 
-    checks: nodes that a pass over several rows could not decide. passes: one-row target passes
-    spent on them. replays: how often the tokens since the last replay were computed again one by
-    one, which takes a pass for each. changed: decisions that came out otherwise. seconds: in all.
-    """
-
-    checks: int = 0
-    passes: int = 0
-    replays: int = 0
-    changed: int = 0
-    seconds: float = 0.0
+    checks: int = 0  # nodes that a pass over several rows could not decide
+    passes: int = 0  # one-row target passes spent on them
+    replays: int = 0  # times that the tokens since the last replay were computed one by one
+    changed: int = 0  # decisions that came out otherwise
+    seconds: float = 0.0  # in all
 
     def __add__(self, other: NearTies) -> NearTies:
         return NearTies(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -34,19 +29,14 @@ class NearTies:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The nodes of `tree` on the accepted path, root first, and the target's token after them.
-
-    token: an integer, or [1] that may be unevaluated. near_ties: where they were looked for. ends:
-    whether nothing may follow, because the answer's grammar ends here. logits: [n, V] that the n
-    new tokens were chosen from, where they were asked for.
-    """
+    """The drafted tokens that the target accepts, and its own token after them."""
 
     tree: Tree
-    path: tuple[int, ...]
-    token: int | mx.array
-    near_ties: NearTies | None = None
-    ends: bool = False
-    logits: mx.array | None = None
+    path: tuple[int, ...]  # accepted nodes, root first
+    token: int | mx.array  # the target's, [1] that may be unevaluated
+    near_ties: NearTies | None = None  # where they were looked for
+    ends: bool = False  # nothing may follow, because the answer's grammar ends here
+    logits: mx.array | None = None  # [n, V] of the n new tokens, where they were asked for
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ from typing import Any
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.core.option import (
+    ABOVE_0,
     Given,
     Options,
+    check_values,
     file_text,
     number_or_auto,
     require,
-    require_least,
-    require_possible,
 )
 from dflash_mlx.core.option import option as option
 from dflash_mlx.core.template import parse_template
@@ -73,12 +73,14 @@ class PairConfig:
         None,
         "how many tokens back the drafters see, the current one included: bounds the memory of "
         "their context; the same answers (default: as they were trained)",
+        least=2,
         type=int,
     )
     draft_vocabulary: int | None = option(
         None,
         "draft only from so many of the likeliest tokens and those of the conversation, which is "
         "faster; the same answers (default: a quarter of the model's, or 8192)",
+        least=1,
         type=int,
     )
     template: tuple[str, ...] = option(
@@ -90,15 +92,8 @@ class PairConfig:
     )
 
     def __post_init__(self) -> None:
-        require_possible(self)
+        check_values(self)
         _ = self.template_arguments
-        require(self.kernels in KERNELS, "kernels", self.kernels, f"one of {', '.join(KERNELS)}")
-        for name in ("drafter_bits", "kv_bits"):
-            value = getattr(self, name)
-            require(value is None or value in BITS, name, value, "4 or 8, or leave it out")
-        window_ok = self.draft_window is None or self.draft_window >= 2
-        require(window_ok, "draft_window", self.draft_window, "2 or more")
-        require_least(self, 1, "draft_vocabulary")
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -117,20 +112,19 @@ class PrefixConfig:
         None,
         "gigabytes of memory for what the model has read of earlier conversations, so that they go "
         "on without being read again (default: a sixteenth of the memory)",
+        least=0,
         type=float,
     )
     prefix_disk_gb: float = option(
         4.0,
         "gigabytes of disk for the same, so that conversations go on after a restart, too; holds "
         "what was said, for you alone to read; 0 keeps nothing there",
+        least=0,
         type=float,
     )
 
     def __post_init__(self) -> None:
-        for name in ("prefix_gb", "prefix_disk_gb"):
-            value = getattr(self, name)
-            fits = value is None or 0 <= value < float("inf")
-            require(fits, name, value, "a finite number, 0 or more")
+        check_values(self)
 
 
 @dataclass(frozen=True)
@@ -142,61 +136,57 @@ class SamplingConfig:
         "0 is greedy, higher is more random",
         type=float,
         label="Temperature",
+        least=0,
+        most=HOTTEST,
     )
     top_p: float = option(
         1.0,
         "keep the smallest set with this probability mass",
         type=float,
         label="Likeliest tokens, by probability (top-p)",
+        least=ABOVE_0,
+        most=1,
     )
     top_k: int = option(
         0,
         "keep the k most likely tokens, 0 keeps all",
         type=int,
         label="Likeliest tokens, by number (top-k)",
+        least=0,
     )
     min_p: float = option(
         0.0,
         "drop tokens below this share of the likeliest one",
         type=float,
         label="Least share of the likeliest (min-p)",
+        least=0,
+        most=1,
     )
     repetition_penalty: float = option(
         1.0,
         "divide logits of recent tokens, 1 is off",
         type=float,
         label="Penalty for repeating",
+        least=ABOVE_0,
     )
     repetition_context: int = option(
         20,
         "how many recent tokens are penalised",
         type=int,
         label="Tokens that count as repeated",
+        least=1,
     )
     seed: int | None = option(
         None,
         "random seed (default: a new one each time)",
         type=int,
         label="Random seed",
+        least=0,
+        most=2**32 - 1,
     )
 
     def __post_init__(self) -> None:
-        require_possible(self)
-        hot = 0 <= self.temperature <= HOTTEST
-        require(hot, "temperature", self.temperature, f"a number from 0 to {HOTTEST:g}")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
-        require(self.top_k >= 0, "top_k", self.top_k, "0 or a positive whole number")
-        require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
-        positive = 0 < self.repetition_penalty < float("inf")
-        require(positive, "repetition_penalty", self.repetition_penalty, "a number above 0")
-        require(
-            self.repetition_context >= 1,
-            "repetition_context",
-            self.repetition_context,
-            "a positive whole number",
-        )
-        seed_ok = self.seed is None or 0 <= self.seed < 2**32
-        require(seed_ok, "seed", self.seed, "a whole number from 0 to 4294967295")
+        check_values(self)
 
     def with_seed(self) -> SamplingConfig:
         """These settings with a seed, a random one if none was given."""
@@ -205,10 +195,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class StructureConfig:
-    """What the text of an answer has to be: one of these, or anything; llguidance reads them.
-
-    json_schema: as JSON. grammar: in Lark's form, as llguidance takes it.
-    """
+    """What the text of an answer has to be: one of these, or anything; llguidance reads them."""
 
     json_schema: str | None = option(
         None,
@@ -267,6 +254,7 @@ class DecodeConfig:
         "all of them (default: the drafter's, and as many are verified as pay)",
         type=int,
         label="Tokens in a draft block",
+        least=2,
         usual=("2", "3", "4", "6", "8", "12", "16"),
     )
     budget: int | None = option(
@@ -275,6 +263,8 @@ class DecodeConfig:
         "this machine, and no draft where none pays (default: auto)",
         type=number_or_auto,
         label="Tokens checked in one pass",
+        least=2,
+        most=MOST_ROWS,
         usual=(AUTO, "4", "8", "16", "32", "48"),
     )
     lookup: bool = option(
@@ -312,6 +302,7 @@ class DecodeConfig:
         "stop after this many tokens",
         type=int,
         label="Longest answer",
+        least=1,
     )
     stop: tuple[str, ...] = option(
         (),
@@ -324,6 +315,7 @@ class DecodeConfig:
         "prompt tokens per target pass",
         type=int,
         label="Tokens of the prompt in one pass",
+        least=1,
     )
     # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
     logprobs: int | None = None
@@ -332,17 +324,10 @@ class DecodeConfig:
     structure: StructureConfig = field(default_factory=StructureConfig)
 
     def __post_init__(self) -> None:
-        require_possible(self)
-        require_least(self, 2, "block_size")
-        known = self.acceptance in ACCEPTANCES
-        require(known, "acceptance", self.acceptance, f"one of {', '.join(ACCEPTANCES)}")
-        budget_ok = self.budget is None or 2 <= self.budget <= MOST_ROWS
-        require(budget_ok, "budget", self.budget, f"2 to {MOST_ROWS}, or auto")
+        check_values(self)
         if self.exact and (heat := self.sampling.temperature) != 0:
             what = f"exact is for greedy decoding, but the temperature is {heat:g}"
             raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
-        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        require(self.prefill_step >= 1, "prefill_step", self.prefill_step, "1 or more")
         require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         require("" not in self.stop, "stop", "", "a text of at least one character")
 

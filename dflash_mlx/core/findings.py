@@ -13,13 +13,9 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found, a sentence's two halves.
+    """One thing that a check found, a sentence's two halves."""
 
-    severity: an error keeps the model from being used, a warning does not, a note is worth
-    knowing.
-    """
-
-    severity: Literal["error", "warning", "note"]
+    severity: Literal["error", "warning", "note"]  # errors alone keep a model from being used
     what: str
     next_step: str
 
@@ -29,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Checked:
-    """The outcome of a check, the gravest problems of a kind first to be met."""
+    """The outcome of a check."""
 
     findings: tuple[Finding, ...]
 
@@ -39,7 +35,7 @@ class Checked:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def raise_first(self) -> None:
-        """Raise the first error as a DFlashError, if there is one."""
+        """Raise DFlashError for the first error, if there is one."""
         for finding in self.errors:
             raise DFlashError(finding.what, finding.next_step)
 
@@ -48,12 +44,12 @@ class Collector:
     """Findings as they come up, each once."""
 
     def __init__(self) -> None:
-        self._findings: dict[Finding, None] = {}
+        self._found: dict[Finding, None] = {}
 
     def add(self, findings: Iterable[Finding]) -> None:
         """Keep these; where they end in an exception, those before it."""
         for finding in findings:
-            self._findings[finding] = None
+            self._found[finding] = None
 
     def attempt(self, read: Callable[..., _Value], *arguments: Any) -> _Value | None:
         """What `read` returns, or None where it refuses, which is a finding."""
@@ -65,12 +61,10 @@ class Collector:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The errors so far."""
         return Checked(self.result()).errors
 
     def result(self) -> tuple[Finding, ...]:
-        """All that were found."""
-        return tuple(self._findings)
+        return tuple(self._found)
 
 
 def in_one_line(error: Exception) -> str:

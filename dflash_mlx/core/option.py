@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from dflash_mlx.core.errors import DFlashError
 
 LARGEST = 2**31 - 1  # whole number; what arrays can be indexed with
+ABOVE_0 = 5e-324  # the least number above 0, as the least of a range
 
 
 def option(
@@ -17,8 +18,8 @@ def option(
     help: str,
     *,
     label: str = "",  # for people; its name in words where there is none
-    least: int | None = None,
-    most: int | None = None,
+    least: float | None = None,
+    most: float | None = None,
     usual: tuple[str, ...] = (),  # values for a sweep over it
     **argparse_keywords: Any,
 ) -> Any:
@@ -40,9 +41,7 @@ class Options:
     cuts: ClassVar[bool] = True  # whether a budget cuts what is drafted
 
     def __post_init__(self) -> None:
-        require_possible(self)
-        for each in fields(self):
-            check_value(each, getattr(self, each.name))
+        check_values(self)
 
     def check(self, config: Any) -> None:
         """Raise DFlashError for a `DecodeConfig` whose other settings do not go with these."""
@@ -74,14 +73,25 @@ def values_given(settings: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in given.items() if value != default}
 
 
-def check_value(option: Field[Any], value: Any) -> None:
-    """`require` that a value is among the choices, or in the range, of an option."""
-    (least, most), choices = option.metadata["range"], option.metadata["argparse"].get("choices")
-    if choices is not None:
-        require(value in choices, option.name, value, f"one of {', '.join(map(str, choices))}")
-    if least is not None and value is not None:
-        fits = least <= value and (most is None or value <= most)
-        require(fits, option.name, value, f"{least} " + (f"to {most}" if most else "or more"))
+def check_values(settings: Any) -> None:
+    """`require` that every value is among its option's choices, or in its range, or not given."""
+    for each in fields(settings):
+        value, said = getattr(settings, each.name), each.metadata
+        if (choices := said.get("argparse", {}).get("choices")) is not None and value is not None:
+            known = ", ".join(map(str, choices))
+            require(value in choices, each.name, value, f"one of {known}")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            _check_range(each.name, value, *said.get("range", (None, None)))
+
+
+def _check_range(name: str, value: float, least: float | None, most: float | None) -> None:
+    """`require` that a number is in this range, and small enough to compute with."""
+    fits = (least is None or value >= least) and (most is None or value <= most)
+    words = f"{least} or more" if most is None else f"{least} to {most}"
+    if least == ABOVE_0:
+        words = "a number above 0" + ("" if most is None else f" and up to {most}")
+    require(fits, name, value, words)
+    require(most is not None or value <= LARGEST, name, value, f"at most {LARGEST}")
 
 
 def number_or_auto(text: str) -> int | None:

@@ -10,32 +10,31 @@ import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted, NearTies
 
+_TOLD = (
+    *("prompt_tokens", "reused_tokens", "generated_tokens", "method", "prefill_seconds"),
+    *("time_to_first_token", "decode_seconds", "tokens_per_second", "times_plain", "rounds"),
+    *("acceptance_length", "mean_accepted", "acceptance_rate", "accepted_by_position"),
+)
+
 
 @dataclass
 class Statistics:
-    """Counts and seconds of one answer; derived numbers are properties.
-
-    generated_tokens: a stop token included, tokens cut off behind a stop excluded. rounds: passes
-    of the target; the first token came with the prompt's, which is none of them.
-    drafted, accepted: how often a token was drafted, and accepted, at each position of the block.
-    modes: rounds by the mode that a budget chose ("plain", "chain", "tree"), see `Proposal`.
-    plain_seconds: what plain decoding would have taken for the same tokens, going by what passes
-    took meanwhile; 0 where nothing tells. near_ties: what `--exact` took, None without it.
-    """
+    """Counts and seconds of one answer; derived numbers are properties."""
 
     method: str
     prompt_tokens: int = 0
     reused_tokens: int = 0
-    generated_tokens: int = 0
-    rounds: int = 0
+    generated_tokens: int = 0  # with a stop token, without what is cut off behind a stop
+    rounds: int = 0  # passes of the target; the prompt's, which gives the first token, is none
     prefill_seconds: float = 0.0
     time_to_first_token: float = 0.0
     decode_seconds: float = 0.0
-    drafted: Counter[int] = field(default_factory=Counter)
-    accepted: Counter[int] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
+    drafted: Counter[int] = field(default_factory=Counter)  # tokens by their place in the block
+    accepted: Counter[int] = field(default_factory=Counter)  # the same of those that were right
+    modes: Counter[str] = field(default_factory=Counter)  # rounds by `Proposal.mode`
+    # Of plain decoding for the same tokens, by what passes took meanwhile; 0 where nothing tells.
     plain_seconds: float = 0.0
-    near_ties: NearTies | None = None
+    near_ties: NearTies | None = None  # what `--exact` took, None without it
 
     def add_round(self, accepted: Accepted, mode: str = "") -> None:
         """Count a round, and its mode where one was chosen."""
@@ -65,10 +64,7 @@ class Statistics:
         """Tokens per round, the target's own included; the prompt's own pass left out."""
         return (self.generated_tokens - 1) / self.rounds if self.rounds else 0.0
 
-    @property
-    def mean_accepted(self) -> float:
-        """The older name of `acceptance_length`."""
-        return self.acceptance_length
+    mean_accepted = acceptance_length  # its older name
 
     @property
     def acceptance_rate(self) -> float:
@@ -83,22 +79,10 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: counts, seconds, and the derived numbers."""
+        near_ties = asdict(self.near_ties or NearTies())
         return {
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "generated_tokens": self.generated_tokens,
-            "method": self.method,
-            "prefill_seconds": self.prefill_seconds,
-            "time_to_first_token": self.time_to_first_token,
-            "decode_seconds": self.decode_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "times_plain": self.times_plain,
-            "rounds": self.rounds,
-            "acceptance_length": self.acceptance_length,
-            "mean_accepted": self.mean_accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "accepted_by_position": self.accepted_by_position,
+            **{name: getattr(self, name) for name in _TOLD},
             "modes": dict(self.modes),
-            **{f"guard_{name}": n for name, n in asdict(self.near_ties or NearTies()).items()},
+            **{f"guard_{name}": number for name, number in near_ties.items()},
             "peak_memory_bytes": mx.get_peak_memory(),
         }

@@ -20,17 +20,13 @@ class Tree:
     Node 0 is the root: the anchor, the newest token, chosen by the target, whose keys and values
     are not in the cache yet. Node i > 0 is the drafted token `drafted[i - 1]`. A tree lives on the
     host; its ids go to the device once, in `verify`.
-
-    drafts: N - 1 token ids; an array [N - 1] while the pass that drafts them may still be running.
-    parents: N node ids; `parents[0]` is -1 and `parents[i] < i`.
-    logprobs: N, of each token given those before it, as its drafter sees it; () if not known.
-    sources: N, which drafter each token came from ("" for the root); () where there is only one.
     """
 
+    # N - 1 token ids; an array [N - 1] while the pass that drafts them may still be running.
     drafts: tuple[int, ...] | mx.array
-    parents: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
-    sources: tuple[str, ...] = ()
+    parents: tuple[int, ...]  # N node ids; -1 of the root, else smaller than the node's own
+    logprobs: tuple[float, ...] = ()  # N, given the tokens before, as drafters see it; or unknown
+    sources: tuple[str, ...] = ()  # N, whose each token is, "" of the root; or of one drafter
 
     def __post_init__(self) -> None:
         size = self.drafts.size if isinstance(self.drafts, mx.array) else len(self.drafts)

@@ -1,27 +1,73 @@
-"""DFlash: a block of tokens drafted in one pass, conditioned on the target's hidden states."""
+"""DFlash: a block of tokens drafted in one pass, conditioned on the target's hidden states.
+
+A chain (arXiv 2602.06036), drawn or not, or DDTree's prefix tree (arXiv 2604.12989).
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
 import mlx.core as mx
 
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import SamplingConfig
+from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel, FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method
-from dflash_mlx.drafters.one_draft import OneDraft, block_models
-from dflash_mlx.drafters.plan import plan
-from dflash_mlx.engine.drafter import Drafter, Proposal
+from dflash_mlx.drafters.dflash.paths import Candidates
+from dflash_mlx.drafters.drawing import Drawing
+from dflash_mlx.drafters.growth.grow import best_first
+from dflash_mlx.drafters.growth.rank import TOP_K
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, Plan, check_block_size
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
-class BlockDiffusion(OneDraft):
-    """DFlash (arXiv 2602.06036): [anchor, mask, ..., mask] -> gamma - 1 tokens in one pass."""
+def contexts_of(state: State) -> tuple[FeatureContext, ...]:
+    """The contexts in a state that a block-diffusion drafter drafts for, one per network."""
+    return cast(tuple[FeatureContext, ...], cast(Any, state.context).contexts)
+
+
+def block_models(pair: Pair) -> list[BlockModel]:
+    """The pair's DFlash models, at least one; DFlashError where there is none."""
+    return [cast(BlockModel, model) for model in pair.of(FAMILY)]
+
+
+class OneDraft(EachAlone):
+    """A drafter that makes its tree from one pass over one block.
+
+    block_size: gamma, 2 up to the size the drafter was trained for (its default).
+    Raises DFlashError for another size.
+    """
 
     name = "dflash"
+    rounds_ahead = 0
+
+    def __init__(self, model: BlockModel, block_size: int | None = None) -> None:
+        check_block_size(block_size, model.block_size)
+        self.block_size = block_size or model.block_size
+        self.aux_layers = model.aux_layers
+        self._model = model
+
+    def new_context(self) -> FeatureContext:
+        return self._model.new_context()
+
+    def draft(self, state: State, remaining: int) -> Proposal:
+        rows = min(self.block_size, remaining)
+        if rows == 1:
+            return Proposal(Tree.chain())
+        return self.draft_block(state, contexts_of(state)[0], rows)
+
+    @abstractmethod
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+        """The tree of a block of `rows` >= 2 rows, the anchor included."""
+
+
+class BlockDiffusion(OneDraft):
+    """[anchor, mask, ..., mask] -> gamma - 1 tokens in one pass."""
 
     def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
         """The block's most likely tokens as a chain, which may still be on its way."""
@@ -35,19 +81,46 @@ class BlockDiffusion(OneDraft):
 
 
 class SelectedPath(BlockDiffusion):
-    """DFlash 2, DSpark: after every token the one with the best score (see `paths.py`).
-
-    Trees take their probabilities from the same scores, see `growth/links.py`.
-    """
+    """DFlash 2, DSpark: after every token the one with the best score (see `dflash/paths.py`)."""
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
-        """Tokens [rows - 1] of the path."""
         candidates = self._model.candidates(context, anchor, rows)
         return candidates.at(candidates.likeliest()[0])
 
 
+class BestFirst(OneDraft):
+    """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
+
+    Of a linked drafter (DFlash 2, DSpark) every token's probability is that after the one before.
+    width: tokens that a position can offer behind each path.
+    """
+
+    name = "ddtree"
+
+    def __init__(
+        self, model: BlockModel, block_size: int | None, nodes: int, width: int = TOP_K
+    ) -> None:
+        super().__init__(model, block_size)
+        self._nodes, self._width = nodes, width
+
+    def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
+        """Trees of up to `nodes` nodes, from one pass over all blocks."""
+        asks = [
+            Ask(contexts_of(state)[0], state.anchor, min(self.block_size, remaining))
+            for state, remaining in zip(states, rooms, strict=True)
+        ]
+        found = iter(self._model.choices([ask for ask in asks if ask.rows > 1], self._width))
+        return [
+            Proposal(best_first(next(found)[0], self._nodes) if ask.rows > 1 else Tree.chain())
+            for ask in asks
+        ]
+
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+        return self.draft_all([state], [rows])[0]
+
+
 class RankedChain(BestFirst):
-    """The same chain, which says how sure it is of every token."""
+    """DFlash's chain, which says how sure it is of every token."""
 
     name = "dflash"
 
@@ -55,27 +128,95 @@ class RankedChain(BestFirst):
         super().__init__(model, None, nodes=model.block_size, width=1)
 
 
-def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    model, size, how = block_models(pair)[0], config.block_size, plan(METHOD, pair, config)
-    drafter: OneDraft
+class DrawnBlock(OneDraft):
+    """Every token drawn from the drafter's distribution, for rejection sampling."""
+
+    def __init__(
+        self,
+        model: BlockModel,
+        block_size: int | None,
+        sampling: SamplingConfig,
+        weighed: bool = False,  # see `Drawing`
+    ) -> None:
+        super().__init__(model, block_size)
+        self._drawing = Drawing(sampling, weighed)
+
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+        """A chain that knows what it was drawn from."""
+        drawn = self.drawn(context, state.anchor, rows, self._drawing.key(state))
+        return self._drawing.proposal(state, *drawn)
+
+    def drawn(
+        self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
+
+        key: randomness. sure: [rows - 1] the largest probabilities, whatever is drawn.
+        """
+        logits = tempered(self._model.logits(context, anchor, rows), self._drawing.config)
+        q = mx.softmax(logits, axis=-1)
+        return mx.random.categorical(logits, key=key), q, q.max(axis=-1)
+
+
+class DrawnPath(DrawnBlock):
+    """As `DrawnBlock`, with every token drawn by the scores of candidates after the one before."""
+
+    def drawn(
+        self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens [rows - 1] of a path and q [rows - 1, V], zero outside the candidates.
+
+        sure: along the likeliest path, by the drafter's confidence head if it has one.
+        """
+        found, config = self._model.candidates(context, anchor, rows), self._drawing.config
+        drawn = Candidates(found.tokens, lambda t, before: tempered(found.after(t, before), config))
+        keys = mx.random.split(key, rows - 1)
+        path, scores = drawn.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
+        nothing = mx.zeros((rows - 1, self._model.config.vocab_size))
+        q = mx.put_along_axis(nothing, drawn.tokens, mx.softmax(scores, axis=-1), axis=-1)
+        return drawn.at(path), q, self._sure(found, drawn)
+
+    def _sure(self, found: Candidates, drawn: Candidates) -> mx.array:
+        path, scores = drawn.likeliest()
+        if found.confidences is not None:
+            return found.confidences(path)
+        return mx.softmax(scores, axis=-1).max(axis=-1)
+
+
+def _make_chain(how: Plan) -> Drafter:
+    model, size = block_models(how.pair)[0], how.config.block_size
     if how.drawn:
         drawn = DrawnPath if model.is_linked else DrawnBlock
-        drafter = drawn(model, size, config.sampling, weighed=not how.fixed)
-    elif how.fixed:
-        drafter = (SelectedPath if model.is_linked else BlockDiffusion)(model, size)
-    else:
-        drafter = RankedChain(model)
-    return how.follow(drafter)
+        return drawn(model, size, how.config.sampling, weighed=not how.fixed)
+    if how.fixed:
+        return (SelectedPath if model.is_linked else BlockDiffusion)(model, size)
+    return RankedChain(model)
 
 
-METHOD = Method(
+def _make_tree(how: Plan) -> Drafter:
+    return BestFirst(block_models(how.pair)[0], how.config.block_size, how.nodes)
+
+
+DFLASH = Method(
     "dflash",
     "DFlash",
-    _make,
+    _make_chain,
     family=FAMILY,
     files=FILES,
     best_with=1,
     draws=True,
     sources=(DRAFT, LOOKUP),
     preference=2,
+)
+DDTREE = Method(
+    "ddtree",
+    "DFlash tree",
+    _make_tree,
+    family=FAMILY,
+    files=FILES,
+    best_with=1,
+    needs_trees=True,
+    has_budget=True,
+    sources=(DRAFT, LOOKUP),
+    preference=3,
 )

@@ -17,14 +17,8 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.experience import (
-    SAFE,
-    Arm,
-    Average,
-    Experience,
-    Instead,
-    RoundTimes,
-)
+from dflash_mlx.drafters.costs import SAFE, Average, RoundTimes
+from dflash_mlx.drafters.experience import Arm, Cut, Experience, Instead
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     Seconds,
@@ -33,8 +27,8 @@ from dflash_mlx.drafters.growth.reliability import (
     reach,
     worth_keeping,
 )
-from dflash_mlx.drafters.lookup import MOST_LOOKED_UP, lookup
-from dflash_mlx.drafters.method import LOOKUP, TokenSource
+from dflash_mlx.drafters.method import LOOKUP, Method
+from dflash_mlx.drafters.ngram import MOST_LOOKED_UP, lookup
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
 from dflash_mlx.engine.pair import Pair
@@ -45,7 +39,6 @@ _PLAIN = "plain decoding"
 _BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
 _IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
 _NOTHING = Sizes(np.ones(1), np.zeros(1, int), np.zeros(1))  # was found to draft
-MOST_NODES = 48  # of a tree that the budget then cuts
 
 
 @dataclass(frozen=True)
@@ -55,28 +48,6 @@ class Scope:
     sources: tuple[str, ...] = ()  # names of where drafted tokens come from
     looks_up: bool = True  # n-gram continuations join every tree, and a plain round, at no cost
     chains: bool = False  # nothing else is verified
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The parts of proposals that promise most tokens per second together."""
-
-    parts: list[Proposal]  # one for each sequence
-    tokens: float  # that a round with them should bring
-    before: float  # seconds of their drafts
-    seconds: float  # that the round should take
-    sizes: Sizes  # what other numbers of nodes promise
-    instead: Instead | None = None  # without the second pass, where there was one
-
-    @property
-    def drafts(self) -> bool:
-        """Whether anything is verified beside the target's own tokens."""
-        return self.rows > len(self.parts)
-
-    @property
-    def rows(self) -> int:
-        """Of the pass."""
-        return sum(len(part.tree) for part in self.parts)
 
 
 Cutting = Callable[[Sequence[Proposal], float], Cut]  # of proposals that took so many seconds
@@ -179,8 +150,8 @@ class BatchBudget:
         contexts = _contexts(states)
         plain.planned = Average(known.times.plain(len(states), contexts))
         for arm in drafts:
-            arm.plan(partial(known.times.of, contexts=contexts), arm.drafts.of())
-        if drafts and plain.rate == known.rate:
+            arm.plan(partial(known.times.of, contexts=contexts), known.rate)
+        if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
     def _draft(
@@ -253,7 +224,7 @@ class BatchBudget:
             most = min(most, max(SAFE, len(trees)))
         reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
         kept, count, sizes = worth_keeping(
-            trees, reached, seconds, before, most, self._branching(times)
+            trees, reached, seconds, known.rate, most, self._branching(times)
         )
         expected = sum(float(part[nodes].sum()) for part, nodes in zip(reached, kept, strict=True))
         parts = [draft.part(nodes) for draft, nodes in zip(drafts, kept, strict=True)]
@@ -283,8 +254,7 @@ class BatchBudget:
         if cut.instead is not None:
             known.second.learn(cut.instead, [s.last for s in last.trees if s.last is not None])
         if not any(state.delayed for state in states):
-            took = now - last.start
-            known.spent(arm, cut.rows, cut.before, cut.seconds, took, cut.drafts)
+            known.spent(arm, cut, now - last.start)
 
     def _goes_blind(self, arm: Arm) -> bool:
         """Whether this round need not see the tokens before it.
@@ -314,29 +284,26 @@ def _begin(drafter: Drafter, states: Sequence[State], share: int) -> list[Propos
 
 
 def within_budget(
-    model: Drafter,
-    drafters: dict[str, Drafter],
-    pair: Pair,
-    config: DecodeConfig,
-    sources: Sequence[TokenSource],
-    chains: bool = False,
+    drafter: Drafter, method: Method, pair: Pair, config: DecodeConfig, chains: bool
 ) -> BatchBudget:
-    """Whatever pays here, with one or several drafters or with lookups alone.
+    """As much of a method's drafts as pays here, with lookups; of lookups alone where it has none.
 
-    model, drafters: as in `BatchBudget`. sources, chains: as in `Scope`. Pass times stay with the
-    target, what sessions have learned with the pair. Nothing is timed unless `config` asks for it.
+    chains: as of `Scope`. Pass times stay with the target, what sessions have learned with the
+    pair. Nothing is timed unless `config` asks for it.
     """
     target = pair.target
     if config.recalibrate:
         pair.calibrate(again=True)
     elif target.pass_times is None:
         target.pass_times = stored_times(target)
-    used = pair.drafter_name, len(pair.drafters), target.kernels.mode
-    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1)
-    settings = replace(settings, structure=StructureConfig())
-    names = tuple(source.name for source in sources)
-    scope = Scope(names, config.lookup, chains or not target.takes_trees)
-    budget = BatchBudget(model, drafters, target.pass_times, scope)
+    drafters = {"draft": drafter} if method.family else {}
+    sources = tuple(source.name for source in method.sources)
+    looks_up = config.lookup or not method.family
+    scope = Scope(sources, looks_up, chains or not target.takes_trees)
+    budget = BatchBudget(drafter, drafters, target.pass_times, scope)
     budget.newest = lambda: target.pass_times
-    budget.experience = pair.recall((*used, model.name, settings), lambda: budget.experience)
+    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1, lookup=looks_up)
+    settings = replace(settings, structure=StructureConfig())
+    used = pair.drafter_name, len(pair.drafters), target.kernels.mode, drafter.name
+    budget.experience = pair.recall((*used, settings), lambda: budget.experience)
     return budget

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -36,16 +35,11 @@ class Drawing:
 
     def proposal(self, state: State, tokens: mx.array, q: mx.array, sure: mx.array) -> Proposal:
         """A chain of tokens [n], drawn from q [n, V]; sure: [n], or one for all positions."""
-        tokens = tokens.astype(state.anchor.dtype)
-        mx.async_eval(tokens, q)
-        tree = Tree.chain(tokens)
+        tree = Tree.chain(tokens.astype(state.anchor.dtype))
+        mx.async_eval(tree.drafts, q)
         if self._weighed:
-            tree = with_confidences(tree, mx.broadcast_to(sure, tokens.shape))
+            known = np.log(np.maximum(np.array(mx.broadcast_to(sure, tokens.shape)), LEAST))
+            tree = replace(
+                tree, logprobs=(0.0, *known.tolist()), sources=("", *[FIRST] * tokens.size)
+            )
         return Proposal(tree, q)
-
-
-def with_confidences(chain: Tree, sure: Sequence[float] | mx.array) -> Tree:
-    """A chain that says how sure its drafter is of each position, [N - 1] probabilities."""
-    logprobs = np.log(np.maximum(np.array(sure), LEAST)).tolist()
-    sources = ("", *[FIRST] * len(logprobs))
-    return replace(chain, logprobs=(0.0, *logprobs), sources=sources)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.budget import MOST_NODES
+from dflash_mlx.drafters.block_diffusion import block_models, contexts_of
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import (
@@ -29,14 +28,12 @@ from dflash_mlx.drafters.method import (
     SECOND_DRAFT,
     USUAL_BRANCHES,
     Method,
+    Plan,
     check_block_size,
 )
 from dflash_mlx.drafters.networks.context import DualContext
-from dflash_mlx.drafters.one_draft import block_models, contexts_of
-from dflash_mlx.drafters.plan import plan
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 Drafts = Mapping[Path, Choices]  # what was drafted behind each prefix
@@ -102,10 +99,10 @@ class Growth(Protocol):
 class DualDiffusion(TwoPass):
     """First draft, K second drafts in one pass over one shared context, one tree.
 
-    second: the variable-prefix drafter; None lets the first drafter continue its own prefixes (the
-    paper's ablation). Its blocks can be longer than the first's: then one branch can continue the
-    whole first draft. sizes: of their blocks, None for what they were trained for; DFlashError for
-    a size that a drafter was not trained for.
+    second: the variable-prefix drafter; without it the first continues its own prefixes (the
+    paper's ablation). Its blocks can be longer: then one branch can continue the whole first draft.
+    sizes: of their blocks, None for what they were trained for; DFlashError for a size that a
+    drafter was not trained for.
     """
 
     name = "d2sd"
@@ -132,7 +129,6 @@ class DualDiffusion(TwoPass):
         return self._models[0], self._models[-1]
 
     def new_context(self) -> DualContext:
-        """Empty contexts for one sequence; a lone drafter needs only one."""
         columns = tuple(
             tuple(self.aux_layers.index(tap) for tap in model.aux_layers) for model in self._models
         )
@@ -165,7 +161,6 @@ class DualDiffusion(TwoPass):
     def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
-        """The trees of both drafts."""
         found = zip(drafts, self.second(states, drafts, counts), strict=True)
         return [
             Proposal(self._growth.tree(first, second))
@@ -223,20 +218,27 @@ class DualOptions(Options):
     def later_blocks(self) -> dict[str, int | None]:
         return {"second_block_size": self.second_block_size}
 
+    def growth_of(self, how: Plan) -> Growth:
+        """How trees grow, before any of them is cut."""
+        return JointGrowth(self.branches or BRANCHES, how.nodes)
+
     def drafter(
-        self, first: BlockModel, second: BlockModel | None, config: DecodeConfig
+        self,
+        first: BlockModel,
+        second: BlockModel | None,
+        growth: Growth,
+        sizes: Sequence[int | None],
     ) -> DualDiffusion:
-        """The drafter with these options, before any of its trees is cut."""
-        growth = JointGrowth(self.branches or BRANCHES, config.budget or MOST_NODES)
-        return DualDiffusion(first, second, growth, (config.block_size, self.second_block_size))
+        """The drafter with these options."""
+        return DualDiffusion(first, second, growth, sizes)
 
 
-def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    first, second, *_ = [*block_models(pair), None]
+def _make(how: Plan) -> Drafter:
+    options = cast(DualOptions, how.config.options)
+    first, second = [*block_models(how.pair), None][:2]
     assert first is not None
-    options = cast(DualOptions, config.options)
-    drafter, how = options.drafter(first, second, config), plan(METHOD, pair, config)
-    return how.follow(drafter) if options.cuts else drafter
+    sizes = how.config.block_size, options.second_block_size
+    return options.drafter(first, second, options.growth_of(how), sizes)
 
 
 METHOD = Method(

@@ -1,4 +1,4 @@
-"""What a drafter registers of itself, for `methods.METHODS`."""
+"""What a method of drafting says of itself, for `methods.METHODS`, and what it is made for."""
 
 from __future__ import annotations
 
@@ -15,24 +15,39 @@ from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Capabilities, Pair
 
+MOST_NODES = 48  # of a tree that the budget then cuts
+MOST_BRANCHES, USUAL_BRANCHES = 32, ("1", "2", "4", "6", "8")
+
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Where drafted tokens can come from.
+    """Where drafted tokens can come from."""
 
-    name: as in `Tree.sources`. label: for legends. colour: a colour of the screen's theme.
-    """
-
-    name: str
-    label: str
-    colour: str
+    name: str  # as in `Tree.sources`
+    label: str  # for legends
+    colour: str  # of the screen's theme
 
 
-MOST_BRANCHES, USUAL_BRANCHES = 32, ("1", "2", "4", "6", "8")
 DRAFT = TokenSource(FIRST, "draft", "primary")
 SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
 LOOKUP = TokenSource("lookup", "earlier text", "accent")
 GRAMMAR = TokenSource(FORCED, "grammar", "success")  # with any method that drafts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a method drafts for a pair with these settings; `methods.plan` decides it."""
+
+    pair: Pair
+    config: DecodeConfig
+    drawn: bool  # a chain whose tokens are drawn, for rejection sampling
+    chain: bool  # a chain of likeliest tokens; a tree otherwise
+    fixed: bool  # all of it is verified; otherwise as much as pays, see `budget.py`
+
+    @property
+    def nodes(self) -> int:
+        """The most nodes of a tree, its root included."""
+        return self.config.budget or MOST_NODES
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Method:
 
     name: str  # as on the command line
     label: str  # for people
-    make: Callable[[Pair, DecodeConfig], Drafter]  # DFlashError where the pair does not serve it
+    make: Callable[[Plan], Drafter]  # DFlashError where the pair does not serve it
     options: type[Options] = Options  # its own, beside the settings of `DecodeConfig`
     lone_label: str = ""  # where one draft model stands in for two
     family: str = ""  # of the draft models that it runs, "" where it runs none
@@ -57,14 +72,18 @@ class Method:
     @property
     def shared(self) -> dict[str, bool]:
         """Which of the settings that not every method follows it does follow."""
-        chooses = bool(self.sources) and not self.is_control  # in each round what pays
         return {
             "block_size": bool(self.sources),
             "budget": self.has_budget,
-            "lookup": chooses and bool(self.family),
-            "recalibrate": chooses,
+            "lookup": self.chooses and bool(self.family),
+            "recalibrate": self.chooses,
             "acceptance": self.draws,
         }
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it verifies in each round what pays, unless it is told how much to verify."""
+        return bool(self.sources) and not self.is_control
 
     @property
     def own(self) -> dict[str, Field[Any]]:

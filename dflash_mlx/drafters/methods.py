@@ -9,16 +9,17 @@ from typing import Any
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, values_given
-from dflash_mlx.drafters import (
-    best_first,
-    block_diffusion,
-    dual_diffusion,
-    ngram,
-    none,
-)
+from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
+from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.method import GRAMMAR, Method, TokenSource, check_block_size
+from dflash_mlx.drafters.method import (
+    GRAMMAR,
+    Method,
+    Plan,
+    TokenSource,
+    check_block_size,
+)
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Capabilities, Pair
@@ -27,8 +28,8 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         none.METHOD,
-        block_diffusion.METHOD,
-        best_first.METHOD,
+        block_diffusion.DFLASH,
+        block_diffusion.DDTREE,
         dual_diffusion.METHOD,
         specdiff.METHOD,
         eagle3.METHOD,
@@ -256,12 +257,38 @@ def check_uses(
                 check_block_size(size, most, option)
 
 
+def plan(method: Method, pair: Pair, config: DecodeConfig) -> Plan:
+    """Drawn, chain or tree, and whether its size is fixed: decided here alone.
+
+    Raises DFlashError where a tree is asked for that cannot be verified.
+    """
+    size, rejects = config.block_size, config.acceptance == "reject" and config.draws_drafts
+    given = {"budget": config.budget, **values_given(config.options)}
+    tree_options = ("budget", "branches") if method.has_budget else ()
+    asked = {name: given[name] for name in tree_options if given.get(name) is not None}
+    for name, value in asked.items():
+        if method.draws and rejects:
+            what = f"{name} is {value}, but acceptance is reject, which keeps chains alone"
+            raise DFlashError(what, "leave one of them out", name)
+    if asked or method.needs_trees:
+        pair.target.check_trees()
+    trees = pair.target.takes_trees and method.has_budget
+    chain = not method.needs_trees and (not trees or (size is not None and not asked))
+    drawn = method.draws and config.draws_drafts and (chain or rejects)
+    sized = size is not None and not method.needs_trees
+    chooses = method.chooses and options_of(config, method).cuts
+    return Plan(pair, config, drawn, chain, fixed=sized or "budget" in asked or not chooses)
+
+
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     """The drafter of `config.method`; DFlashError when the pair has none that fits."""
     config = settle(config, pair.capabilities)
     method = find_method(config.method)
-    if method.needs_trees:
-        pair.target.check_trees()
+    how = plan(method, pair, config)
     if method.family:
         pair.of(method.family, method.name)
-    return method.make(pair, config)
+    drafter = method.make(how)
+    if how.fixed:
+        return drafter
+    only_chains = how.drawn or not (method.has_budget or method.needs_trees)
+    return within_budget(drafter, method, pair, config, only_chains)

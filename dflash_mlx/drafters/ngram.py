@@ -1,56 +1,83 @@
-"""Drafts by prompt lookup alone; needs no model."""
+"""Prompt lookup: what followed the last words when they were written before (arXiv 2404.08698)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.budget import within_budget
-from dflash_mlx.drafters.lookup import lookup
-from dflash_mlx.drafters.method import LOOKUP, Method
-from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.drafters.method import LOOKUP, Method, Plan
+from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 
 DEFAULT_SIZE = 16
+LONGEST = 16  # tokens of a suffix that is looked up
+SHORTEST = 2
+PER_TOKEN = 2  # tokens drafted for every token that matched
+MOST_LOOKED_UP = PER_TOKEN * LONGEST
+_DOUBT = 2  # tokens of a match that ends in the wrong place half the time
 
 
-class NGram(EachAlone):
-    """Drafts the continuation of the longest suffix that occurred before; needs no model.
+@dataclass(frozen=True)
+class Found:
+    """A continuation, empty where nothing matched."""
 
-    block_size: longest draft, the anchor included.
+    tokens: list[int]
+    matched: int  # tokens of the suffix
+
+    @property
+    def logprobs(self) -> list[float]:
+        """A first guess at each token's log-probability: the longer the match, the surer."""
+        if not self.tokens:
+            return []
+        return [math.log(self.matched / (self.matched + _DOUBT))] * len(self.tokens)
+
+
+def lookup(tokens: Sequence[int], most: int) -> Found:
+    """At most `most` tokens that followed the latest earlier occurrence of the longest suffix.
+
+    The draft is as long as the match lets hope: PER_TOKEN tokens for each that matched.
     """
+    if most < 1:
+        return Found([], 0)
+    end, best = 0, SHORTEST - 1
+    for stop in range(len(tokens) - 1, 0, -1):
+        if tokens[stop - 1] != tokens[-1]:
+            continue
+        length = _match(tokens, stop)
+        if length > best:
+            end, best = stop, length
+        if best >= LONGEST:
+            break
+    return Found(list(tokens[end : end + min(most, PER_TOKEN * best)]) if end else [], best)
+
+
+def _match(tokens: Sequence[int], stop: int) -> int:
+    """How many tokens before `stop` equal those at the end, up to LONGEST."""
+    length = 0
+    while length < min(stop, LONGEST) and tokens[stop - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+class NGram(NoDraft):
+    """Drafts by prompt lookup alone, chains of up to `block_size` tokens with the anchor."""
 
     name = "ngram"
-    aux_layers: tuple[int, ...] = ()
     rounds_ahead = 0
 
     def __init__(self, block_size: int = DEFAULT_SIZE) -> None:
         self.block_size = block_size
 
-    def new_context(self) -> NoContext:
-        """Prompt and answer are in the state already."""
-        return NoContext()
-
     def draft(self, state: State, remaining: int) -> Proposal:
-        """A chain of up to min(block_size, room) nodes, the anchor alone where nothing matches."""
-        return Proposal(
-            Tree.chain(lookup(state.tokens, min(self.block_size, remaining) - 1).tokens)
-        )
+        most = min(self.block_size, remaining) - 1
+        return Proposal(Tree.chain(lookup(state.tokens, most).tokens))
 
 
-def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    if config.block_size is not None:
-        return NGram(config.block_size)
-    return within_budget(NGram(), {}, pair, replace(config, lookup=True), METHOD.sources)
+def _make(how: Plan) -> NGram:
+    return NGram(how.config.block_size or DEFAULT_SIZE)
 
 
-METHOD = Method(
-    "ngram",
-    "n-gram lookup",
-    _make,
-    sources=(LOOKUP,),
-    preference=1,
-)
+METHOD = Method("ngram", "n-gram lookup", _make, sources=(LOOKUP,), preference=1)

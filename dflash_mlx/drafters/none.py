@@ -6,11 +6,10 @@ import sys
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import PLAIN, DecodeConfig
+from dflash_mlx.core.config import PLAIN
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.engine.drafter import EachAlone, Proposal
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Kind, State
 from dflash_mlx.verifier.saved import Saved
 
@@ -20,39 +19,33 @@ class NoContext:
 
     @property
     def length(self) -> int:
-        """As long as any sequence."""
         return sys.maxsize
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Nothing to evaluate."""
         return []
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Nothing to keep."""
+        pass
 
     def refill_from(self, length: int) -> int:
-        """Nothing has to be."""
         return length
 
     def trim(self, length: int) -> None:
-        """Nothing to forget."""
+        pass
 
     @property
     def kind(self) -> Kind:
-        """All are alike."""
         return (), ()
 
     def fork(self) -> NoContext:
-        """Itself will do."""
         return self
 
     def saved(self) -> Saved:
-        """Nothing to save."""
         return [], None
 
     def restore(self, saved: Saved, tokens: mx.array) -> None:
-        """Nothing to hold."""
+        pass
 
 
 class NoDraft(EachAlone):
@@ -67,16 +60,10 @@ class NoDraft(EachAlone):
     rounds_ahead = 1
 
     def new_context(self) -> NoContext:
-        """No context."""
         return NoContext()
 
     def draft(self, state: State, remaining: int) -> Proposal:
-        """The anchor alone."""
         return Proposal(Tree.chain())
 
 
-def _make(pair: Pair, config: DecodeConfig) -> NoDraft:
-    return NoDraft()
-
-
-METHOD = Method(PLAIN, "plain decoding", _make)
+METHOD = Method(PLAIN, "plain decoding", lambda how: NoDraft())

@@ -6,19 +6,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
+import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters import dual_diffusion, resample
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
-from dflash_mlx.drafters.budget import MOST_NODES
-from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
+from dflash_mlx.drafters import dual_diffusion
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, OneDraft, block_models
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dual_diffusion import Drafts, DualDiffusion, DualOptions
+from dflash_mlx.drafters.dual_diffusion import (
+    BRANCHES,
+    Drafts,
+    DualDiffusion,
+    DualOptions,
+    Growth,
+)
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
@@ -31,18 +38,15 @@ from dflash_mlx.drafters.growth.grow import (
     walk,
 )
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
-from dflash_mlx.drafters.growth.samples import merge_samples
-from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method
+from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method, Plan
 from dflash_mlx.drafters.methods import METHODS
-from dflash_mlx.drafters.one_draft import block_models
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
 from dflash_mlx.drafters.two_pass import FirstDraft, legal
-from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
-GROWTHS = ("joint", "paper", "apart")
+GROWTHS = ("joint", "paper")
 IN_ORDER, THRESHOLD = "left-to-right", "threshold"
 SCHEDULES = ("confidence", IN_ORDER, THRESHOLD)
 SURE = 0.9  # probability from which on the threshold schedule fixes a token
@@ -54,13 +58,11 @@ Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose 
 class PaperGrowth:
     """As published: K continuations of the first draft where it is likely to be rejected.
 
-    branches: K. Nothing is pruned; equal prefixes share their nodes. apart: a branch is for the
-    case that the draft which it leaves fails there, so it begins with another token than that one
-    goes on with (not in the paper).
+    branches: K. Nothing is pruned; equal prefixes share their nodes.
     """
 
-    def __init__(self, branches: int, apart: bool = False) -> None:
-        self._branches, self._apart = branches, apart
+    def __init__(self, branches: int) -> None:
+        self._branches = branches
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
@@ -91,10 +93,8 @@ class PaperGrowth:
             if choices is first:  # a drafter that continues itself
                 continue
             end = len(prefix)
-            left, known = next(
-                (chain, known) for chain, known, _ in chains if chain[:end] == prefix
-            )
-            path, logprobs = walk(choices, left[end : end + 1] if self._apart else ())
+            known = next(known for chain, known, _ in chains if chain[:end] == prefix)
+            path, logprobs = walk(choices)
             chains.append(((*prefix, *path), [*known[:end], *logprobs], SECOND))
         return chains
 
@@ -136,8 +136,7 @@ class AblatedDualOptions(DualOptions):
 
     growth: str = option(
         "joint",
-        "best-first over both drafts; as published and whole; or whole with branches that begin "
-        "apart from the draft which they leave",
+        "best-first over both drafts, or as published and whole",
         choices=GROWTHS,
     )
     extension: bool = option(True, "let a longer second block continue the whole first draft, too")
@@ -154,18 +153,14 @@ class AblatedDualOptions(DualOptions):
             what = f"growth={self.growth} never cuts its tree, but the budget is {config.budget}"
             raise DFlashError(what, "leave the budget or the growth out", "budget")
 
-    def drafter(
-        self, first: BlockModel, second: BlockModel | None, config: DecodeConfig
-    ) -> DualDiffusion:
-        self.check(config)
-        growth: dual_diffusion.Growth = dual_diffusion.JointGrowth(
-            self.branches or dual_diffusion.BRANCHES, config.budget or MOST_NODES
-        )
-        if not self.cuts:
-            branches = self.branches or dual_diffusion.BRANCHES
-            growth = PaperGrowth(branches, apart=self.growth == "apart")
-        sizes = config.block_size, self.second_block_size
-        return AblatedDual(first, second, growth, sizes).ablated(self.levels, self.extension)
+    def growth_of(self, how: Plan) -> Growth:
+        self.check(how.config)
+        if self.cuts:
+            return super().growth_of(how)
+        return PaperGrowth(self.branches or BRANCHES)
+
+    def drafter(self, *parts: Any) -> DualDiffusion:
+        return AblatedDual(*parts).ablated(self.levels, self.extension)
 
 
 @dataclass(frozen=True)
@@ -186,6 +181,40 @@ class Scheduled(Denoising):
         return in_order if self.in_order else sorted(surest[: len(in_order)].tolist())
 
 
+def log_softmax(logits: Array) -> Array:
+    """[n, V] log-probabilities of each row."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    normal = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    result: Array = shifted - normal
+    return result
+
+
+def merge_samples(
+    logprobs: Array, samples: int, generator: np.random.Generator, ids: Array | None = None
+) -> Tree:
+    """The argmax of every position and `samples` independent draws, equal prefixes merged.
+
+    logprobs: [n, k] of the n drafted positions; only their proportions are drawn by. ids: [n, k]
+    the tokens that they are for, None for 0 to k - 1.
+    """
+    positions, chains = np.arange(len(logprobs)), []
+    cumulative = np.cumsum(np.exp(logprobs, dtype=np.float64), axis=-1)
+    for uniform in (None, *generator.random((samples, len(logprobs)))):
+        drawn = np.argmax(logprobs, axis=-1) if uniform is None else _draw(cumulative, uniform)
+        tokens = drawn if ids is None else ids[positions, drawn]
+        chains.append((tokens.tolist(), logprobs[positions, drawn].tolist(), FIRST))
+    return Tree.of_chains(chains)
+
+
+def _draw(cumulative: Array, uniform: Array) -> Array:
+    """[n] a token per row by the inverse of its cumulative distribution [n, V]; uniform: [n]."""
+    at = uniform * cumulative[:, -1]
+    rows = zip(cumulative, at, strict=True)
+    tokens = np.array([np.searchsorted(row, value, side="right") for row, value in rows])
+    result: Array = np.minimum(tokens, cumulative.shape[1] - 1)  # rounding can reach the end
+    return result
+
+
 def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) -> Tree:
     """The likeliest block and `samples` draws, merged (SpecDiff-2, arXiv 2511.00606).
 
@@ -194,7 +223,7 @@ def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) 
     generator = np.random.default_rng((seed, position))
     tree = merge_samples(ranked.logprobs, samples, generator, ranked.tokens)
     chances = np.exp(np.minimum(tree.logprobs, 0.0))  # rounding may leave one above 1
-    return tree.prune(sorted(Sizes.of_trees([reach(tree, chances)], nodes).ends.tolist()))
+    return tree.prune(sorted(Sizes.of([reach(tree, chances)], nodes).order.tolist()))
 
 
 @dataclass(frozen=True)
@@ -220,10 +249,6 @@ class ScheduledOptions(MaskedOptions):
     def denoising(self) -> Scheduled:
         return Scheduled(self.steps or 1, self.schedule)
 
-    @property
-    def samples(self) -> int | None:
-        return self.branches
-
     def check(self, config: DecodeConfig) -> None:
         # Where a later token is fixed first, and an earlier one by it, the law of the draft is
         # neither pass's: min(1, p/q) with the passes' own q is wrong.
@@ -241,10 +266,62 @@ class ScheduledOptions(MaskedOptions):
         return partial(sampled, samples=self.branches, seed=seed, nodes=nodes), SAMPLED_FROM
 
 
-def _make_first_version(pair: Pair, config: DecodeConfig) -> Drafter:
-    return BlockDiffusion(block_models(pair)[0], config.block_size)
+class Resample(OneDraft):
+    """One DFlash pass; its likeliest block and `samples` draws of the block, merged to a tree.
+
+    The control that says what D2SD's second drafter is worth. A draw takes a token at every
+    position from the drafter's own distribution there (temperature 1), independently. seed:
+    together with the position it decides the draws.
+    """
+
+    name = "resample"
+
+    def __init__(self, model: BlockModel, block_size: int | None, samples: int, seed: int) -> None:
+        super().__init__(model, block_size)
+        self._samples, self._seed = samples, seed
+
+    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+        logits = np.array(self._model.logits(context, state.anchor, rows).astype(mx.float32))
+        generator = np.random.default_rng((self._seed, state.position))
+        return Proposal(merge_samples(log_softmax(logits), self._samples, generator))
 
 
+@dataclass(frozen=True)
+class ResampleOptions(Options):
+    """The options of `resample`."""
+
+    branches: int | None = option(
+        None,
+        f"draws of the block (default: {BRANCHES})",
+        least=1,
+        most=MOST_BRANCHES,
+        usual=USUAL_BRANCHES,
+        type=int,
+    )
+
+
+def _make_resample(how: Plan) -> Drafter:
+    samples = cast(ResampleOptions, how.config.options).branches or BRANCHES
+    seed = how.config.sampling.with_seed().seed or 0
+    return Resample(block_models(how.pair)[0], how.config.block_size, samples, seed)
+
+
+def _make_first_version(how: Plan) -> Drafter:
+    return BlockDiffusion(block_models(how.pair)[0], how.config.block_size)
+
+
+RESAMPLE = Method(
+    "resample",
+    "resampled blocks",
+    _make_resample,
+    ResampleOptions,
+    family=FAMILY,
+    files=FILES,
+    best_with=1,
+    needs_trees=True,
+    sources=(DRAFT,),
+    is_control=True,
+)
 FIRST_VERSION = Method(
     "dflash1",
     "DFlash without its selector",
@@ -255,7 +332,7 @@ FIRST_VERSION = Method(
     sources=(DRAFT,),
     is_control=True,
 )
-CONTROLS = {method.name: method for method in (resample.METHOD, FIRST_VERSION)}
+CONTROLS = {method.name: method for method in (RESAMPLE, FIRST_VERSION)}
 KNOBS: dict[str, type[Options]] = {
     dual_diffusion.METHOD.name: AblatedDualOptions,
     specdiff.METHOD.name: ScheduledOptions,

@@ -13,15 +13,12 @@ from dflash_mlx.engine.state import State
 
 @dataclass(frozen=True)
 class FirstDraft(Proposal):
-    """The tree of a first pass, and what a second one could continue.
+    """The tree of a first pass, and what a second one could continue."""
 
-    room: nodes that a path may have. choices: what the pass offers behind each path, None where it
-    was not made for want of room. branches: prefixes that could be continued, likeliest first, with
-    the posterior of being accepted exactly so far.
-    """
-
-    remaining: int = 1
-    choices: Choices | None = None
+    remaining: int = 1  # nodes that a path may have
+    choices: Choices | None = None  # behind each path; None where no pass was made
+    # Prefixes that could be continued, likeliest first, with the posterior of being accepted
+    # exactly so far.
     branches: Mapping[Path, float] = field(default_factory=dict)
 
 
@@ -29,7 +26,6 @@ class TwoPass(EachAlone):
     """A drafter that makes both passes, or goes on behind the first only where it is asked to."""
 
     def draft(self, state: State, remaining: int) -> Proposal:
-        """As `draft_all`, for one sequence."""
         return self.draft_all([state], [remaining])[0]
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
@@ -53,13 +49,13 @@ class TwoPass(EachAlone):
 
     @abstractmethod
     def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
-        """As `begin`, whatever grammars say."""
+        """The first pass, whatever grammars say."""
 
     @abstractmethod
     def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
-        """As `go_on`, whatever grammars say."""
+        """The second pass, whatever grammars say."""
 
 
 def legal(branches: Mapping[Path, float], state: State) -> Mapping[Path, float]:

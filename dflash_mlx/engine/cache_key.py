@@ -16,7 +16,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.system.machine import model_key
 from dflash_mlx.verifier.model import Target
 
-_FORMAT = 1  # of what states save; another number makes files of before useless
+_FORMAT = 2  # of what states save; another number makes files of before useless
 
 
 @dataclass(frozen=True)

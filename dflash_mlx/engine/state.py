@@ -203,8 +203,7 @@ class State:
         The next answer gives a new anchor.
         """
         self.anchor = mx.array([], dtype=mx.int32)
-        length = self.nearest(length)
-        self.cache.trim(length)
+        length = self.cache.rewind(self.nearest(length))
         self.context.trim(length)
         del self.tokens[length:]
         self.pieces = tuple(piece for piece in self.pieces if piece.start < length)

@@ -19,9 +19,9 @@ from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.sequence import Rows
 
 T = TypeVar("T")
 Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter reads

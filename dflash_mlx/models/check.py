@@ -27,9 +27,8 @@ from dflash_mlx.models.weight_files import (
     too_large,
     wrong_number,
 )
+from dflash_mlx.verifier.mixers import UNTRIED
 from dflash_mlx.verifier.model import ONE_OFFSET, Target
-from dflash_mlx.verifier.paths import TREE_MIXERS
-from dflash_mlx.verifier.sequence import recurrent_sources
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
@@ -250,13 +249,16 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
         raise DFlashError(what, _CHOOSE)
-    from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
+    from mlx_lm.utils import (  # not before a model is looked at: it takes seconds
+        MODEL_REMAPPING,
+        _get_classes,
+    )
 
     with loading(source.name, _CHOOSE):
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     step = "use --method dflash or --method ngram, which draft chains"
-    if (recurrent_sources(kind) or frozenset()) - TREE_MIXERS:
+    if MODEL_REMAPPING.get(kind, kind) in UNTRIED:
         why = f"{kind} may have recurrent layers that were never tried on branches, so chains only"
         yield Finding("note", why, step)
     elif kind in ONE_OFFSET:

@@ -19,22 +19,20 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.ranks import is_lost
 from dflash_mlx.ranks.group import END, Found, Ranks
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
-from dflash_mlx.verifier.hooks import route_attention
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.saved import Saved
-from dflash_mlx.verifier.sequence import SequenceCache
+from dflash_mlx.verifier.sequence import Rows, SequenceCache
 from kernels_metal.dispatch import Mode
 
 # What is done with a cache between passes; followers do it with theirs.
-_REPEATED = ("commit", "lengthen", "discard", "mark", "mark_chunk", "trim")
+_REPEATED = ("commit", "lengthen", "discard", "mark", "mark_chunk", "rewind")
 
 
 class LedCache(SequenceCache):
     """A cache whose counterparts on other ranks do what it does."""
 
     def __init__(self, cache: SequenceCache, leader: Leader, number: int) -> None:
-        super().__init__(cache.layers, cache._recurrent)
+        super().__init__(cache.layers, cache.parts)
         self.leader, self.number = leader, number
 
     def fork(self) -> LedCache:
@@ -47,13 +45,14 @@ class LedCache(SequenceCache):
         raise RuntimeError("its keys and values are on several machines")
 
 
-def _repeated(name: str) -> Callable[..., None]:
+def _repeated(name: str) -> Callable[..., Any]:
     own = getattr(SequenceCache, name)
 
-    def both(self: LedCache, *given: Any) -> None:
-        own(self, *given)
+    def both(self: LedCache, *given: Any) -> Any:
+        found = own(self, *given)
         plain = ([*map(int, g)] if isinstance(g, Iterable) else int(g) for g in given)
         self.leader.note(name, self.number, *plain)
+        return found
 
     return both
 
@@ -136,7 +135,6 @@ class Follower:
     def __init__(self, target: Target, ranks: Ranks) -> None:
         self.target, self.ranks = target, ranks
         self.caches: dict[int, SequenceCache] = {}  # by the leader's numbers
-        self._routed = False
 
     def replay(self) -> None:
         """Go on until the leader ends; raises what goes wrong here and not on the leader."""
@@ -152,7 +150,7 @@ class Follower:
         elif name in _REPEATED:
             number, *more = given
             getattr(self.caches[number], name)(*more)
-            if name in ("commit", "trim"):  # which nobody asks for here; no sum is left in it
+            if name in ("commit", "rewind"):  # which nobody asks for here; no sum is left in it
                 mx.async_eval(self.caches[number].arrays)
         elif name == "new":
             self.caches[given[0]] = self.target.new_cache()
@@ -162,7 +160,6 @@ class Follower:
             del self.caches[given[0]]
         elif name == "use_kernels":
             self.target.use_kernels(given[0])
-            self._routed = False  # hooks were replaced
         elif name == "widen":
             self.target.widen(getattr(mx, given[0]))
         else:
@@ -182,8 +179,6 @@ class Follower:
         rows = [self._rows(*each) for each in sequences]
         if len(rows) == 1:
             return [self.target.forward(*rows[0][:3])]
-        if not self._routed:  # as the leader did when it found out whether its model joins them
-            self._routed = route_attention(self.target.model)
         return self.target._together(rows, ())
 
     def _rows(self, number: int, tokens: list[int], about: list[Any]) -> Rows:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dflash_mlx.serve.fields import Count, Name, Sampled, Stops, Strict
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
+from dflash_mlx.serve.errors import refusal
+from dflash_mlx.serve.fields import ChatBody, Conversation, Count, Name, Stops, Strict
 
-Json = dict[str, Any]
+FIELDS = Fields(
+    form="output_config.format",
+    schema="output_config.format.schema",
+    parameters="tools[{}].input_schema",
+    strict="tools[{}].strict",
+    name="tools[{}].name",
+)
 
 
 class CacheControl(Strict):
@@ -128,16 +138,9 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class Metadata(Strict):
-    """Who asks."""
-
-    user_id: str | None = None
-
-
-class Counted(Strict):
+class Counted(Conversation):
     """What the number of a prompt's tokens depends on: the body of .../count_tokens."""
 
-    model: Name
     messages: Annotated[list[Message], Field(min_length=1)]
     system: str | list[Text] | None = None
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
@@ -145,14 +148,101 @@ class Counted(Strict):
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    chat_template_kwargs: Json | None = None
+
+    def chat(self, pair: Pair) -> Chat:
+        messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
+        for each in self.messages:
+            messages += _told(each)
+        go_on = isinstance(self.messages[-1], AssistantMessage)
+        if go_on and messages[-1].get("tool_calls"):
+            step = "send the result of the call behind it"
+            raise refusal("messages", "end with a call of a tool", step)
+        choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config
+        given, own = self.chat_template_kwargs or {}, self._thinking(pair)
+        form = output.format if output is not None else None
+        effort = output.effort if output is not None else None
+        return Chat(
+            FIELDS,
+            messages,
+            [_tool(each) for each in self.tools or []] if choice.type != "none" else [],
+            self._required(choice),
+            bool(choice.disable_parallel_tool_use),
+            form.schema_ if form is not None else None,
+            arguments={**own, **given},
+            named={name: "thinking" for name in own if name not in given},
+            hints={"reasoning_effort": effort} if effort is not None else {},
+            go_on=go_on,
+        )
+
+    def _required(self, choice: ToolChoice) -> str | None:
+        """The tool that has to be called, "" for any."""
+        if choice.type not in ("any", "tool"):
+            return None
+        if choice.type == "tool" and not choice.name:
+            raise refusal("tool_choice", "of type tool names none", "send its name")
+        if not self.tools:
+            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
+        return (choice.name if choice.type == "tool" else None) or ""
+
+    def _thinking(self, pair: Pair) -> Json:
+        """The argument of the chat template that says whether the model thinks."""
+        thinking = self.thinking
+        if thinking is None or thinking.type == "adaptive":  # as the model has it
+            return {}
+        if thinking.type == "enabled" and thinking.budget_tokens is not None:
+            step = 'send {"type": "adaptive"}, and max_tokens for all of the answer'
+            raise refusal("thinking.budget_tokens", "is a limit that this server cannot keep", step)
+        if thinking.type == "disabled" and not pair.tokenizer.has_thinking:
+            return {}
+        return {"enable_thinking": thinking.type == "enabled"}
 
 
-class MessagesRequest(Counted, Sampled):
+def _told(message: UserMessage | AssistantMessage | SystemMessage) -> list[Json]:
+    """As chat templates read it; what tools answered comes first."""
+    role, content = message.role, message.content
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    found = [_result(block) for block in content if isinstance(block, ToolResult)]
+    texts = [block for block in content if isinstance(block, Text)]
+    if texts or not found:
+        found.append({"role": role, "content": text_of(texts)})
+    if thoughts := [block.thinking for block in content if isinstance(block, Thinking)]:
+        found[-1]["reasoning_content"] = "".join(thoughts)
+    if calls := [block for block in content if isinstance(block, ToolUse)]:
+        found[-1]["tool_calls"] = [call_of(call.name, call.input, call.id) for call in calls]
+    return found
+
+
+def _result(block: ToolResult) -> Json:
+    """Templates know nothing of errors, so the words say that it is one."""
+    told = ("Error: " if block.is_error else "") + text_of(block.content)
+    return {"role": "tool", "content": told, "tool_call_id": block.tool_use_id}
+
+
+def _tool(tool: Tool) -> Json:
+    """In OpenAI's words."""
+    own = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function = {**own, "strict": tool.strict or None}
+    told = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": told}
+
+
+class MessagesRequest(Counted, ChatBody):
     """The body of POST /v1/messages."""
 
     max_tokens: Count
-    stream: bool | None = None
     stop_sequences: Stops | None = None
-    metadata: Metadata | None = None
+    metadata: dict[Literal["user_id"], str | None] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def stops(self) -> Sequence[str]:
+        return self.stop_sequences or ()
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"stop": "stop_sequences"}

@@ -8,33 +8,59 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from dflash_mlx.serve import anthropic_messages, openai_chat, openai_completions
-from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
+from dflash_mlx.serve import anthropic_replies, guard, openai_replies
+from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, response_of
-from dflash_mlx.serve.guard import (
-    HEALTH,
-    BodyLimitMiddleware,
-    CallerCheck,
-    CheckMiddleware,
-    KeyCheck,
-    OuterMiddleware,
-)
-from dflash_mlx.serve.metrics import CONTENT_TYPE
-from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
-from dflash_mlx.serve.replies import ClientGone
 from dflash_mlx.serve.service import Service
-
-Json = dict[str, Any]
 
 _ERROR = {"description": "one sentence, in the shape of the API"}
 _ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
-_GONE = 499  # nobody reads it
+
+
+async def models(request: Request) -> Response:
+    """The model by all of its names, in the shape of both APIs."""
+    names = request.app.state.service.names
+    found = [_model(request.app.state.service, name) for name in names]
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return as_json({"object": "list", "data": found, **ends})
+
+
+async def model(name: str, request: Request) -> Response:
+    """The model by one of its names."""
+    request.app.state.service.check_model(name)
+    return as_json(_model(request.app.state.service, name))
+
+
+async def health() -> Response:
+    """That the server is there."""
+    return as_json({"status": "ok"})
+
+
+async def metrics(request: Request) -> Response:
+    """Figures for Prometheus."""
+    service: Service = request.app.state.service
+    return Response(service.metrics.page(service.queue.worker.used), media_type=CONTENT_TYPE_LATEST)
+
+
+_ASKED: dict[str, Callable[..., Any]] = {  # by POST
+    "/v1/chat/completions": openai_replies.chat_completions,
+    "/v1/completions": openai_replies.completions,
+    "/v1/messages": anthropic_replies.messages,
+    "/v1/messages/count_tokens": anthropic_replies.count_tokens,
+}
+_TOLD: dict[str, Callable[..., Any]] = {  # by GET
+    "/v1/models": models,
+    "/v1/models/{name:path}": model,
+    guard.HEALTH: health,
+    "/metrics": metrics,
+}
 
 
 def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIApp:
@@ -46,84 +72,42 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
         redirect_slashes=False,
         responses=_ERRORS,
     )
-    _add_answers(api, service)
-    _add_figures(api, service)
-    _add_errors(api)
-    config, metrics = service.config, service.metrics
-    app: ASGIApp = BodyLimitMiddleware(api, config.body_bytes, config.idle)
-    app = CheckMiddleware(app, KeyCheck(config.key))
+    api.state.service = service
+    for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
+        for path, answer in paths.items():
+            api.add_api_route(path, answer, methods=[method], response_class=Response)
+    config, most = service.config, int(service.config.body_mb * 10**6)
+    _add_errors(api, most)
+    app: ASGIApp = RequestBodyLimitMiddleware(api, most)
+    app = guard.BodyTimeMiddleware(app, config.idle)
+    keys = [] if config.key is None else [guard.key_check(config.key)]
+    app = guard.CheckMiddleware(app, *keys, guard.size_check(most))
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
-    app = CheckMiddleware(app, CallerCheck((config.host, *config.allow_host), config.allow_origin))
-    paths = {route.path for route in api.routes if isinstance(route, APIRoute)}
+    hosts = config.host, *config.allow_host
+    app = guard.CheckMiddleware(app, guard.caller_check(hosts, config.allow_origin))
 
     def counted(path: str, status: int) -> None:
-        metrics.responded(path if path in paths else "other", status)
+        service.metrics.responded(path if path in {*_ASKED, *_TOLD} else "other", status)
 
-    return OuterMiddleware(app, counted, fault)
-
-
-def _add_answers(api: FastAPI, service: Service) -> None:
-    @api.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await openai_chat.chat(service, body, request)
-
-    @api.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await openai_completions.complete(service, body, request)
-
-    @api.post("/v1/messages")
-    async def messages(body: MessagesRequest, request: Request) -> Response:
-        return await anthropic_messages.messages(service, body, request)
-
-    @api.post("/v1/messages/count_tokens")
-    async def count_tokens(body: Counted, request: Request) -> Response:
-        return await anthropic_messages.count_tokens(service, body, request)
+    return guard.OuterMiddleware(app, counted, fault)
 
 
-def _add_figures(api: FastAPI, service: Service) -> None:
-    @api.get("/v1/models")
-    async def models() -> Response:
-        found = [_model(service, name) for name in service.names]
-        ends = {"has_more": False, "first_id": service.names[0], "last_id": service.names[-1]}
-        return as_json({"object": "list", "data": found, **ends})
-
-    @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        service.check_model(name)
-        return as_json(_model(service, name))
-
-    @api.get(HEALTH)
-    async def health() -> Response:
-        return as_json({"status": "ok"})
-
-    @api.get("/metrics")
-    async def metrics() -> Response:
-        page = service.metrics.page(service.queue.worker.used)
-        return Response(page, media_type=CONTENT_TYPE)
-
-
-def _add_errors(api: FastAPI) -> None:
-    @api.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return response_of(error, request.url.path)
+def _add_errors(api: FastAPI, most: int) -> None:
+    @api.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        if error.status_code == 413:  # Starlette's
+            error = guard.too_large(most)
+        elif error.status_code == 404 and not isinstance(error, ApiError):
+            what = f"{path[:200]} is no path of this server; docs/serve.md lists them"
+            error = ApiError(404, what)
+        return response_of(error, path)
 
     @api.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return response_of(invalid_field(error.errors(), error.body), request.url.path)
-
-    @api.exception_handler(HTTPException)
-    async def no_path(request: Request, error: HTTPException) -> Response:
-        told = str(error.detail)
-        if error.status_code == 404:
-            told = f"{request.url.path[:200]} is no path of this server; docs/serve.md lists them"
-        found = ApiError(error.status_code, told, headers=error.headers)
-        return response_of(found, request.url.path)
-
-    @api.exception_handler(ClientGone)
-    async def gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=_GONE)
 
 
 def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
@@ -154,7 +138,7 @@ def _place(problem: Json, body: Any) -> list[str | int]:
 
 
 def _model(service: Service, name: str) -> Json:
-    """A model as both APIs list it."""
+    began = datetime.fromtimestamp(service.started, timezone.utc)
     return {
         "id": name,
         "object": "model",
@@ -162,10 +146,6 @@ def _model(service: Service, name: str) -> Json:
         "owned_by": "dflash",
         "type": "model",
         "display_name": name,
-        "created_at": _iso(service.started),
+        "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "max_model_len": service.pair.target.context_length,
     }
-
-
-def _iso(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")

@@ -37,11 +37,8 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     check_memory(pair_config, reader.parts)
     from dflash_mlx.serve.running import run
 
-    load, named = (
-        partial(cli.open_pair, arguments, config, reader=reader),
-        names(pair_config, serve),
-    )
-    run(load, place, serve, config, kept, named)
+    load = partial(cli.open_pair, arguments, config, reader=reader)
+    run(load, place, serve, config, kept, names(pair_config, serve))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,30 +6,28 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from dflash_mlx.core.errors import DFlashError
 
 ANTHROPIC = "/v1/messages"  # where its paths begin
-_KINDS = {
-    400: ("invalid_request_error", "invalid_request_error"),
+_INVALID, _FAULT = "invalid_request_error", ("server_error", "api_error")
+_KINDS = {  # what a status is called in OpenAI's API and in Anthropic's
+    400: (_INVALID, _INVALID),
     401: ("authentication_error", "authentication_error"),
     403: ("permission_error", "permission_error"),
-    404: ("invalid_request_error", "not_found_error"),
-    405: ("invalid_request_error", "invalid_request_error"),
+    404: (_INVALID, "not_found_error"),
+    405: (_INVALID, _INVALID),
     408: ("timeout_error", "timeout_error"),
-    413: ("invalid_request_error", "request_too_large"),
+    413: (_INVALID, "request_too_large"),
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("server_error", "overloaded_error"),
 }
-_FAULT = ("server_error", "api_error")
 
 
-class ApiError(Exception):
-    """A request that is not answered: an HTTP status and one sentence.
-
-    param: the field that the sentence is about. code: for programs. headers: of the response.
-    """
+class ApiError(HTTPException):
+    """A request that is not answered: an HTTP status and one sentence."""
 
     def __init__(
         self,
@@ -39,9 +37,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        super().__init__(status, message, headers)
+        self.param = param  # the field that the sentence is about
+        self.code = code  # for programs
 
 
 def refusal(param: str, problem: str, next_step: str) -> ApiError:
@@ -56,18 +54,18 @@ def of_settings(error: DFlashError, names: Mapping[str, str] | None = None) -> A
     return ApiError(400, error.told(lambda setting: known.get(setting, setting)), field)
 
 
-def body_of(error: ApiError, path: str) -> dict[str, Any]:
+def body_of(error: HTTPException, path: str) -> dict[str, Any]:
     """The JSON of an error for a request of this path."""
-    openai, anthropic = _KINDS.get(error.status, _FAULT)
+    openai, anthropic = _KINDS.get(error.status_code, _FAULT)
     if path.startswith(ANTHROPIC):
-        return {"type": "error", "error": {"type": anthropic, "message": error.message}}
-    told = {"message": error.message, "type": openai, "param": error.param, "code": error.code}
-    return {"error": told}
+        return {"type": "error", "error": {"type": anthropic, "message": error.detail}}
+    about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    return {"error": {"message": error.detail, "type": openai, **about}}
 
 
-def response_of(error: ApiError, path: str) -> Response:
+def response_of(error: HTTPException, path: str) -> Response:
     """The response that says so."""
-    return as_json(body_of(error, path), error.status, error.headers)
+    return as_json(body_of(error, path), error.status_code, error.headers)
 
 
 def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,8 +1,8 @@
-"""What the requests of both APIs share: strict fields, and the settings of an answer."""
+"""What the requests of all APIs share: strict fields, a conversation, the settings of an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -11,20 +11,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import LARGEST
-from dflash_mlx.serve.errors import ApiError, of_settings, refusal
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.chat import Chat, Json, check_text
+from dflash_mlx.serve.errors import of_settings
 from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Heat = Annotated[float, Field(ge=0, le=10)]
-Share = Annotated[float, Field(ge=0, le=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed"),
-    *("repetition_penalty", "repetition_context"),
-)
 
 
 class Strict(BaseModel):
@@ -36,71 +31,89 @@ class Strict(BaseModel):
 class Sampled(Strict):
     """How tokens are drawn, under the names that both APIs and ours have."""
 
-    temperature: Heat | None = None
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    min_p: Share | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     repetition_context: Count | None = None
 
 
-def decoding(
-    usual: DecodeConfig,
-    body: Sampled,
-    max_tokens: int | None,
-    stop: Sequence[str],
-    names: Mapping[str, str],
-    structure: StructureConfig | None = None,
-) -> DecodeConfig:
-    """The settings of an answer: those of the server with what a request says on top.
+class Answered(Sampled):
+    """A request for answers, whatever its API; what is not a field here is said by properties."""
 
-    names: of fields by setting, where the API has other ones. structure: what the answer has to be,
-    if a request says that. ApiError for what does not go together.
+    model: Name
+    stream: bool | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Tokens of an answer, where the request says."""
+        return None
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """Texts that end an answer."""
+        return ()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Fields by the setting that they are about, where they are called otherwise."""
+        return {}
+
+    @property
+    def answers(self) -> int:
+        """How many to each prompt."""
+        return 1
+
+    @property
+    def tops(self) -> int | None:
+        """Likeliest tokens to tell with each token, None for no log-probabilities."""
+        return None
+
+    def check(self) -> None:
+        """ApiError for fields that do not go together."""
+
+
+class Conversation(Strict):
+    """A conversation in the words of an API."""
+
+    model: Name
+    messages: Sequence[Any]
+    chat_template_kwargs: Json | None = None
+
+    def chat(self, pair: Pair) -> Chat:
+        """The same in neutral words; ApiError for what is none."""
+        raise NotImplementedError
+
+
+class ChatBody(Conversation, Answered):
+    """A conversation that is to be answered."""
+
+
+def decoding(
+    usual: DecodeConfig, body: Answered, structure: StructureConfig | None = None
+) -> list[DecodeConfig]:
+    """The settings of each answer to a prompt: those of the server, with the request's on top.
+
+    Where a seed was given, each has one of its own. ApiError for what does not go together.
     """
-    for i, text in enumerate(stop):
-        if not is_text(text):
-            field = f"{names.get('stop', 'stop')}[{i}]"
-            raise refusal(field, "has half a surrogate pair", "send whole characters")
-    asked = {name: getattr(body, name) for name in _SAMPLING}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    names = body.names
+    for i, text in enumerate(body.stops):
+        check_text(text, f"{names.get('stop', 'stop')}[{i}]")
+    asked = body.model_dump(include={*Sampled.model_fields}, exclude_none=True)
     try:
-        sampling = replace(usual.sampling, **asked)
-        most = usual.max_tokens if max_tokens is None else max_tokens
-        kept = structure if structure is not None and structure.kind else usual.structure
-        told = replace(usual, sampling=sampling, max_tokens=most, structure=kept)
-        return replace(told, stop=(*usual.stop, *stop))
+        config = replace(
+            usual,
+            sampling=replace(usual.sampling, **asked),
+            max_tokens=usual.max_tokens if body.most is None else body.most,
+            structure=structure or usual.structure,
+            stop=(*usual.stop, *body.stops),
+            logprobs=body.tops,
+        )
     except DFlashError as error:
         raise of_settings(error, names) from None
-
-
-def with_seeds(config: DecodeConfig, answers: int) -> list[DecodeConfig]:
-    """For several answers to one prompt: each has a seed of its own, where one was given."""
-    seed = config.sampling.seed
-    if seed is None:
-        return [config] * answers
-    seeds = [(seed + i) % 2**32 for i in range(answers)]
+    if (seed := config.sampling.seed) is None:
+        return [config] * body.answers
+    seeds = [(seed + i) % 2**32 for i in range(body.answers)]
     return [replace(config, sampling=replace(config.sampling, seed=each)) for each in seeds]
-
-
-def only(field: str, value: Any, *usual: Any) -> None:
-    """ApiError for a field that is taken only with values which ask for nothing."""
-    if value is not None and value not in usual:
-        shown = " or ".join(repr(each) for each in usual)
-        step = f"leave it out{f', or send {shown}' if usual else ''}"
-        raise refusal(field, f"is {str(value)[:80]!r}, which this server cannot do", step)
-
-
-def is_text(text: str) -> bool:
-    """Whether it is whole characters, no half of a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def unknown_model(name: str, known: Sequence[str]) -> ApiError:
-    """The model that a request names is not the one that is served."""
-    what = f"the model {name[:200]!r} is not served here; ask for {known[0]!r}"
-    return ApiError(404, what, "model", "model_not_found")

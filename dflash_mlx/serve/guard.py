@@ -1,82 +1,65 @@
-"""Who may ask: hosts, origins of web pages, keys; how large a request may be, and how slow."""
+"""Who may ask, and how long for: hosts, origins of web pages, keys, bodies, connections."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from hashlib import sha256
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dflash_mlx.serve.errors import ApiError, response_of
-from dflash_mlx.serve.hosts import host_of, may_call
+from dflash_mlx.serve.errors import ApiError, body_of, encoded, response_of
+from dflash_mlx.serve.settings import LOCAL, is_address
 
 HEALTH = "/health"  # which needs no key
 
-Check = Callable[[Scope], "ApiError | None"]
+Check = Callable[[Scope], None]  # raises ApiError
 
 
-class CheckMiddleware:
-    """Lets requests through that a check has nothing against."""
-
-    def __init__(self, app: ASGIApp, check: Check) -> None:
-        self._app, self._check = app, check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the refusal, or pass on."""
-        refused = self._check(scope) if scope["type"] == "http" else None
-        if refused is None:
-            await self._app(scope, receive, send)
-        else:
-            await response_of(refused, scope["path"])(scope, receive, send)
-
-
-class CallerCheck:
+def caller_check(hosts: Collection[str], origins: Collection[str]) -> Check:
     """Refuses requests for other hosts, and from web pages that were not named.
 
-    hosts, origins: that are allowed besides this machine's own.
+    A web page's own name can be pointed at this machine (DNS rebinding); an address cannot. hosts,
+    origins: that are allowed besides this machine's own.
     """
+    known, pages = {host.lower() for host in hosts}, {origin.lower() for origin in origins}
 
-    def __init__(self, hosts: Collection[str], origins: Collection[str]) -> None:
-        self._hosts = {host.lower() for host in hosts}
-        self._origins = {origin.lower() for origin in origins}
-
-    def __call__(self, scope: Scope) -> ApiError | None:
-        """Why a request is refused, None where it is not."""
+    def check(scope: Scope) -> None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if not may_call(host, self._hosts):
-            what = f"the host {host_of(host)[:200]!r} is not this server"
-            return ApiError(403, f"{what}; start it with --allow-host to change that")
-        origin = headers.get("origin")
-        if origin is None or origin.lower() in self._origins:
-            return None
-        if origin.lower() == f"{scope['scheme']}://{host.lower()}":
-            return None  # a page of ours, if we had one
-        what = f"web pages of {origin[:200]!r} may not use this server"
-        return ApiError(403, f"{what}; start it with --allow-origin to change that")
+        header = headers.get("host", "").strip().lower()
+        host = header.rpartition(":")[0] if header.count(":") == 1 else header
+        host = header[1:].partition("]")[0] if header.startswith("[") else host
+        if host != LOCAL and not is_address(host) and host not in known:
+            what = f"the host {host[:200]!r} is not this server"
+            raise ApiError(403, f"{what}; start it with --allow-host to change that")
+        origin = headers.get("origin", "").lower()
+        own = f"{scope['scheme']}://{header}"  # of a page of ours, if we had one
+        if "origin" in headers and origin not in pages and origin != own:
+            what = f"web pages of {origin[:200]!r} may not use this server"
+            raise ApiError(403, f"{what}; start it with --allow-origin to change that")
+
+    return check
 
 
-class KeyCheck:
-    """Refuses requests without the key; None asks for none."""
+def key_check(key: str) -> Check:
+    """Refuses requests without the key; the time that it takes says nothing."""
+    known = _digest(key)
 
-    def __init__(self, key: str | None) -> None:
-        self._digest = None if key is None else _digest(key)
-
-    def __call__(self, scope: Scope) -> ApiError | None:
-        """Why a request is refused, None where it is not. The time it takes says nothing."""
-        if self._digest is None or scope["path"] == HEALTH:
-            return None
+    def check(scope: Scope) -> None:
         headers = Headers(scope=scope)
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-        fits = [hmac.compare_digest(_digest(each), self._digest) for each in given]
-        if any(fits):
-            return None
-        what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
-        return ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        fits = [hmac.compare_digest(_digest(each), known) for each in given]
+        if not any(fits) and scope["path"] != HEALTH:
+            what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
+            asked = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, what, code="invalid_api_key", headers=asked)
+
+    return check
 
 
 def _digest(key: str) -> bytes:
@@ -84,85 +67,78 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode("latin-1", "replace")).digest()
 
 
-class BodyLimitMiddleware:
-    """Ends requests that are larger than `most` bytes, or take longer than `seconds` to come."""
+def size_check(most: int) -> Check:
+    """Refuses bodies that say they are too large; Starlette refuses those that turn out to be."""
 
-    def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
-        self._app, self._most, self._seconds = app, most, seconds
+    def check(scope: Scope) -> None:
+        stated = Headers(scope=scope).get("content-length", "")
+        if stated.isdecimal() and (len(stated) > 15 or int(stated) > most):
+            raise too_large(most)
+
+    return check
+
+
+def too_large(most: int) -> ApiError:
+    """The refusal of a body of more than so many bytes."""
+    what = f"the request is larger than {most / 10**6:g} MB"
+    step = "send less, or start the server with a larger --body-mb"
+    return ApiError(413, f"{what}; {step}", headers={"Connection": "close"})
+
+
+class CheckMiddleware:
+    """Lets requests through that no check refuses."""
+
+    def __init__(self, app: ASGIApp, *checks: Check) -> None:
+        self._app, self._checks = app, checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the whole request, then pass it on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
-            stated = Headers(scope=scope).get("content-length", "")
-            if stated.isdecimal() and (len(stated) > 15 or int(stated) > self._most):
-                raise self._too_large()
-            whole = await asyncio.wait_for(self._read(receive), self._seconds)
-        except asyncio.TimeoutError:
-            refused = ApiError(408, f"the request did not come within {self._seconds:g} s")
-        except ApiError as error:
-            refused = error
+            for check in self._checks:
+                check(scope)
+        except ApiError as refused:
+            await response_of(refused, scope["path"])(scope, receive, send)
         else:
-            if whole is not None:
-                await self._app(scope, _again(whole, receive), send)
-            return
-        refused.headers["Connection"] = "close"
-        await response_of(refused, scope["path"])(scope, receive, send)
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """All of the body; None where the client has left."""
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    def _too_large(self) -> ApiError:
-        what = f"the request is larger than {self._most / 10**6:g} MB"
-        return ApiError(413, f"{what}; send less, or start the server with a larger --body-mb")
+            await self._app(scope, receive, send)
 
 
-def _again(whole: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """Gives out the body once, then what else comes."""
-    given = False
+class BodyTimeMiddleware:
+    """Refuses bodies that take longer than `seconds` to come."""
 
-    async def read() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": whole, "more_body": False}
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
 
-    return read
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Whoever reads the body gets an ApiError when its time is over.
+        clock, is_whole = asyncio.get_running_loop().time, False
+        end = clock() + self._seconds
+
+        async def read() -> Message:
+            nonlocal is_whole
+            if is_whole:  # what comes now is that the client leaves
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end - clock())
+            except asyncio.TimeoutError:
+                what = f"the request did not come within {self._seconds:g} s"
+                raise ApiError(408, what, headers={"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, read, send)
 
 
 class OuterMiddleware:
-    """The outermost: counts responses; a fault of ours is a JSON error, and noted.
-
-    counted: is given path and status. fault: notes an exception and makes an error of it.
-    """
+    """The outermost: counts responses; a fault of ours is a JSON error, and noted."""
 
     def __init__(
         self,
         app: ASGIApp,
-        counted: Callable[[str, int], None],
-        fault: Callable[[Exception], ApiError],
+        counted: Callable[[str, int], None],  # is given path and status
+        fault: Callable[[Exception], ApiError],  # notes an exception and makes an error of it
     ) -> None:
         self._app, self._counted, self._fault = app, counted, fault
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and look at what comes back."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         began = False
 
         async def look(message: Message) -> None:
@@ -178,3 +154,73 @@ class OuterMiddleware:
             told = self._fault(error)
             if not began:
                 await response_of(told, scope["path"])(scope, receive, look)
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's connections: not too many, none that does nothing for long, refusals in JSON.
+
+    A client has `idle` seconds for the head of a request, from its first byte or the opening of
+    the connection on, and to go on reading an answer where it has stopped. (Between two requests
+    uvicorn itself waits that long.)
+    """
+
+    def __init__(self, *arguments: Any, most: int, idle: float, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._most = most  # connections of the server
+        self._idle = idle
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # by what is waited for
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._most:
+            self._refuse(ApiError(503, f"there are {self._most} connections; ask again later"))
+        else:
+            self._wait("head")
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; a head that comes byte by byte does not get more time."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop("head")
+        elif not self.transport.is_closing():
+            self._wait("head")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop("head")
+        self._stop("reader")
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait("reader")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("reader")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # begins the next request where its bytes are here already
+        self._stop("head")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(ApiError(400, f"this is no HTTP request ({msg.rstrip('.')})"))
+
+    def _wait(self, what: str) -> None:
+        if what not in self._timers:
+            self._timers[what] = self.loop.call_later(self._idle, self.transport.abort)
+
+    def _stop(self, what: str) -> None:
+        if timer := self._timers.pop(what, None):
+            timer.cancel()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Say why, and close; without h11, which may be in any state."""
+        body = encoded(body_of(error, ""))
+        phrase = {400: "Bad Request", 503: "Service Unavailable"}[error.status_code]
+        head = f"HTTP/1.1 {error.status_code} {phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            self.transport.write(head.encode() + body)
+        self.transport.close()

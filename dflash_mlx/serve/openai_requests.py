@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dflash_mlx.serve.fields import Count, Name, Sampled, Stops, StopText, Strict
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
+from dflash_mlx.serve.errors import refusal
+from dflash_mlx.serve.fields import Answered, ChatBody, Count, Name, Stops, StopText, Strict
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
-Json = dict[str, Any]
+FIELDS = Fields(
+    form="response_format",
+    schema="response_format.json_schema.schema",
+    parameters="tools[{}].function.parameters",
+    strict="tools[{}].function.strict",
+    name="tools[{}].function.name",
+)
+_TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
+
+Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
+Nothing = Annotated[list[Any], Field(max_length=0)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class TextPart(Strict):
@@ -38,18 +53,10 @@ class ToolCall(Strict):
     index: int | None = None  # which some clients leave in
 
 
-class SystemMessage(Strict):
-    """What the model is told before the conversation."""
+class PlainMessage(Strict):
+    """What the model is told before the conversation, and what the user says."""
 
-    role: Literal["system", "developer"]
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(Strict):
-    """What the user says."""
-
-    role: Literal["user"]
+    role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
 
@@ -65,7 +72,7 @@ class AssistantMessage(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Nothing | None = None
 
 
 class ToolMessage(Strict):
@@ -77,9 +84,7 @@ class ToolMessage(Strict):
     name: str | None = None
 
 
-Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
+Message = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class Function(Strict):
@@ -98,17 +103,11 @@ class Tool(Strict):
     function: Function
 
 
-class NamedFunction(Strict):
-    """The function that has to be called."""
-
-    name: Name
-
-
 class NamedTool(Strict):
     """The tool that has to be called."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: Annotated[dict[Literal["name"], Name], Field(min_length=1)]
 
 
 class StreamOptions(Strict):
@@ -133,44 +132,123 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @property
+    def wanted(self) -> Json | None:
+        """The schema that an answer has to follow, None for words."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"type": "object"}
+        if self.json_schema is None:
+            raise refusal("response_format.json_schema", "is missing", "send it")
+        given = self.json_schema.schema_
+        return {"type": "object"} if given is None else given
 
-class Common(Sampled):
+
+class Completed(Answered):
     """What chat completions and completions share."""
 
-    model: Name
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     max_tokens: Count | None = None
     stop: StopText | Stops | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
 
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens
 
-class ChatRequest(Common):
+    @property
+    def stops(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "is for streams", "leave it out, or send stream: true")
+
+
+class ChatRequest(ChatBody, Completed):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    top_logprobs: Tops | None = None
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Json | None = None
     reasoning_effort: str | None = None
     metadata: dict[str, str] | None = None
-    modalities: list[str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens or self.max_completion_tokens
 
-class CompletionRequest(Common):
+    @property
+    def names(self) -> dict[str, str]:
+        return {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens else {}
+
+    @property
+    def tops(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            step = "send one of them"
+            raise refusal("max_tokens", f"is {both[0]}, but max_completion_tokens {both[1]}", step)
+        if self.top_logprobs and not self.logprobs:
+            raise refusal(
+                "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
+            )
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
+
+    def chat(self, pair: Pair) -> Chat:
+        required: str | None = "" if self.tool_choice == "required" else None
+        if isinstance(self.tool_choice, NamedTool):
+            required = self.tool_choice.function["name"]
+        tools = self.tools or [] if self.tool_choice != "none" else []
+        given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
+        own = effort if self.reasoning_effort is not None else {}
+        return Chat(
+            FIELDS,
+            [_told(each) for each in self.messages],
+            [each.model_dump(exclude_none=True) for each in tools],
+            required,
+            self.parallel_tool_calls is False,
+            self.response_format.wanted if self.response_format is not None else None,
+            arguments={**own, **given},
+            named={name: name for name in own if name not in given},
+        )
+
+
+def _told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
+    """As chat templates read it."""
+    role = "system" if message.role == "developer" else message.role
+    found = message.model_dump(include=_TOLD, exclude_none=True)
+    found |= {"role": role, "content": text_of(message.content)}
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        calls = [(each.function, each.id) for each in message.tool_calls]
+        found["tool_calls"] = [call_of(f.name, f.arguments, key) for f, key in calls]
+    return found
+
+
+class CompletionRequest(Completed):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -178,7 +256,11 @@ class CompletionRequest(Common):
         | Annotated[list[str], Field(min_length=1, max_length=MOST_ANSWERS)]
         | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    logprobs: Tops | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+    @property
+    def tops(self) -> int | None:
+        return self.logprobs

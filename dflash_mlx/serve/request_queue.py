@@ -5,89 +5,134 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.logprobs import TokenLogprobs
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
+from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
+TOOLS = "tool_calls"  # the reason of an answer that ends with calls
+PING = 10.0  # seconds without a word after which a stream says that it is alive
 _FIRST_GUESS, _LONGEST = 5.0, 60.0  # seconds until another answer is over
 _ENDED = "the server is shutting down, and this answer was not finished in time"
 
 
-class ResponseStream:
-    """The answers of one request, as they come."""
+@dataclass(eq=False)
+class Reply(Request):
+    """One answer: what the worker is asked for, and what has come of it."""
 
-    def __init__(self, queue: RequestQueue, asked: Sequence[Request]) -> None:
-        self.asked = tuple(asked)
-        self._desk = queue
-        self._news: asyncio.Queue[tuple[Request, object] | None] = asyncio.Queue()
-        self._begun: list[tuple[Request, object]] = []
-        self._left = len(self.asked)
+    index: int = 0  # among the answers of its HTTP request
+    reader: AnswerReader = field(default_factory=AnswerReader)
+    # Where it goes on with a text: whether a token begins with a space. mlx-lm cuts that off at
+    # the beginning of an answer.
+    is_spaced: Callable[[int], bool] | None = None
+    parts: list[Part] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
+    reason: str = ""  # why it ended: "stop", "length", "context" or TOOLS; "" before
+    stop_text: str | None = None  # that ended it
+    statistics: Statistics = field(default_factory=lambda: Statistics(""))
+    parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
+    since: float = field(default_factory=time.monotonic)
+    _lead: str | None = None  # space before the first text
+
+    def take(self, delta: Delta) -> list[Part]:
+        """What a delta adds."""
+        if delta.proposal.mode == "plain":
+            self.parked = delta.proposal.why
+        parts = self.reader.feed(self._text(delta))
+        if delta.finish_reason is not None:
+            parts += self.reader.finish()
+        if delta.finish_reason is not None or self.reader.is_over:
+            reason = delta.finish_reason or "stop"
+            self.reason = TOOLS if self.reader.called and reason == "stop" else reason
+        self.parts += parts
+        self.logprobs += delta.logprobs
+        self.stop_text, self.statistics = delta.stop_text, delta.statistics
+        return parts
+
+    def _text(self, delta: Delta) -> str:
+        if self._lead is None:
+            spaced = self.is_spaced is not None and self.is_spaced(delta.tokens[0])
+            self._lead = " " if spaced else ""
+        if not delta.text:
+            return ""
+        lead, self._lead = self._lead, ""
+        return delta.text if delta.text.startswith(" ") else lead + delta.text
+
+
+class ResponseStream:
+    """The answers of one HTTP request, as they come."""
+
+    def __init__(self, queue: RequestQueue, replies: Sequence[Reply]) -> None:
+        self.replies = tuple(replies)
+        self._queue = queue
+        self._news: deque[tuple[Reply, Delta | Exception]] = deque()
+        self._came = asyncio.Event()
+        self._waiting = len(self.replies)  # answers that are not taken in yet
 
     async def begun(self) -> None:
         """Return when all answers are taken in; ApiError where one is not."""
-        for _ in self.asked:
-            while True:
-                news = await self._news.get()
-                if news is None or isinstance(news[1], Begun):
-                    break
-                if isinstance(news[1], Exception):
-                    raise self._desk.as_api_error(news[1])
-                self._begun.append(news)
+        while self._waiting:
+            await self._came.wait()
+            self._came.clear()
+            for _, said in self._news:
+                if isinstance(said, Exception):
+                    raise self._queue.as_api_error(said)
 
-    async def next(self, seconds: float) -> tuple[int, Delta] | None:
-        """The next piece and which answer it is of; None where there was none for so long.
+    async def steps(self) -> AsyncIterator[tuple[Reply, list[Part]] | None]:
+        """An answer and what was added to it, until all are over; None after `PING` silent seconds.
 
-        ApiError where an answer broke off.
+        Raises ApiError where an answer breaks off.
         """
-        found = self._begun.pop(0) if self._begun else await self._wait(seconds)
-        if found is None:
-            return None
-        asked, said = found
-        if isinstance(said, Exception):
-            raise self._desk.as_api_error(said)
-        assert isinstance(said, Delta)
-        self._left -= said.finish_reason is not None
-        return self.asked.index(asked), said
+        while not all(reply.reason for reply in self.replies):
+            if not self._news:
+                await self._wait()
+            if not self._news:
+                yield None
+                continue
+            reply, said = self._news.popleft()
+            if isinstance(said, Exception):
+                raise self._queue.as_api_error(said)
+            if reply.reason:
+                continue
+            parts = reply.take(said)
+            if reply.reason and said.finish_reason is None:  # its reader has what it wants
+                self._queue.drop(reply)
+            yield reply, parts
 
-    async def _wait(self, seconds: float) -> tuple[Request, object] | None:
-        """The next news; not by `wait_for`, which before Python 3.12 can lose a cancellation."""
-        timer = asyncio.get_running_loop().call_later(seconds, self._news.put_nowait, None)
+    async def _wait(self) -> None:
+        """For news; not by `wait_for`, which before Python 3.12 can lose a cancellation."""
+        self._came.clear()
+        timer = asyncio.get_running_loop().call_later(PING, self._came.set)
         try:
-            return await self._news.get()
+            await self._came.wait()
         finally:
             timer.cancel()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all answers have their last piece, or were given up."""
-        return self._left <= 0
-
-    def hear(self, news: tuple[Request, object]) -> None:
+    def hear(self, reply: Reply, said: object) -> None:
         """Take in what the thread said."""
-        self._news.put_nowait(news)
-
-    def drop(self, index: int) -> None:
-        """Give up one of the answers, which has no last piece yet."""
-        self._left -= 1
-        self._desk.drop(self.asked[index])
+        if isinstance(said, Begun):
+            self._waiting -= 1
+        elif isinstance(said, (Delta, Exception)):
+            self._news.append((reply, said))
+        self._came.set()
 
     def close(self) -> None:
         """Give up all that are not over; nothing happens to those that are."""
-        for each in self.asked:
-            self._desk.drop(each)
+        for each in self.replies:
+            self._queue.drop(each)
 
 
 class RequestQueue:
-    """Hands requests to the worker and its news to their tickets; for one event loop.
-
-    parallel: answers that are decoded together. queue: answers that may wait besides. fault: notes
-    an exception and makes an error of it.
-    """
+    """Hands requests to the worker and its news to their streams; for one event loop."""
 
     def __init__(
         self,
@@ -96,11 +141,12 @@ class RequestQueue:
         queue: int,
         fault: Callable[[Exception], ApiError],
     ) -> None:
-        self.metrics, self.fault = metrics, fault
+        self.metrics = metrics
+        self.fault = fault  # notes an exception and makes an error of it
         self.worker = Worker(self._post)
-        self._parallel, self._most = parallel, parallel + queue
-        self._tickets: dict[Request, ResponseStream] = {}
-        self._since: dict[Request, float] = {}
+        self._parallel = parallel  # answers that are decoded together
+        self._most = parallel + queue
+        self._streams: dict[Reply, ResponseStream] = {}  # of answers that are not over
         self._usual = _FIRST_GUESS
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
@@ -109,34 +155,39 @@ class RequestQueue:
 
     def __len__(self) -> int:
         """Answers that are not over, those that wait included."""
-        return len(self._tickets)
+        return len(self._streams)
 
     @property
     def waiting(self) -> int:
         """Answers that wait for a place among those that are decoded."""
         return max(0, len(self) - self._parallel)
 
-    def open(self, asked: Sequence[Request]) -> ResponseStream:
-        """Ask for answers; ApiError where there is no room for them, or not any more."""
+    async def open(self, replies: Sequence[Reply]) -> ResponseStream:
+        """Ask for answers, and return when all are taken in; ApiError where that cannot be."""
         self._loop = asyncio.get_running_loop()
         if self._closing:
             raise ApiError(503, "the server is shutting down; ask again when it is back")
-        if len(self) + len(asked) > self._most:
-            after = {"Retry-After": str(self._wait(len(asked)))}
-            what = f"{len(self)} answers are being decoded or wait"
-            raise ApiError(429, f"{what}; ask again after {after['Retry-After']} s", headers=after)
-        ticket = ResponseStream(self, asked)
-        for each in asked:
-            self._tickets[each], self._since[each] = ticket, time.monotonic()
+        if len(self) + len(replies) > self._most:
+            ahead = len(self) + len(replies) - self._most
+            seconds = math.ceil(min(max(1.0, self._usual * ahead / self._parallel), _LONGEST))
+            what = f"{len(self)} answers are being decoded or wait; ask again after {seconds} s"
+            raise ApiError(429, what, headers={"Retry-After": str(seconds)})
+        stream = ResponseStream(self, replies)
+        for each in replies:
+            self._streams[each] = stream
             self.worker.submit(each)
         self._count()
-        return ticket
+        try:
+            await stream.begun()
+        except BaseException:  # whatever ends the request, nobody reads these answers
+            stream.close()
+            raise
+        return stream
 
-    def drop(self, asked: Request) -> None:
+    def drop(self, reply: Reply) -> None:
         """Give up an answer, unless it is over."""
-        if self._tickets.pop(asked, None) is not None:
-            self._since.pop(asked)
-            self.worker.cancel(asked)
+        if self._streams.pop(reply, None) is not None:
+            self.worker.cancel(reply)
             self.metrics.ended("gone")
             self._count()
 
@@ -146,9 +197,9 @@ class RequestQueue:
         try:
             await asyncio.wait_for(self._empty.wait(), grace)
         except asyncio.TimeoutError:
-            for asked, ticket in list(self._tickets.items()):
-                self.drop(asked)
-                ticket.hear((asked, ApiError(503, _ENDED)))
+            for reply, stream in list(self._streams.items()):
+                self.drop(reply)
+                stream.hear(reply, ApiError(503, _ENDED))
 
     def as_api_error(self, error: Exception) -> ApiError:
         """What went wrong, for the client."""
@@ -164,34 +215,23 @@ class RequestQueue:
             self._loop.call_soon_threadsafe(self._hear, news)
 
     def _hear(self, news: News) -> None:
-        for asked, said in news:
-            ticket = self._tickets.get(asked)  # type: ignore[arg-type]
-            if ticket is None or not isinstance(asked, Request):
+        for reply, said in news:
+            if not isinstance(reply, Reply) or (stream := self._streams.get(reply)) is None:
                 continue
-            if isinstance(said, Delta):
+            if isinstance(said, Exception):
+                self.metrics.ended("failed")
+                del self._streams[reply]
+            elif isinstance(said, Delta):
                 self.metrics.told(said)
-            if isinstance(said, Exception) or (isinstance(said, Delta) and said.finish_reason):
-                self._finish(asked, said)
-            ticket.hear((asked, said))
-
-    def _finish(self, asked: Request, said: Delta | Exception) -> None:
-        del self._tickets[asked]
-        took = time.monotonic() - self._since.pop(asked)
-        if isinstance(said, Delta):
-            self._usual += 0.2 * (took - self._usual)
-            self.metrics.finished(said)
-        else:
-            self.metrics.ended("failed")
+                if said.finish_reason is not None:
+                    self._usual += 0.2 * (time.monotonic() - reply.since - self._usual)
+                    del self._streams[reply]
+            stream.hear(reply, said)
         self._count()
 
     def _count(self) -> None:
         self.metrics.busy(len(self) - self.waiting, self.waiting)
-        if self._tickets:
+        if self._streams:
             self._empty.clear()
         else:
             self._empty.set()
-
-    def _wait(self, more: int) -> int:
-        """Seconds until there may be room for so many more answers."""
-        ahead = len(self) + more - self._most
-        return math.ceil(min(max(1.0, self._usual * ahead / self._parallel), _LONGEST))

@@ -20,13 +20,12 @@ from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.memory import available_memory
 from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.guard import LimitedProtocol
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.protocol import limited
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
@@ -34,6 +33,7 @@ from dflash_mlx.session.responder import prefix_cache
 from dflash_mlx.session.scheduler import Scheduler
 
 PROGRAM = "dflash-serve"
+_BACKLOG = 2048  # connections that wait to be taken in, as uvicorn has it
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -53,20 +53,20 @@ def run(
     """
     metrics, noted = Metrics(), Faults()
     queue = RequestQueue(metrics, config.parallel, config.queue, noted)
-    pair = queue.worker.call(load).result()
-    method = settle(usual, pair.capabilities).method
-    memory = memory_for(config)
-    make = scheduler_of(pair, config, memory, partial(prefix_cache, kept))
-    queue.worker.serve(make).result()
+    worker = queue.worker
+    pair = worker.call(load).result()
+    method, memory = settle(usual, pair.capabilities).method, memory_for(config)
+    make = partial(Scheduler, pair, memory, most=config.parallel)
+    worker.serve(lambda: make(prefixes=prefix_cache(kept))).result()
     service = Service(pair, usual, config, queue, metrics, names)
     told = f"{method} drafts, {amount(memory)} for caches"
-    told = f"{names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
-        queue.worker.run(lambda job: pair.calibrating(), idle=True)
-    asyncio.run(_until_signal(service, place, noted, lambda: cli.say(f"{PROGRAM}: {told}")))
-    if problem := queue.worker.call(queue.worker.save).result():
+        worker.run(lambda job: pair.calibrating(), idle=True)
+    told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
+    asyncio.run(_until_signal(service, place, noted, told))
+    if problem := worker.call(worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
-    queue.worker.close(_LATE)
+    worker.close(_LATE)
     service.close()
 
 
@@ -74,26 +74,6 @@ def address_of(place: socket.socket) -> str:
     """Where a client finds it."""
     host, port = place.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-async def _until_signal(
-    service: Service,
-    place: socket.socket,
-    noted: Callable[[Exception], ApiError],
-    ready: Callable[[], None],
-) -> None:
-    stop, loop = Stop(ready), asyncio.get_running_loop()
-    if service.config.watched:
-        stop.at_end_of(sys.stdin.fileno(), loop)
-    with stop.on_signals(loop):
-        await serve(service, place, noted, stop)
-
-
-def scheduler_of(
-    pair: Pair, config: ServeConfig, memory: int | None, prefixes: Callable[[], PrefixCache]
-) -> Callable[[], Scheduler]:
-    """Makes the scheduler of a server. prefixes: makes what keeps prompts for those that follow."""
-    return lambda: Scheduler(pair, memory, prefixes=prefixes(), most=config.parallel)
 
 
 def memory_for(config: ServeConfig) -> int:
@@ -107,14 +87,27 @@ def memory_for(config: ServeConfig) -> int:
     return max(available_memory() - taken, 0) // 2
 
 
+async def _until_signal(
+    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], told: str
+) -> None:
+    stop, loop = Stop(), asyncio.get_running_loop()
+    if service.config.watched:
+        stop.at_end_of(sys.stdin.fileno(), loop)
+    with stop.on_signals(loop):
+        place.listen(_BACKLOG)
+        cli.say(told)
+        await serve(service, place, noted, stop)
+
+
 async def serve(
     service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], stop: Stop
 ) -> None:
     """Serve until `stop` is asked for, then let answers finish."""
     config = service.config
+    protocol = partial(LimitedProtocol, most=config.connections, idle=config.idle)
     settings = uvicorn.Config(
         make_app(service, noted),
-        http=limited(config.connections, config.idle),
+        http=protocol,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -125,11 +118,13 @@ async def serve(
         timeout_graceful_shutdown=round(_LATE),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters, we say
-    server = Server(settings, stop.ready)
+    server = Server(settings)
+    server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
     await _first(running, stop.asked.wait())
     if not running.done():
-        server.stop_listening()
+        for each in server.servers:
+            each.close()  # to new connections; those that are open go on
         await _first(service.queue.drain(config.grace), stop.again.wait())
         server.force_exit = stop.again.is_set()
         server.should_exit = True
@@ -146,36 +141,17 @@ async def _first(*work: Awaitable[object]) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers: ours let answers finish first.
-
-    ready: called when it listens.
-    """
-
-    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(settings)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        self._ready()
+    """uvicorn's, without its signal handlers: ours let answers finish first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to `serve`."""
         yield
-
-    def stop_listening(self) -> None:
-        """Let no new connections in; those that are open go on."""
-        for each in self.servers:
-            each.close()
 
 
 class Stop:
-    """The first signal asks to end, the second to end at once. ready: called when all has begun."""
+    """The first signal asks to end, the second to end at once."""
 
-    def __init__(self, ready: Callable[[], None] = lambda: None) -> None:
-        self.ready = ready
+    def __init__(self) -> None:
         self.asked, self.again = asyncio.Event(), asyncio.Event()
 
     @contextlib.contextmanager

@@ -1,79 +1,229 @@
-"""What every endpoint has at hand: the loaded pair, its names, and the way to an answer."""
+"""The way of a request: checked, made a prompt, asked for, and written down as it is answered."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from dflash_mlx.core.config import DecodeConfig
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.fields import unknown_model
+from dflash_mlx.engine.text import opens_thought
+from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
+from dflash_mlx.serve.errors import ApiError, as_json, refusal
+from dflash_mlx.serve.fields import Answered, ChatBody, Conversation, decoding
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.prompts import Chat, Prompt, render
-from dflash_mlx.serve.request_queue import RequestQueue, ResponseStream
+from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.session.worker import Request
+from dflash_mlx.serve.structure import structure_of
 
 T = TypeVar("T")
+
+Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
+
+_GONE = 499  # nobody reads it
 
 
 @dataclass
 class Service:
-    """A pair that is served.
-
-    usual: how answers are decoded where a request does not say. names: the model's, its own first.
-    """
+    """A pair that is served."""
 
     pair: Pair
-    usual: DecodeConfig
+    usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
     metrics: Metrics
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the model's, its own first
     started: int = field(default_factory=lambda: int(time.time()))
-    _readers: ThreadPoolExecutor = field(
+    # Prompts are rendered, and grammars compiled, while answers stream on.
+    _prompts: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "prompts"), repr=False
     )
 
     def check_model(self, name: str) -> None:
         """ApiError for a model that is not served."""
         if name not in self.names:
-            raise unknown_model(name, self.names)
+            what = f"the model {name[:200]!r} is not served here; ask for {self.names[0]!r}"
+            raise ApiError(404, what, "model", "model_not_found")
 
     async def prepare(self, work: Callable[[], T]) -> T:
         """Do what may take long, as rendering a long prompt, while answers stream on."""
-        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
+        return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
-    async def read(self, chat: Chat) -> Prompt:
-        """The prompt of a conversation."""
-        return await self.prepare(lambda: render(self.pair, chat))
+    async def read(self, body: Conversation) -> Understood:
+        """A conversation, what an answer to it has to be, and its prompt."""
+        self.check_model(body.model)
+        if (number := len(body.messages)) > (most := self.config.messages):
+            raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
 
-    async def ask(
-        self, prompts: Sequence[Prompt], configs: Sequence[DecodeConfig], tops: int | None
-    ) -> ResponseStream:
-        """Ask for an answer to each of `prompts` with each of `configs`; return when all are in.
-
-        tops: likeliest tokens to tell with each token, None for no log-probabilities. ApiError for
-        what cannot be answered.
-        """
-        told = [replace(config, logprobs=tops) for config in configs]
-        asked: list[Request] = []
-        for each in prompts:
-            first = Request(each.tokens, told[0])
-            others = [Request(each.tokens, config, first) for config in told[1:]]
-            asked += [first, *others]
-        ticket = self.queue.open(asked)
-        try:
-            await ticket.begun()
-        except BaseException:  # whatever ends the request, nobody reads these answers
-            ticket.close()
-            raise
-        return ticket
+        return await self.prepare(lambda: _understood(self.pair, body))
 
     def close(self) -> None:
-        """End the thread that reads prompts."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._prompts.shutdown(wait=False, cancel_futures=True)
+
+    async def ask(
+        self,
+        body: Answered,
+        prompts: Sequence[tuple[int, ...]],
+        structure: StructureConfig | None = None,
+        reader: Callable[[], AnswerReader] = AnswerReader,
+        goes_on: bool = False,
+    ) -> ResponseStream:
+        """Ask for all answers to all prompts, and return when they are taken in."""
+        configs = decoding(self.usual, body, structure)
+        spaced = partial(starts_with_space, self.pair.tokenizer) if goes_on else None
+        replies: list[Reply] = []
+        for tokens in prompts:
+            first = None  # whose prompt the others share
+            for config in configs:
+                reply = Reply(tokens, config, first, index=len(replies), is_spaced=spaced)
+                reply.reader = reader()
+                replies.append(reply)
+                first = first or reply
+        return await self.queue.open(replies)
+
+
+def _understood(pair: Pair, body: Conversation) -> Understood:
+    chat = body.chat(pair)
+    return chat, structure_of(pair, chat), prompt_of(pair, chat)
+
+
+class Writer(Protocol):
+    """Writes the answers of one request down in the words of an API, a few events at a time."""
+
+    ping: bytes  # says that a stream is alive
+
+    def start(self) -> bytes:
+        """Before the first part."""
+
+    def part(self, reply: Reply, part: Part) -> bytes:
+        """Another part of an answer."""
+
+    def end(self, reply: Reply) -> bytes:
+        """An answer is over; with the last of them the stream is, too."""
+
+    def error(self, error: ApiError) -> bytes:
+        """The answers break off."""
+
+    def whole(self) -> dict[str, Any]:
+        """The response as one object, when all is over."""
+
+
+WriterOf = Callable[[Service, Any, Sequence[Reply]], Writer]  # the second is the request's body
+
+
+async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Response:
+    """The response to a conversation of any API."""
+    service: Service = request.app.state.service
+
+    async def begin() -> ResponseStream:
+        body.check()
+        chat, structure, tokens = await service.read(body)
+        tokenizer = service.pair.tokenizer
+        reader: Callable[[], AnswerReader] = AnswerReader
+        if chat.schema is None or chat.tools:  # else JSON, taken as it is
+            in_thought = opens_thought(tokenizer, tokens)
+            reader = partial(AnswerReader, tokenizer, chat.told, in_thought, chat.one_call)
+        return await service.ask(body, [tokens], structure, reader, chat.go_on)
+
+    return await answer(request, body, begin(), writer)
+
+
+async def answer(
+    request: Request, body: Answered, begin: Awaitable[ResponseStream], make: WriterOf
+) -> Response:
+    """The response to a request: events as the answers grow, or one object in the end."""
+    stream = await unless_gone(request, begin)
+    writer = make(request.app.state.service, body, stream.replies)
+    if body.stream:
+        return EventStream(stream, writer)
+    try:
+        await unless_gone(request, _read(stream))
+    finally:
+        stream.close()
+    return as_json(writer.whole())
+
+
+async def _read(stream: ResponseStream) -> None:
+    """Have the answers keep what comes, until all are over."""
+    async for _ in stream.steps():
+        pass
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` returns; where the client leaves before, the work is ended with an ApiError."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(_GONE, "the client has left")
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, as long as somebody reads them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: ResponseStream, writer: Writer) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(stream, writer), headers=headers)
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.close()
+
+
+async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes]:
+    """The events of a stream; an error is the last one."""
+    yield writer.start()
+    try:
+        async for step in stream.steps():
+            if step is None:
+                yield writer.ping
+                continue
+            reply, parts = step
+            events = [writer.part(reply, part) for part in parts]
+            yield b"".join((*events, writer.end(reply) if reply.reason else b""))
+    except ApiError as error:
+        yield writer.error(error)
+
+
+def figures(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The field `dflash` of a response: what decoding its answers took, all of them together."""
+    each = [reply.statistics for reply in replies]
+    rounds, drafted = sum(s.rounds for s in each), sum(s.drafted.total() for s in each)
+    further = sum(max(0, s.generated_tokens - 1) for s in each)
+    accepted = sum(s.accepted.total() for s in each)
+    longest = max(s.decode_seconds for s in each)
+    parked = (reply.parked() for reply in replies if reply.parked is not None)
+    return {
+        "method": each[0].method,
+        "rounds": rounds,
+        "acceptance_length": further / rounds if rounds else 0.0,
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "tokens_per_second": further / longest if longest else 0.0,
+        "time_to_first_token": min(s.time_to_first_token for s in each),
+        "parked": next((why for why in parked if why), None),
+    }

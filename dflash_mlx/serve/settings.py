@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from ipaddress import ip_address
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import option, require, require_positive, require_possible
-from dflash_mlx.serve.hosts import is_local
+from dflash_mlx.core.option import (
+    check_value,
+    option,
+    require,
+    require_positive,
+    require_possible,
+)
 
+LOCAL = "localhost"
 MOST_ANSWERS = 16  # of one request
 MOST_STOPS, LONGEST_STOP = 16, 500  # stop texts of a request, characters of one
 MOST_TOP_LOGPROBS = 20
@@ -15,15 +22,14 @@ MOST_TOP_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Where the server listens, who may use it, and its limits.
-
-    watched: whether it ends with its standard input, which a view holds that must not outlive it.
-    """
+    """Where the server listens, who may use it, and its limits."""
 
     host: str = option(
         "127.0.0.1", "address to listen on; one that other machines reach needs a --key"
     )
-    port: int = option(8080, "port to listen on, 0 for any that is free", type=int)
+    port: int = option(
+        8080, "port to listen on, 0 for any that is free", least=0, most=65535, type=int
+    )
     key: str | None = option(
         None,
         "key that every request has to bring, as Authorization: Bearer or x-api-key (default: the "
@@ -46,16 +52,20 @@ class ServeConfig:
         "several times",
         action="append",
     )
-    parallel: int = option(8, "answers that are decoded together; further ones wait", type=int)
-    queue: int = option(64, "answers that may wait; beyond that clients are told to", type=int)
+    parallel: int = option(
+        8, "answers that are decoded together; further ones wait", least=1, type=int
+    )
+    queue: int = option(
+        64, "answers that may wait; beyond that clients are told to", least=0, type=int
+    )
     memory_gb: float | None = option(
         None,
         "gigabytes for the caches of all answers (default: half of what the model leaves free)",
         type=float,
     )
     body_mb: float = option(16.0, "megabytes that a request may have", type=float)
-    messages: int = option(4096, "messages that a conversation may have", type=int)
-    connections: int = option(512, "connections that may be open", type=int)
+    messages: int = option(4096, "messages that a conversation may have", least=1, type=int)
+    connections: int = option(512, "connections that may be open", least=1, type=int)
     idle: float = option(
         60.0,
         "seconds that a client may take to send its request, to go on reading its answer, or to "
@@ -63,19 +73,18 @@ class ServeConfig:
         type=float,
     )
     grace: float = option(
-        30.0, "seconds that answers may go on after Ctrl+C or a signal to end", type=float
+        30.0, "seconds that answers may go on after Ctrl+C or a signal to end", least=0, type=float
     )
-
+    # Whether it ends with its standard input, which a view holds that must not outlive it.
     watched: bool = False
 
     def __post_init__(self) -> None:
         require_possible(self)
-        require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
-        for name in ("parallel", "messages", "connections"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.queue >= 0, "queue", self.queue, "0 or more")
+        for each in fields(self):
+            if "range" in each.metadata:
+                check_value(each, getattr(self, each.name))
         require_positive(self, "body_mb", "idle")
-        require(0 <= self.grace < float("inf"), "grace", self.grace, "a finite number from 0 on")
+        require(self.grace < float("inf"), "grace", self.grace, "a finite number")
         if self.memory_gb is not None:
             require_positive(self, "memory_gb")
         for origin in self.allow_origin:
@@ -90,7 +99,16 @@ class ServeConfig:
             what = f"host is {self.host!r}, which other machines reach, and there is no key"
             raise DFlashError(what, "give one with --key or DFLASH_KEY", "host")
 
-    @property
-    def body_bytes(self) -> int:
-        """Most bytes of a request."""
-        return int(self.body_mb * 10**6)
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    return host == LOCAL or (is_address(host) and ip_address(host).is_loopback)
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an address, which no name server can point elsewhere."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -6,185 +6,198 @@ The one place where such requests are looked at; what comes of them is a setting
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.grammar import check_structure, constraint_of
+from dflash_mlx.engine.grammar import AS_JSON, check_structure, constraint_of
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.tokens import unread_arguments
-from dflash_mlx.serve import call_grammar
-from dflash_mlx.serve.call_grammar import CallForm, call_form, parameters_of
+from dflash_mlx.serve.chat import TEMPLATE_FAULTS, Chat, Json, call_of, check_text
 from dflash_mlx.serve.errors import of_settings, refusal
-from dflash_mlx.serve.fields import is_text
+from dflash_mlx.serve.reading import PARSER_FAULTS
 
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Fields:
-    """What the fields of an API are called. parameters, strict, name: of a tool, by its number."""
-
-    form: str
-    schema: str
-    parameters: str
-    strict: str
-    name: str
-    choice: str = "tool_choice"
-
-
-OPENAI = Fields(
-    "response_format",
-    "response_format.json_schema.schema",
-    "tools[{}].function.parameters",
-    "tools[{}].function.strict",
-    "tools[{}].function.name",
-)
-ANTHROPIC = Fields(
-    "output_config.format",
-    "output_config.format.schema",
-    "tools[{}].input_schema",
-    "tools[{}].strict",
-    "tools[{}].name",
-)
+_PROBE, _GIVEN = "probe", {"probe": 1}  # a call that templates are asked to write
 
 
 @dataclass(frozen=True)
-class StructureRequest:
-    """What a request wants of the answer's form.
+class CallForm:
+    """How a model's template writes a call: JSON between two tags."""
 
-    schema: of the whole answer, None for words. tools: that may be called, as of OpenAI. required:
-    the tool that has to be called, "" for any of them, None where none has to be. one: whether the
-    answer is over with its first call.
-    """
-
-    schema: Mapping[str, Any] | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    required: str | None = None
-    one: bool = False
-
-    @property
-    def asks(self) -> bool:
-        """Whether it asks for anything."""
-        return self.schema is not None or self.required is not None or self.is_strict
-
-    @property
-    def told(self) -> list[Json]:
-        """The tools as the model is told of them: how they are kept is not its matter."""
-        return [
-            {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
-            for tool in self.tools
-        ]
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether calls of some tool have to follow its schema."""
-        return any(tool["function"].get("strict") for tool in self.tools)
+    start: str  # the first tag, as a term of a grammar
+    end: str
+    start_text: str
+    before: str  # what stands between the first tag and the JSON
+    after: str
+    key: str  # of the arguments
 
 
-def structure_of(pair: Pair, wanted: StructureRequest, fields: Fields) -> StructureConfig:
-    """The grammar that keeps a request's promise, compiled; takes a moment.
+def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
+    """The grammar that keeps a request's promise, compiled; takes a moment. None where none asks.
 
     A call that has to come is preferred to an answer of a schema. ApiError for what cannot be
     promised.
     """
-    if not wanted.asks:
-        return StructureConfig()
-    if wanted.schema is not None:
-        _compiled(pair, _schema(wanted.schema, fields.schema), fields.schema)
-    if wanted.schema is not None and not wanted.tools:
-        return _schema(wanted.schema, fields.schema)
-    field = _asking(wanted, fields)
+    if not chat.asks:
+        return None
+    fields = chat.fields
+    if chat.schema is not None:
+        follows = _checked(fields.schema, pair, schema=chat.schema)
+        if not chat.tools:
+            return follows
+    field = _asking(chat)
     if (form := call_form(pair)) is None:
         what = f"has to know the form of calls, and those of {pair.target.name} are no plain JSON"
         raise refusal(field, what, "leave it out, or serve another model")
-    grammar = _grammar(form, wanted, _tools(wanted, fields))
-    return _compiled(pair, StructureConfig(grammar=grammar), field)
+    return _checked(field, pair, grammar=grammar_of(form, chat, _tools(chat)))
 
 
-def without_thoughts(pair: Pair, arguments: Mapping[str, Any], fields: Mapping[str, str]) -> Json:
-    """Arguments of the chat template for an answer that a grammar holds: nothing is thought first.
-
-    fields: in which the arguments came that are not in `chat_template_kwargs`. ApiError where one
-    asks for thoughts.
-    """
-    for name, without in (("enable_thinking", False), ("reasoning_effort", "none")):
-        if arguments.get(name, without) not in (None, without):
-            field = fields.get(name, f"chat_template_kwargs.{name}")
-            what = "asks for thoughts, and an answer whose form is given has no room for them"
-            raise refusal(field, what, "turn them off, or leave the form to the model")
-    if unread_arguments(pair.tokenizer, ["enable_thinking"]):
-        return dict(arguments)
-    return {**arguments, "enable_thinking": False}
-
-
-def _asking(wanted: StructureRequest, fields: Fields) -> str:
+def _asking(chat: Chat) -> str:
     """The field because of which calls need a grammar."""
-    if wanted.required is not None:
-        return fields.choice
-    if wanted.schema is not None:
-        return fields.form
-    strict = [bool(tool["function"].get("strict")) for tool in wanted.tools]
-    return fields.strict.format(strict.index(True))
+    if chat.required is not None:
+        return "tool_choice"
+    if chat.schema is not None:
+        return chat.fields.form
+    strict = [bool(tool["function"].get("strict")) for tool in chat.tools]
+    return chat.fields.strict.format(strict.index(True))
 
 
-def _tools(wanted: StructureRequest, fields: Fields) -> list[Json]:
+def _tools(chat: Chat) -> dict[str, Json]:
     """The tools that may be called, each with the schema that its arguments follow."""
-    found = []
-    for i, tool in enumerate(wanted.tools):
-        name = tool["function"]["name"]
-        if not is_text(name):
-            raise refusal(
-                fields.name.format(i), "has half a surrogate pair", "send whole characters"
-            )
-        if wanted.required not in (None, "", name):
+    found = {}
+    for i, tool in enumerate(each["function"] for each in chat.tools):
+        check_text(tool["name"], chat.fields.name.format(i))
+        if chat.required not in (None, "", tool["name"]):
             continue
-        followed = wanted.required is not None or bool(tool["function"].get("strict"))
-        schema = parameters_of(tool, followed)
-        field = fields.parameters.format(i)
+        schema: Json = {"type": "object"}  # any, where it is not to be followed
+        if chat.required is not None or tool.get("strict"):
+            nothing = {"properties": {}, "additionalProperties": False}
+            schema |= nothing if tool.get("parameters") is None else tool["parameters"]
+        field = chat.fields.parameters.format(i)
         if schema["type"] != "object":
             what = f"is of type {json.dumps(schema['type'])[:80]}"
             raise refusal(field, what, "send the schema of an object")
-        _checked(_schema(schema, field), field)
-        found.append({"function": {"name": name, "parameters": schema}})
+        _checked(field, schema=schema)
+        found[tool["name"]] = schema
     if not found:
-        what = f"names {wanted.required!r}, which is none of the tools"
-        raise refusal(fields.choice, what, "name one of them")
+        what = f"names {chat.required!r}, which is none of the tools"
+        raise refusal("tool_choice", what, "name one of them")
     return found
 
 
-def _grammar(form: CallForm, wanted: StructureRequest, tools: Sequence[Json]) -> str:
-    one = wanted.one or bool(wanted.required)
-    if wanted.required is not None:
-        return call_grammar.calls_only(form, tools, one)
-    if wanted.schema is not None:
-        return call_grammar.calls_or_json(form, tools, one, wanted.schema)
-    return call_grammar.words_and_calls(form, tools, one)
+def _checked(
+    field: str,
+    pair: Pair | None = None,
+    schema: Mapping[str, Any] | None = None,
+    grammar: str | None = None,
+) -> StructureConfig:
+    """What llguidance takes; compiled for a model where one is given, so that decoding finds it.
 
-
-def _schema(schema: Mapping[str, Any], field: str) -> StructureConfig:
+    ApiError about this field for anything else, and where llguidance is missing.
+    """
     try:
-        return StructureConfig(json_schema=json.dumps(schema))
+        text = None if schema is None else json.dumps(schema)
+        structure = StructureConfig(json_schema=text, grammar=grammar)
+        if pair is None:
+            check_structure(structure)
+        else:
+            constraint_of(pair, DecodeConfig(structure=structure), 0)
     except RecursionError:
         raise refusal(field, "is nested too deeply", "make it simpler") from None
     except DFlashError as error:
-        raise of_settings(error, {"json_schema": field}) from None
-
-
-def _checked(structure: StructureConfig, field: str) -> None:
-    """ApiError for what llguidance refuses, or where it is missing."""
-    try:
-        check_structure(structure)
-    except DFlashError as error:
-        raise of_settings(error, {structure.kind: field}) from None
-
-
-def _compiled(pair: Pair, structure: StructureConfig, field: str) -> StructureConfig:
-    """The same, compiled for this model: what decodes finds it ready."""
-    try:
-        constraint_of(pair, DecodeConfig(structure=structure), 0)
-    except DFlashError as error:
-        raise of_settings(error, {structure.kind: field}) from None
+        raise of_settings(error, {"json_schema": field, "grammar": field}) from None
     return structure
+
+
+def call_form(pair: Pair) -> CallForm | None:
+    """The form of this model's calls; None where it is no JSON that mlx-lm's parser reads."""
+    return pair.recall(("form of calls",), lambda: _learn(pair))
+
+
+def _learn(pair: Pair) -> CallForm | None:
+    """Let the template write a call, and see what it looks like."""
+    tokenizer = pair.tokenizer
+    tags = tokenizer.tool_call_start, tokenizer.tool_call_end
+    if not all(tags):
+        return None
+    try:
+        inside = _written(pair, *tags)
+        value = json.loads(inside)
+        name, key = value
+        read = tokenizer.tool_parser(inside, [])
+        right = (value[name], value[key]) == (_PROBE, _GIVEN) == (read["name"], read["arguments"])
+    except (*TEMPLATE_FAULTS, *PARSER_FAULTS):
+        return None
+    text = inside.strip()
+    if not right or name != "name" or text != _object(_PROBE, key) + json.dumps(_GIVEN) + "}":
+        return None
+    start, end = (_term(tag, tokenizer) for tag in tags)
+    before, _, after = inside.partition(text)
+    return CallForm(start, end, tags[0], before, after, key)
+
+
+def _written(pair: Pair, start: str, end: str) -> str:
+    """What the template writes between the tags of a call; the last, as prompts explain them."""
+    function = {"name": _PROBE, "description": "", "parameters": {"type": "object"}}
+    call = call_of(_PROBE, _GIVEN, "call_0")
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    more = {**pair.template, "tools": [{"type": "function", "function": function}]}
+    text = pair.tokenizer.apply_chat_template(talk, tokenize=False, **more)
+    return str(text).rpartition(start)[2].partition(end)[0]
+
+
+def _term(tag: str, tokenizer: Any) -> str:
+    """A tag in a grammar: where it is one token, that one, which no text can spell."""
+    tokens = tokenizer.encode(tag, add_special_tokens=False)
+    return f"<[{tokens[0]}]>" if len(tokens) == 1 else _quoted(tag)
+
+
+def grammar_of(form: CallForm, chat: Chat, tools: Mapping[str, Json]) -> str:
+    """What an answer may be, in Lark's form: calls of `tools`, JSON of the schema, or words.
+
+    Where no call has to come and no schema is given, calls stand among words.
+    """
+    one = chat.one_call or bool(chat.required)
+    begins = [_quoted(_object(name, form.key)) for name in tools]
+    each = [f'{b} {_json(s)} "}}"' for b, s in zip(begins, tools.values(), strict=True)]
+    rules = {f"function_{i}": rule for i, rule in enumerate(each)}
+    before, after = (f"{_quoted(text)} " if text else "" for text in (form.before, form.after))
+    rules = {
+        "function": " | ".join(rules),
+        **rules,
+        "inside": f"{before}function {after}{form.end}",
+    }
+    if chat.required is not None or chat.schema is not None:
+        rules["call"] = f"{form.start} inside"
+        rules["calls"] = "call" if one else r'call ("\n" call)*'
+        rules["start"] = "calls"
+        if chat.required is None:
+            rules |= {"start": "calls | answer", "answer": _json(chat.schema or {})}
+    else:
+        tag = "".join(f"\\x{{{ord(c):x}}}" for c in form.start_text)
+        rules["TAIL"] = rf"/(.|\n)*/ & ~/(.|\n)*{tag}(.|\n)*/"
+        is_token = form.start.startswith("<[")  # which ends the words before it
+        rules["called"] = f"TAIL {form.start} inside" if is_token else "head inside"
+        rules |= {} if is_token else {"head[lazy]": rf"/(.|\n)*{tag}/"}
+        rules["start"] = "called | TAIL" if one else "called* TAIL"
+    return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+
+def _object(name: str, key: str) -> str:
+    """The JSON of a call up to its arguments."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, {json.dumps(key)}: '
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A term for JSON of a schema, on one line unless the schema says otherwise."""
+    own = schema.get("x-guidance")
+    told = {**AS_JSON, **(own if isinstance(own, dict) else {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': told})}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

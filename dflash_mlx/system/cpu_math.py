@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-_ENOUGH = 30_000  # exponentials that take as long as waiting for the numbers
+ENOUGH = 30_000  # exponentials that take as long as waiting for the numbers
 _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 _fast_attention = mx.fast.scaled_dot_product_attention  # before `vectorised` puts ours there
 
@@ -29,7 +29,7 @@ def applies() -> bool:
 
 def pays(exponentials: int) -> bool:
     """Whether so many are computed faster here than by MLX."""
-    return exponentials >= _ENOUGH and applies()
+    return exponentials >= ENOUGH and applies()
 
 
 def _float32(x: mx.array) -> Any:

@@ -30,16 +30,16 @@ def is_command() -> bool:
 
 
 def leave_on_interrupt() -> None:
-    """From now on Ctrl+C ends the program without a word."""
-    signal.signal(signal.SIGINT, _leave)
+    """From now on Ctrl+C ends the program without a word, by the signal itself."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def raise_on_interrupt() -> bool:
     """From now on Ctrl+C is a KeyboardInterrupt again; False where it was nothing else before."""
-    if signal.getsignal(signal.SIGINT) is not _leave:
-        return False
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    return True
+    left = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if left:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return left
 
 
 def is_behind(error: BaseException | None) -> bool:
@@ -47,10 +47,6 @@ def is_behind(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def _leave(*_: object) -> None:
-    os._exit(INTERRUPTED)
 
 
 def open_closed() -> None:

@@ -16,7 +16,6 @@ from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.crew import Crew
 from dflash_mlx.train.data import DataConfig, read_texts
 from dflash_mlx.train.families import begin
 from dflash_mlx.train.run import (
@@ -27,7 +26,7 @@ from dflash_mlx.train.run import (
     plot_history,
     share_state,
 )
-from dflash_mlx.train.trainer import Trainer
+from dflash_mlx.train.trainer import Crew, Trainer
 
 if TYPE_CHECKING:
     from dflash_mlx.ranks.group import Ranks
@@ -62,7 +61,8 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     texts = read_texts(data, pair, trainee.config.aux_layers)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
-    crew.check(asdict(config) | identity(trainer, texts.name))
+    if ranks is not None:
+        ranks.check_alike(asdict(config) | identity(trainer, texts.name))
     if crew.rank:
         share_state(trainer)
         for _ in trainer.losses():

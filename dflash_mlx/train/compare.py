@@ -33,17 +33,15 @@ _CHUNK = 2048  # block tokens drafted at once
 
 @dataclass(frozen=True)
 class Acceptance:
-    """by_text: [blocks, B - 1 - prefix] each, 1 where this and all earlier drafts are right."""
+    """Which drafts of some texts were right."""
 
-    by_text: list[Array]
+    by_text: list[Array]  # [blocks, B - 1 - prefix] each, 1 where this and all earlier ones are
 
     @property
     def hits(self) -> Array:
-        """[blocks, B - 1 - prefix] of all texts."""
         return np.concatenate(self.by_text)
 
     def of(self, chosen: Iterable[int]) -> Acceptance:
-        """Of these texts alone."""
         return Acceptance([self.by_text[i] for i in chosen])
 
     @property

@@ -68,6 +68,14 @@ class Texts:
             parts.append(mx.pad(part, [(0, length - part.shape[0]), (0, 0)]))
         return mx.stack(parts)
 
+    def tokens(self, chosen: Array, start: int, length: int) -> Array:
+        """[S, length] tokens of the texts `chosen` [S] from `start` on; 0 after their ends."""
+        result = np.zeros((len(chosen), length), np.int64)
+        for row, i in zip(result, chosen, strict=True):
+            tokens = self.texts[i].tokens[start : start + length]
+            row[: len(tokens)] = tokens
+        return result
+
     def greedy(self) -> Texts:
         """Those that are the target's greedy answers."""
         return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])

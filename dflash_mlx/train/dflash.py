@@ -23,13 +23,21 @@ from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.ranking import rank_in_parts
-from dflash_mlx.train.start import mask_token, new_config, warm_start
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.trainee import (
+    LAYERS,
+    START_FROM,
+    TAPS,
+    Trainee,
+    check_taps,
+    like_target,
+    mask_token,
+    rank_in_parts,
+    spread_aux_layers,
+    take_layers,
+)
 from dflash_mlx.verifier.model import Target
 
 _VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
-_START_FROM = "choose a DFlash drafter of the first version, in full precision"
 
 
 @dataclass(frozen=True)
@@ -42,23 +50,25 @@ class DFlashTrainee(Trainee):
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:
-        """With the widths of the target's own layers; see `TrainConfig.start`."""
-        raw = new_config(pair.target, config, mask_token(pair.tokenizer))
-        trainee = cls.fresh(raw, pair.target, config.seed)
+        """With the widths of the target's layers, in z-lab's format; see `TrainConfig.start`."""
+        target, layers = pair.target, config.layers or LAYERS
+        shape = like_target(target, layers, config)
+        check_taps(target, config)
+        raw = {
+            **shape,
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "dflash_config": {
+                "mask_token_id": mask_token(pair.tokenizer),
+                "target_layer_ids": list(spread_aux_layers(target.num_layers, config.taps or TAPS)),
+            },
+            "layer_types": ["full_attention"] * layers,
+            "num_target_layers": target.num_layers,
+        }
+        trainee = cls.fresh(raw, target, config.seed)
         if config.start == "target":
-            warm_start(trainee)
+            take_layers(trainee, range(target.num_layers - layers, target.num_layers))
         return trainee
-
-    @classmethod
-    def check_trainable(cls, folder: Path, config: NetworkConfig) -> None:
-        """Raise DFlashError for a drafter that cannot be trained here."""
-        if config.own_head or config.own_embedding or config.quantization:
-            raise DFlashError(
-                f"{folder} holds a drafter with its own vocabulary, or a quantised one", _START_FROM
-            )
-        if config.sample_from_anchor or config.markov is not None:
-            what = f"{folder} holds a drafter that drafts from its anchor's row, or DSpark's heads"
-            raise DFlashError(what, _START_FROM)
 
     @classmethod
     def read(cls, folder: Path, target: Target) -> DFlashTrainee:
@@ -66,7 +76,7 @@ class DFlashTrainee(Trainee):
         trainee = super().read(folder, target)
         trainee.network.drop_idle_convolutions(trainee.config)
         if any(isinstance(layer, ConvolvedLayer) for layer in trainee.network.layers):
-            raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", _START_FROM)
+            raise DFlashError(f"{folder} holds a DFlash 2 drafter with convolutions", START_FROM)
         return trainee
 
     def prepared(self, mode: str, block_size: int | None = None) -> DFlashTrainee:
@@ -98,22 +108,9 @@ class DFlashTrainee(Trainee):
         """Whether it is D2SD's variable-prefix drafter."""
         return bool(self.raw["dflash_config"].get("training_mode") == "vp_drafter")
 
-    @property
-    def softcap(self) -> float | None:
-        """Of the logits."""
-        return self.config.final_logit_softcapping
-
-    @property
-    def multiplier(self) -> float:
-        """Of final states."""
-        return self.config.output_multiplier
-
     def drafts(self, states: mx.array, before: Array) -> Array:
-        """[S, A, n] tokens from final states [S, A, n, d]; before: [S, A, n], what precedes them.
-
-        A selector goes by the true token before, as its own path does up to the first wrong draft,
-        behind which nothing counts.
-        """
+        # A selector goes by the true token before, as its own path does up to the first wrong
+        # draft, behind which nothing counts.
         if self.config.selector is None:
             return super().drafts(states, before)
         ranked = rank_in_parts(self.logits, states.flatten(0, 2), self.config.selector.top_k)
@@ -135,17 +132,14 @@ class DFlashTrainee(Trainee):
         starts = np.maximum(0, seen) * (not everything)
         anchors = blocks.anchors - starts[:, None]
         features = texts.features(blocks.rows, starts, int(anchors.max()))
-        shown = mx.array(blocks.inputs(self.config.mask_token_id))
-        rows = self.target.embedding()(shown).astype(mx.float32)
-        x = rows * (self.config.input_embedding_scale * embedding_scale(self.target))
+        scale = self.config.input_embedding_scale * embedding_scale(self.target)
+        x = self.embed(blocks.inputs(self.config.mask_token_id)) * scale
         return features, mx.array(anchors), x
 
     def states(self, *inputs: mx.array) -> mx.array:
         """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
 
-        inputs: features [S, T, m*d] of the target, padded at the end; anchors [S, A], the blocks'
-        first positions, a block sees the features before its anchor, and itself; x [S, A, B, d],
-        the blocks' embeddings.
+        inputs: as `inputs` gives them. A block sees the features before its anchor, and itself.
         """
         features, anchors, x = inputs
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)

@@ -23,17 +23,19 @@ from dflash_mlx.drafters.eagle3.network import (
     increase,
     usual_layers,
 )
-from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import BLOCK_SIZE, check_taps, dense, like_target, spread_aux_layers
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.trainee import (
+    Trainee,
+    check_taps,
+    like_target,
+    spread_aux_layers,
+    take_layers,
+)
 from dflash_mlx.verifier.model import Target
-
-_START_FROM = "choose an EAGLE-3 drafter in full precision, or train a new one"
 
 
 @dataclass(frozen=True)
@@ -46,29 +48,22 @@ class EagleTrainee(Trainee):
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> EagleTrainee:
-        """One layer with the widths of the target's own; see `TrainConfig.start`."""
+        """One layer, the target's last or noise, behind the last tap, and deaf to the token."""
         if config.layers not in (1, None):
             what = f"layers is {config.layers}, but an EAGLE-3 drafter has one"
             raise DFlashError(what, "leave it out", "layers")
+        target = pair.target
         raw = {
-            **like_target(pair.target, 1),
+            **like_target(target, 1, config),
             "architectures": [RAW],
             "model_type": "llama",
-            "block_size": config.block_size or BLOCK_SIZE,
-            "eagle_config": {LAYERS_READ: list(_aux_layers(pair.target, config))},
-            "num_target_layers": pair.target.num_layers,
+            "eagle_config": {LAYERS_READ: list(_aux_layers(target, config))},
+            "num_target_layers": target.num_layers,
         }
-        trainee = cls.fresh(raw, pair.target, config.seed)
+        trainee = cls.fresh(raw, target, config.seed)
         if config.start == "target":
-            trainee.take_last_layer()
+            take_layers(trainee, [target.num_layers - 1], _called)
         return trainee
-
-    @classmethod
-    def check_trainable(cls, folder: Path, config: EagleConfig) -> None:
-        """Raise DFlashError for a drafter that cannot be trained here."""
-        if config.own_head or config.own_embedding or config.quantization:
-            what = f"{folder} holds a drafter with an embedding or a head of its own, or packed"
-            raise DFlashError(what, _START_FROM)
 
     @classmethod
     def read(cls, folder: Path, target: Target) -> EagleTrainee:
@@ -77,47 +72,21 @@ class EagleTrainee(Trainee):
         aux_layers = found.config.layers_read(target.num_layers)
         return replace(found, config=replace(found.config, aux_layers=aux_layers))
 
-    def take_last_layer(self) -> None:
-        """Begin as the target's last layer behind the last tap, deaf to the token.
-
-        Raises DFlashError for a target whose layers are built otherwise.
-        """
-        target, network = self.target, self.network
-        norm = getattr(getattr(target.model, "model", None), "norm", None)
-        given = {} if norm is None else {"norm.weight": norm.weight}
-        for name, array in dense(target.model.layers[-1]).items():
-            given[f"midlayer.{name.replace('input_layernorm', 'hidden_norm')}"] = array
-        taken = [("fc.weight", _ending_with(network.fc.weight, mx.eye(self.config.hidden_size)))]
-        for name, own in parameters_of(network).items():
-            theirs = given.get(name)
-            if theirs is not None and theirs.ndim == own.ndim and len(theirs) == len(own):
-                taken.append((name, _ending_with(own, theirs.astype(mx.float32))))
-        if not any(name.endswith("down_proj.weight") for name, _ in taken):
-            what = f"the layers of {target.name} are not built like a drafter's"
-            raise DFlashError(what, "use --start random")
-        network.load_weights(taken, strict=False)
-        mx.eval(network.parameters())
-
     def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, ...]:
-        """What `states` takes."""
-        length = max(1, int(blocks.anchors.max()))
-        features = texts.features(blocks.rows, np.zeros(len(blocks.rows), np.int64), length)
-        behind = np.zeros((len(blocks.rows), length), np.int64)
-        for i, row in enumerate(blocks.rows):
-            tokens = texts.texts[row].tokens[1 : length + 1]
-            behind[i, : len(tokens)] = tokens
-        own = self._embed(blocks.tokens[..., :-1])
-        return features, self._embed(behind), mx.array(blocks.anchors), own
+        """What `states` takes.
 
-    def _embed(self, tokens: Any) -> mx.array:
-        rows: mx.array = self.target.embedding()(mx.array(tokens))
-        return rows.astype(mx.float32)
+        Features [S, T, m*D], embeddings [S, T, d] of the tokens behind them, anchors [S, A], and
+        embeddings [S, A, B - 1, d] of the blocks' tokens but the last.
+        """
+        length, starts = max(1, int(blocks.anchors.max())), np.zeros(len(blocks.rows), np.int64)
+        features = texts.features(blocks.rows, starts, length)
+        behind = self.embed(texts.tokens(blocks.rows, 1, length))
+        return features, behind, mx.array(blocks.anchors), self.embed(blocks.tokens[..., :-1])
 
     def states(self, *inputs: mx.array) -> mx.array:
         """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
 
-        inputs: features [S, T, m*D], padded at the end; embeddings [S, T, d] of the tokens behind
-        them; anchors [S, A]; embeddings [S, A, B - 1, d] of the blocks' tokens but the last.
+        inputs: as `inputs` gives them.
         """
         features, behind, anchors, x = inputs
         network, (_, _, steps, d) = self.network, x.shape
@@ -152,10 +121,9 @@ class _StepCache(BlockCache):
         return mx.concatenate(self._keys, axis=2), mx.concatenate(self._values, axis=2)
 
 
-def _ending_with(own: mx.array, given: mx.array) -> mx.array:
-    """`own` with `given` in place of its last columns, or of all of it."""
-    width = given.shape[-1]
-    return mx.concatenate([own[..., : own.shape[-1] - width], given], axis=-1)
+def _called(_: int, name: str) -> str:
+    """Its name for a tensor of a target's layer; `input_layernorm` is that of its embeddings."""
+    return f"midlayer.{name.replace('input_layernorm', 'hidden_norm')}"
 
 
 def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:

@@ -35,18 +35,14 @@ _NEXT_STEP = "repeat the settings it was started with, or choose another folder 
 
 @dataclass(frozen=True)
 class Record:
-    """A measurement. loss: mean since the one before, None before the first step.
-
-    by_prefix: mean correct continuation after a kept prefix of 0, 1, ... tokens (DFlash: 0 only).
-    by_position: share of blocks whose first k drafts are all right, without a prefix.
-    """
+    """A measurement."""
 
     step: int
     minutes: float
-    loss: float | None
+    loss: float | None  # mean since the one before, None before the first step
     tokens_per_second: float
-    by_position: list[float]
-    by_prefix: list[float]
+    by_position: list[float]  # share of blocks whose first k drafts are all right
+    by_prefix: list[float]  # right drafts after a kept prefix of 0, 1, ... tokens (DFlash: 0 only)
 
     @property
     def score(self) -> float:
@@ -96,15 +92,9 @@ class TrainingRun:
         """Measure, keep the drafter if it is the best so far, and save the state."""
         trainer = self.trainer
         variable = trainer.config.mode == "variable-prefix"
-        by_position, by_prefix = measure_drafts(trainer.trainee, self._held_out, variable)
-        record = Record(
-            step=trainer.step,
-            minutes=round(trainer.seconds / 60, 2),
-            loss=float(np.mean(losses)) if losses else None,
-            tokens_per_second=round(speed, 1),
-            by_position=by_position,
-            by_prefix=by_prefix,
-        )
+        loss = float(np.mean(losses)) if losses else None
+        spent = trainer.step, round(trainer.seconds / 60, 2), loss, round(speed, 1)
+        record = Record(*spent, *measure_drafts(trainer.trainee, self._held_out, variable))
         if record.score > max((r.score for r in self.history), default=-1.0):
             trainer.trainee.save(self.folder)
         save_state(self.folder, trainer, self._data)

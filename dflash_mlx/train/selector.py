@@ -1,6 +1,6 @@
 """`python -m dflash_mlx.train.selector`: give a trained drafter DFlash 2's candidate selector.
 
-The drafts of one pass do not know each other. The selector (see `drafters/dflash/selector.py`)
+The drafts of one pass do not know each other. The selector (see `drafters/dflash/paths.py`)
 weighs every candidate by the token that is drafted before it. It alone is trained here, the
 drafter stays as it is. The answers should be many. They can be those that the drafter was trained
 on, as long as it is not much surer of those than of others.
@@ -33,7 +33,7 @@ from dflash_mlx.train.config import SelectorTraining
 from dflash_mlx.train.data import DataConfig, Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.loss import draft_size
-from dflash_mlx.train.ranking import rank_in_parts
+from dflash_mlx.train.trainee import rank_in_parts
 from dflash_mlx.train.trainer import Training
 
 PROGRAM = "dflash_mlx.train.selector"

@@ -7,7 +7,6 @@ layer, and the gradient goes through both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -22,8 +21,7 @@ from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.start import BLOCK_SIZE, LAYERS, like_target, mask_token, take_layers
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.trainee import LAYERS, Trainee, like_target, mask_token, take_layers
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,8 @@ class SpecDiffTrainee(Trainee):
         target, count = pair.target, config.layers or LAYERS
         names = {name.partition("self_attn.")[2] for name, _ in target.parameters()}
         raw = {
-            **like_target(target, count),
+            **like_target(target, count, config),
             "architectures": [OURS],
-            "block_size": config.block_size or BLOCK_SIZE,
             "mask_token_id": mask_token(pair.tokenizer),
             "head_norms": "q_norm.weight" in names,
             "attention_bias": "q_proj.bias" in names,
@@ -56,44 +53,16 @@ class SpecDiffTrainee(Trainee):
             take_layers(trainee, spread.tolist())
         return trainee
 
-    @classmethod
-    def check_trainable(cls, folder: Path, config: NetworkConfig) -> None:
-        """Raise DFlashError for a drafter that cannot be trained here."""
-        super().check_trainable(folder, config)
-        found = {
-            "an embedding of its own": config.own_embedding,
-            "a head of its own": config.own_head,
-            "shifted logits": config.logits_shifted,
-        }
-        if has := next((what for what, there in found.items() if there), None):
-            step = "start from a drafter that was trained here, or from the target"
-            raise DFlashError(f"{folder} holds a drafter with {has}", step)
-
-    @property
-    def softcap(self) -> float | None:
-        """Of the logits."""
-        return self.config.final_logit_softcapping
-
     def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, ...]:
         """Embeddings of texts [S, T, d], anchors [S, A] and embeddings of blocks [S, A, B, d]."""
-        length = int(blocks.anchors.max())
-        tokens = np.zeros((len(blocks.rows), length), np.int64)
-        for i, row in enumerate(blocks.rows):
-            text = texts.texts[row].tokens[:length]
-            tokens[i, : len(text)] = text
-        shown = blocks.inputs(self.config.mask_token_id)
-        return self._embed(tokens), mx.array(blocks.anchors), self._embed(shown)
-
-    def _embed(self, tokens: Any) -> mx.array:
-        rows = self.target.embedding()(mx.array(tokens)).astype(mx.float32)
-        scaled: mx.array = rows * embedding_scale(self.target)
-        return scaled
+        text = texts.tokens(blocks.rows, 0, int(blocks.anchors.max()))
+        shown, scale = blocks.inputs(self.config.mask_token_id), embedding_scale(self.target)
+        return self.embed(text) * scale, mx.array(blocks.anchors), self.embed(shown) * scale
 
     def states(self, *inputs: mx.array) -> mx.array:
         """Final hidden states [S, A, B, d] of A blocks in each of S texts.
 
-        inputs: embeddings of texts [S, T, d], padded at the end; anchors [S, A], the blocks' first
-        positions; embeddings of blocks [S, A, B, d].
+        inputs: as `inputs` gives them.
         """
         text, anchors, x = inputs
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)

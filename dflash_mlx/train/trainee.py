@@ -1,16 +1,21 @@
-"""A drafter in training, of any family, over many blocks at once."""
+"""A drafter in training, of any family, over many blocks at once, and what it starts as."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.networks.head import capped
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair
@@ -20,7 +25,18 @@ from dflash_mlx.train.data import Texts
 from dflash_mlx.train.features import hidden_width, vocabulary_size
 from dflash_mlx.verifier.model import Target
 
+LAYERS, TAPS, BLOCK_SIZE = 3, 5, 8  # of a new drafter, unless asked for others
 _NOISE = 0.02  # standard deviation of fresh weights
+_ROWS = 256  # logits ranked at once
+_UNTRAINABLE = {  # by what a config has then
+    "own_embedding": "an embedding of its own",
+    "own_head": "a head of its own",
+    "quantization": "quantised weights",
+    "sample_from_anchor": "drafts from its anchor's row",
+    "markov": "DSpark's heads",
+    "logits_shifted": "shifted logits",
+}
+START_FROM = "choose one in full precision that drafts with the target's embedding and head"
 _Trainee = TypeVar("_Trainee", bound="Trainee")
 
 
@@ -28,15 +44,14 @@ _Trainee = TypeVar("_Trainee", bound="Trainee")
 class Trainee(ABC):
     """A network in float32 with its configuration, and the target that it is to draft for.
 
-    It borrows the target's embedding and head. raw: its config.json. files: of its family, see
-    `FileFormat`.
+    It borrows the target's embedding and head.
     """
 
     network: Any
     config: Any
-    raw: dict[str, Any]
+    raw: dict[str, Any]  # its config.json
     target: Target
-    files: ClassVar[Any]
+    files: ClassVar[Any]  # reads and writes its family, see `FileFormat`
 
     @classmethod
     @abstractmethod
@@ -72,17 +87,12 @@ class Trainee(ABC):
         facts = {**sizes, "num_hidden_layers": target.num_layers}
         for misfit in cls.files.misfits(drafter.config, facts, target.name, str(folder)):
             raise DFlashError(misfit.what, misfit.next_step)
-        cls.check_trainable(folder, drafter.config)
+        if has := [w for name, w in _UNTRAINABLE.items() if getattr(drafter.config, name, None)]:
+            raise DFlashError(f"{folder} holds a drafter with {' and '.join(has)}", START_FROM)
         network = drafter.network()
         network.set_dtype(mx.float32)
         mx.eval(network.parameters())
         return cls(network, drafter.config, drafter.raw, target)
-
-    @classmethod
-    def check_trainable(cls, folder: Path, config: Any) -> None:
-        """Raise DFlashError for a drafter that cannot be trained here."""
-        if config.quantization is not None:
-            raise DFlashError(f"{folder} holds a quantised drafter", "choose one in full precision")
 
     def prepared(self: _Trainee, mode: str, block_size: int | None = None) -> _Trainee:
         """The same, to be trained in this mode, in blocks of this size if one is given."""
@@ -106,6 +116,11 @@ class Trainee(ABC):
         Position 0 holds the anchor, and what is there means nothing.
         """
 
+    def embed(self, tokens: Array) -> mx.array:
+        """[..., d] float32, the target's embedding of tokens [...]."""
+        rows: mx.array = self.target.embedding()(mx.array(tokens))
+        return rows.astype(mx.float32)
+
     def logits(self, states: mx.array) -> mx.array:
         """[..., V] from final states [..., d]."""
         return capped(self.target.head()(states * self.multiplier), self.softcap)
@@ -116,10 +131,146 @@ class Trainee(ABC):
 
     @property
     def softcap(self) -> float | None:
-        """Of the logits, None for none."""
-        return None
+        return getattr(self.config, "final_logit_softcapping", None)
 
     @property
     def multiplier(self) -> float:
         """What final states are multiplied by before the head."""
-        return 1.0
+        return getattr(self.config, "output_multiplier", 1.0)
+
+
+def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: int) -> Ranked:
+    """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
+    starts = range(0, len(states), _ROWS)
+    parts = [rank(logits(states[start : start + _ROWS]), k) for start in starts]
+    tokens = np.concatenate([part.tokens for part in parts])
+    return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
+
+
+def mask_token(tokenizer: Any) -> int:
+    """The tokenizer's mask token, or a special token that no conversation contains.
+
+    Raises DFlashError for a tokenizer that has neither.
+    """
+    if (mask := getattr(tokenizer, "mask_token_id", None)) is not None:
+        return int(mask)
+    in_use = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id}
+    if tokenizer.has_chat_template:
+        turns = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
+        in_use |= set(tokenizer.apply_chat_template(turns, add_generation_prompt=True))
+    unused = sorted(set(tokenizer.all_special_ids) - in_use)
+    if not unused:
+        raise DFlashError(
+            "the tokenizer has no special token to spare for the mask",
+            "start from a drafter that names one, with --init",
+        )
+    return int(unused[-1])
+
+
+def spread_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """`count` layers from the second to the third last, evenly, as published drafters have them."""
+    first, last = _readable(num_layers)
+    if count == 1 or last <= first:
+        return (max(first, last),)
+    return tuple(sorted({round(x) for x in np.linspace(first, last, count).tolist()}))
+
+
+def _readable(num_layers: int) -> tuple[int, int]:
+    """The first and the last layer that drafters read."""
+    return min(1, num_layers - 1), max(num_layers - 3, 0)
+
+
+def check_taps(target: Target, config: TrainConfig) -> None:
+    """Raise DFlashError for more taps asked for than the target has layers to read."""
+    first, last = _readable(target.num_layers)
+    readable = max(last - first + 1, 1)
+    if config.taps is not None and readable < config.taps:
+        what = f"taps is {config.taps}, but {target.name} has only {readable} layers to read"
+        raise DFlashError(what, f"choose 1 to {readable}", "taps")
+
+
+def like_target(target: Target, layers: int, config: TrainConfig) -> dict[str, Any]:
+    """The fields of a config.json that give a draft network the widths of its target's layers.
+
+    Raises DFlashError for a target that does not say what they are, or has fewer layers.
+    """
+    if layers > target.num_layers:
+        what = f"layers is {layers}, but {target.name} itself has only {target.num_layers}"
+        raise DFlashError(what, f"choose 1 to {target.num_layers}", "layers")
+    args = getattr(target.model, "args", None)
+    names = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
+    if args is None or any(getattr(args, name, None) is None for name in names):
+        raise DFlashError(
+            f"{target.name} does not say how wide its layers are",
+            "start from a drafter that fits it, with --init",
+        )
+    width, heads = hidden_width(target), args.num_attention_heads
+    return {
+        "attention_bias": False,
+        "block_size": config.block_size or BLOCK_SIZE,
+        "dtype": "bfloat16",
+        "head_dim": getattr(args, "head_dim", None) or width // heads,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": args.intermediate_size,
+        "max_position_embeddings": target.context_length,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": getattr(args, "num_key_value_heads", None) or heads,
+        "rms_norm_eps": args.rms_norm_eps,
+        "rope_scaling": getattr(args, "rope_scaling", None),
+        "rope_theta": float(getattr(args, "rope_theta", 10000.0)),
+        "tie_word_embeddings": False,
+        "vocab_size": vocabulary_size(target),
+    }
+
+
+def take_layers(
+    trainee: Trainee, chosen: Sequence[int], called: Callable[[int, str], str] | None = None
+) -> None:
+    """Take over these layers of the target, and its final norm; pass the last tap through `fc`.
+
+    Norms of queries and keys, which most targets lack, stay at one. A matrix that reads more than
+    the target's ends with the target's. called: the name here of a tensor of the i-th of them.
+    Raises DFlashError for a target whose layers are built otherwise.
+    """
+    network, target = trainee.network, trainee.target
+    called = called or "layers.{}.{}".format
+    norm = getattr(getattr(target.model, "model", None), "norm", None)
+    given = {} if norm is None else {"norm.weight": norm.weight}
+    for i, place in enumerate(chosen):
+        given |= {called(i, name): a for name, a in dense(target.model.layers[place]).items()}
+    if "fc" in network:
+        given["fc.weight"] = mx.eye(trainee.config.hidden_size)
+    taken = [
+        (name, _ending_with(own, given[name].astype(mx.float32)))
+        for name, own in parameters_of(network).items()
+        if name in given and _fits(own, given[name])
+    ]
+    if not any(name.endswith("down_proj.weight") for name, _ in taken):
+        raise DFlashError(
+            f"the layers of {target.name} are not built like a drafter's", "use --start random"
+        )
+    network.load_weights(taken, strict=False)
+    mx.eval(network.parameters())
+
+
+def _fits(own: mx.array, theirs: mx.array) -> bool:
+    """Whether it has the shape of a target's tensor, or is a whole number of times as wide."""
+    same_rows = own.ndim == theirs.ndim and own.shape[:-1] == theirs.shape[:-1]
+    return same_rows and (own.shape == theirs.shape or own.shape[-1] % theirs.shape[-1] == 0)
+
+
+def _ending_with(own: mx.array, theirs: mx.array) -> mx.array:
+    return mx.concatenate([own[..., : own.shape[-1] - theirs.shape[-1]], theirs], axis=-1)
+
+
+def dense(layer: nn.Module) -> dict[str, mx.array]:
+    """Arrays by name; a quantised matrix is given by the numbers it stands for."""
+    arrays: dict[str, Any] = dict(tree_flatten(layer.parameters()))
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.QuantizedLinear):
+            packed = (module.weight, module.scales, module.get("biases"))
+            kind = (module.group_size, module.bits, module.mode)
+            arrays[f"{name}.weight"] = mx.dequantize(*packed, *kind)
+    return arrays

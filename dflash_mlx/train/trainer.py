@@ -1,4 +1,4 @@
-"""Training steps: blocks, AdamW, a schedule, how far the run is; and a drafter's own loss."""
+"""Training steps: blocks, AdamW, a schedule, several processes; and a drafter's own loss."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_map
 from tqdm import tqdm
 
 from dflash_mlx.train.blocks import SAMPLERS, Blocks
-from dflash_mlx.train.config import SelectorTraining, TrainConfig
-from dflash_mlx.train.crew import Crew
+from dflash_mlx.train.config import StepConfig, TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import (
     DraftVocabulary,
@@ -27,9 +28,58 @@ from dflash_mlx.train.loss import (
 )
 from dflash_mlx.train.trainee import Trainee
 
-ALONE = Crew()
+if TYPE_CHECKING:
+    from dflash_mlx.ranks.group import Ranks
+
 _FLOOR = 0.02  # of the peak, where the cosine ends
 _Event = TypeVar("_Event")
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Processes that train one network, each on its part of every step's sequences."""
+
+    ranks: Ranks | None = None  # None for a process that is alone
+
+    @property
+    def size(self) -> int:
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is; the first one measures and writes."""
+        return 0 if self.ranks is None else self.ranks.rank
+
+    def own(self, blocks: Blocks) -> Blocks:
+        """This process's sequences of all of a step's."""
+        each = len(blocks.rows) // self.size
+        part = slice(self.rank * each, (self.rank + 1) * each)
+        values = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
+        own: dict[str, Any] = {k: v if v is None else v[part] for k, v in values.items()}
+        return replace(blocks, **own)
+
+    def mean(self, tree: Any) -> Any:
+        """The mean of every array over all; no gradient flows through it."""
+        if self.ranks is None:
+            return tree
+        return tree_map(mx.stop_gradient, nn.average_gradients(tree, self.ranks.group))
+
+    def first(self, tree: Any) -> Any:
+        """The first one's arrays."""
+        if self.ranks is None:
+            return tree
+        group = self.ranks.group
+
+        def of_first(array: mx.array) -> mx.array:
+            own = array if self.rank == 0 else mx.zeros_like(array)
+            whole = mx.distributed.all_sum(own, group=group)
+            mx.eval(whole)  # one by one, so that all do it in one order
+            return whole
+
+        return tree_map(of_first, tree)
+
+
+ALONE = Crew()
 
 
 class Training(ABC):
@@ -37,23 +87,22 @@ class Training(ABC):
 
     module: what is trained, the trainee's network or a part beside it. law: further settings
     of `BlockSampler`. crew: the processes that share each step; each has `sequences` of its own.
-    step: steps done. seconds: spent in steps. tokens: in their blocks, anchors included. All over
-    all runs.
     """
 
-    config: TrainConfig | SelectorTraining
+    config: StepConfig
 
     def __init__(
         self,
         module: nn.Module,
         trainee: Trainee,
         texts: Texts,
-        config: TrainConfig | SelectorTraining,
+        config: StepConfig,
         crew: Crew = ALONE,
         **law: Any,
     ) -> None:
         self.trainee, self.config, self.crew = trainee, config, crew
-        self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self.step, self.seconds = 0, 0.0  # done, and spent in them, over all runs
+        self.tokens = 0  # in their blocks, anchors included
         self._module, self._texts = module, texts
         self._sampler = SAMPLERS[config.anchor_law](
             texts.texts,
@@ -63,12 +112,8 @@ class Training(ABC):
             **law,
         )
         self.vocabulary = DraftVocabulary(trainee, texts, config.draft_vocabulary)
-        self.optimizer = optim.AdamW(
-            learning_rate=0.0,
-            betas=[0.9, 0.95],
-            weight_decay=config.weight_decay,
-            bias_correction=True,
-        )
+        decay = config.weight_decay
+        self.optimizer = optim.AdamW(0.0, [0.9, 0.95], weight_decay=decay, bias_correction=True)
         self.optimizer.init(module.trainable_parameters())
         mx.eval(self.optimizer.state)
         self._gradients = nn.value_and_grad(module, self._loss)
@@ -78,8 +123,7 @@ class Training(ABC):
         """The arrays of `blocks` that the loss takes."""
 
     @abstractmethod
-    def _loss(self, batch: tuple[mx.array, ...]) -> mx.array:
-        """The loss of a batch."""
+    def _loss(self, batch: tuple[mx.array, ...]) -> mx.array: ...
 
     @property
     def progress(self) -> float:
@@ -100,14 +144,15 @@ class Training(ABC):
         started = time.perf_counter()
         blocks = self._sampler.blocks(self.step)
         found = self._gradients(self.batch(self.crew.own(blocks)))
-        loss, gradients = self.crew.average(found)
+        loss, gradients = self.crew.mean(found)
         gradients, _ = optim.clip_grad_norm(gradients, self.config.clip)
         self.optimizer.learning_rate = self.learning_rate()
         self.optimizer.update(self._module, gradients)
         mx.eval(self._module.parameters(), self.optimizer.state, loss)
         self.step += 1
         self.tokens += blocks.tokens.size
-        self.seconds += self.crew.seconds(time.perf_counter() - started)
+        spent = mx.array(time.perf_counter() - started)
+        self.seconds += self.crew.first(spent).item()  # so that all end at one step
         return float(loss)
 
     def losses(self) -> Iterator[float]:
@@ -142,7 +187,6 @@ class Trainer(Training):
         super().__init__(trainee.network, trainee, texts, config, crew, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
-        """What the loss takes; see there."""
         labels = self.vocabulary.index[blocks.likely].reshape(-1, blocks.likely.shape[-1])
         weights = decay_weights(blocks.prefixes, blocks.tokens.shape[-1], self.config.tau)
         places = np.flatnonzero(blocks.supervised.reshape(-1) & (labels[:, 0] >= 0))

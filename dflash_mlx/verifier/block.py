@@ -13,26 +13,36 @@ from dflash_mlx.core.tree import Tree
 from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
 
 
+class Mask(mx.array):
+    """Bool [rows, keys] that knows what it means; what a model makes of it is a plain array."""
+
+    def __init__(self, values: mx.array, seen: Visibility) -> None:
+        super().__init__(values)
+        self.seen = seen
+
+
+class JoinedMask(mx.array):
+    """Stands for a mask for each of several sequences; a model that changes it loses them."""
+
+    def __init__(self, of_each: list[mx.array | str | None]) -> None:
+        super().__init__(0)
+        self.of_each = of_each
+
+
 @dataclass(frozen=True)
 class Block:
-    """The rows of one pass: consecutive tokens, the nodes of a tree, or branches side by side.
-
-    branches: how many runs of rows / branches tokens begin at the same position and do not see
-    each other (a forest). last_only: the target's logits are asked for after the last row alone.
-    before: rows of the same run or tree that the passes before this one left behind the committed
-    ones; the tree counts them.
-    """
+    """The rows of one pass: consecutive tokens, the nodes of a tree, or branches side by side."""
 
     rows: int
     tree: Tree | None = None
+    # Runs of rows / branches tokens that begin at the same position and do not see each other
     branches: int = 1
-    last_only: bool = False
+    last_only: bool = False  # the target's logits are asked for after the last row alone
+    # Rows of the same run or tree, which counts them, that passes before this one left behind the
+    # committed ones
     before: int = 0
     _positions: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
     _places: dict[int, mx.array] = field(default_factory=dict, init=False, compare=False)
-    _meanings: dict[object, tuple[mx.array | str | None, Visibility]] = field(
-        default_factory=dict, init=False, compare=False
-    )
 
     @classmethod
     def of(cls, tree: Tree, before: int = 0) -> Block:
@@ -96,17 +106,27 @@ class Block:
         seen = self.depths[:, None] >= self.all_depths
         return seen if self.branches == 1 else seen & self.same_branch
 
-    def remember(self, mask: mx.array, seen: Visibility) -> None:
-        """Note what a mask of this block stands for."""
-        self._meanings[id(mask)] = mask, seen  # which keeps the mask, and so its id
+    def mask(
+        self, visible: npt.NDArray[np.bool_], prefix: int, window: int | None, meant: bool
+    ) -> mx.array:
+        """Bool [rows, prefix + before + rows]: what is committed, then the block's own rows.
 
-    def seen(self, mask: mx.array | str | None, keys: int) -> Visibility | None:
-        """What the rows see of `keys` keys under this mask; None for a mask made elsewhere."""
-        if isinstance(mask, mx.array):
-            known = self._meanings.get(id(mask))
-            return known[1] if known is not None and known[1].keys == keys else None
-        if (mask, keys) not in self._meanings:
-            shape = self.rows, self.rows
-            local = np.tri(*shape, dtype=np.bool_) if mask == "causal" else np.ones(shape, np.bool_)
-            self._meanings[mask, keys] = mask, Visibility(keys - self.rows, local)
-        return self._meanings[mask, keys][1]
+        visible: [rows, before + rows] which rows of the block each row sees. The window counts from
+        each row's own position. meant: whether somebody will ask what the mask means.
+        """
+        depths = self.depths
+        first = np.zeros_like(depths)
+        if window is not None:
+            first = np.clip(prefix + depths - window + 1, 0, prefix)
+            visible = visible & (self.all_depths > depths[:, None] - window)
+        committed = mx.arange(prefix) >= mx.array(first)[:, None]
+        mask = mx.concatenate([committed, mx.array(visible)], axis=1)
+        return Mask(mask, Visibility(prefix, visible, tuple(first.tolist()))) if meant else mask
+
+    def seen(self, mask: Visibility | str | None, keys: int) -> Visibility:
+        """What the rows see of so many keys where the mask is "causal", or None: all."""
+        if isinstance(mask, Visibility):
+            return mask
+        shape = self.rows, self.rows
+        local = np.ones(shape, np.bool_) if mask is None else np.tri(*shape, dtype=np.bool_)
+        return Visibility(keys - self.rows, local)

@@ -3,16 +3,15 @@
 One cache serves full attention and sliding windows. Slots are contiguous and in order of
 position; the block's rows are written in place after the committed ones and either committed
 (a path of them) or discarded. `LayerCache` answers the calls that mlx-lm's attention layers and
-mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`; it also attends, since
-it knows what a mask stands for and a kernel does not.
+mask helpers make of a cache: `offset`, `make_mask` and `update_and_fetch`; it also attends, by a
+kernel where that is chosen, which reads what a mask means instead of its numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,26 +19,22 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
-from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.saved import Saved
-from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
+from dflash_mlx.verifier.block import Block, JoinedMask, Mask
+from dflash_mlx.verifier.routing import Kernels, Plans
+from dflash_mlx.verifier.saved import Cache, Saved
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
-from kernels_metal.visibility import Visibility
+
+if TYPE_CHECKING:
+    from dflash_mlx.verifier.sequence import Forest
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
+SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
 _NO_ROWS = Block(0)
 _GROUPS = (64, 32)  # numbers of quantised keys or values that share a scale and a bias
-SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back
 
 
-class LayerCache:
-    """Keys and values of one attention layer, [1, heads, slots, dim] each.
-
-    window: how many positions a query sees, itself included; None for all of them. kernels: of the
-    model whose keys and values these are; None for stock MLX. kv_bits: what they are quantised to,
-    4 or 8, the block's rows included; attention sees what is stored.
-    """
+class LayerCache(Cache):
+    """Keys and values of one attention layer, [1, heads, slots, dim] each."""
 
     def __init__(
         self,
@@ -47,26 +42,33 @@ class LayerCache:
         kernels: Kernels | None = None,
         kv_bits: int | None = None,
     ) -> None:
-        self.window = window
-        self.kernels = kernels
-        self.kv_bits = kv_bits
+        self.window = window  # positions that a query sees, itself included; None for all
+        self.kernels = kernels  # of the model that writes here; None for stock MLX
+        self.kv_bits = kv_bits  # 4 or 8 where what is stored is quantised, the block's rows too
         self.length = 0
         self.offset: int | mx.array = 0  # of the block: its first row, or each row
-        self.block = Block(0)
-        self._start = 0
-        self._asks_kernels = False
+        self.block = _NO_ROWS
+        self._start = 0  # the position in the first slot
+        self._plans: Plans | None = None  # of this pass, where kernels could run
         # Quantised keys and values of the pass: unpacked, and as they are stored
         self._latest: tuple[mx.array, mx.array, Packed, Packed] | None = None
         self._stored: list[mx.array] = []  # of the keys, then as many of the values
 
     @property
+    def attends(self) -> bool:
+        """Whether it computes attention itself."""
+        return self.kernels is not None and self.kernels.mode != "off"
+
+    @property
+    def kind(self) -> tuple[int | None, int | None]:  # type: ignore[override]
+        return self.window, self.kv_bits
+
+    @property
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for this cache to be up to date."""
         return list(self._stored)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return sum(stored.nbytes for stored in self._stored)
 
     @property
@@ -75,21 +77,23 @@ class LayerCache:
         return self.block.places(self.length)
 
     @property
+    def slots(self) -> int:
+        """How many of them are taken by committed rows."""
+        return self.length - self._start
+
+    @property
     def _end(self) -> int:
-        """Where the pass's rows go: behind the committed ones, and those of passes before it."""
-        return self.length + self.block.before
+        """The slot of the pass's first row, behind those of passes before it."""
+        return self.slots + self.block.before
 
     @property
     def _first(self) -> int:
-        """Oldest committed position that the block's first row sees."""
-        if self.window is None:
-            return self._start
-        return max(self._start, self._oldest(self.length))
+        """The slot of the oldest committed position that the block's first row sees."""
+        return max(0, self._oldest(self.length) - self._start)
 
-    def begin(self, block: Block, asks_kernels: bool = False) -> None:
-        """Announce the rows of the next pass. asks_kernels: whether a kernel could run."""
-        self.block, self.offset = block, block.positions(self.length)
-        self._asks_kernels = asks_kernels and block.fits_kernels
+    def begin(self, block: Block, plans: Plans | None = None) -> None:
+        """Announce the rows of the next pass. plans: of kernels, where any could run."""
+        self.block, self.offset, self._plans = block, block.positions(self.length), plans
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the block's rows after the committed ones; return all that its rows may see."""
@@ -97,23 +101,21 @@ class LayerCache:
         self._latest = None  # views, behind which the cache would be copied to be written to
         parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
         self._reserve(rows, parts)
-        at, first = self._end - self._start, self._first - self._start
-        end = at + rows
+        at, end = self._end, self._end + rows
         for stored, part in zip(self._stored, parts, strict=True):
             stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
-        return self._seen(slice(first, end))
+        return self._seen(slice(self._first, end))
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` returned in this pass, for layers that share it."""
-        first = self._first - self._start
-        return self._seen(slice(first, self._end - self._start + self.block.rows))
+        return self._seen(slice(self._first, self._end + self.block.rows))
 
     def _seen(self, places: slice) -> tuple[mx.array, mx.array]:
         seen, bits = [stored[:, :, places] for stored in self._stored], self.kv_bits
         if bits is None:
             return seen[0], seen[1]
         keys, values = unpack(seen[:3], bits), unpack(seen[3:], bits)
-        if self._asks_kernels:
+        if self._plans is not None:
             self._latest = keys, values, Packed(*seen[:3]), Packed(*seen[3:])
         return keys, values
 
@@ -131,24 +133,25 @@ class LayerCache:
                 return None
             if self.block.is_run and not return_array:
                 return "causal"
-        return self.attention_mask(self.block.visible, window)
+        return self._mask(self.block.visible, window)
 
-    def attention_mask(self, visible: npt.NDArray[np.bool_], window: int | None) -> mx.array:
-        """Bool [rows, visible + rows]: the committed positions, then the block's own rows.
+    def block_mask(self, text: int = 0) -> mx.array | None:
+        """What rows of a draft see: their window before them and behind them; None for all.
 
-        visible: [rows, before + rows] which rows of the block each row sees. The window counts from
-        each row's own position.
+        text: the leading rows that see nothing behind themselves.
         """
-        prefix, depths = self.length - self._first, self.block.depths
-        first = np.zeros_like(depths)
+        block, window = self.block, self.window
+        if window is None and not text and block.is_run:
+            return None
+        apart = block.depths[:, None] - block.depths
+        inside = (apart >= 0) | (block.depths[:, None] >= text)
         if window is not None:
-            first = np.clip(prefix + depths - window + 1, 0, prefix)
-            visible = visible & (self.block.all_depths > depths[:, None] - window)
-        before = mx.arange(prefix) >= mx.array(first)[:, None]
-        mask = mx.concatenate([before, mx.array(visible)], axis=1)
-        if self._asks_kernels:
-            self.block.remember(mask, Visibility(prefix, visible, tuple(first.tolist())))
-        return mask
+            inside &= np.abs(apart) < window
+        return self._mask(inside & block.same_branch, window)
+
+    def _mask(self, visible: npt.NDArray[np.bool_], window: int | None) -> mx.array:
+        prefix = self.slots - self._first
+        return self.block.mask(visible, prefix, window, self._plans is not None)
 
     def attend(
         self,
@@ -162,33 +165,28 @@ class LayerCache:
     ) -> mx.array:
         """Attention of the block's rows to what `update_and_fetch` returned.
 
-        queries: [1, heads, rows, D]. mask: from `make_mask` or `attention_mask`, or any that MLX's
+        queries: [1, heads, rows, D]. mask: from `make_mask` or `block_mask`, or any that MLX's
         own attention takes, which then computes it.
         """
-        kernels = self.kernels
-        if self._asks_kernels and kernels is not None and queries.shape[2] == self.block.rows:
-            seen = self.block.seen(mask, keys.shape[2])
-            if seen is None:
-                kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
-            elif (
-                out := self._through(kernels, seen, queries, keys, values, scale, sinks)
-            ) is not None:
+        if self._plans is not None and queries.shape[2] == self.block.rows:
+            out = self._by_kernel(self._plans, queries, keys, values, scale, mask, sinks)
+            if out is not None:
                 return out
-        if cpu_math.pays(queries.shape[1] * queries.shape[2] * keys.shape[2]):
-            attend = partial(cpu_math.attention, scale=scale, mask=mask, sinks=sinks)
-            return attend(queries, keys, values)
+        exponentials = queries.shape[1] * queries.shape[2] * keys.shape[2]
+        if exponentials >= cpu_math.ENOUGH and cpu_math.applies():
+            return cpu_math.attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
 
-    def _through(  # noqa: PLR0913  # those of attention
+    def _by_kernel(  # noqa: PLR0913  # those of attention
         self,
-        kernels: Kernels,
-        seen: Visibility,
+        plans: Plans,
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
         scale: float,
+        mask: mx.array | str | None,
         sinks: mx.array | None,
     ) -> mx.array | None:
         """What the kernel gives, if it is chosen; the layers of a pass share the choice.
@@ -196,116 +194,136 @@ class LayerCache:
         Quantised keys and values it reads as they are stored, and what was unpacked of them for
         stock MLX is never computed.
         """
+        if isinstance(mask, mx.array) and not isinstance(mask, Mask):
+            plans.kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
+            return None
         given: tuple[Any, ...] = (queries, keys, values)
         latest = self._latest
         if latest is not None and keys is latest[0] and values is latest[1]:
             given = queries, *latest[2:]
+        meaning = mask.seen if isinstance(mask, Mask) else mask
+
+        def settle() -> AttentionPlan | None:
+            seen = self.block.seen(meaning, keys.shape[2])
+            choice = plans.kernels.chosen(CASCADE_ATTENTION, (*given, seen, scale, sinks))
+            if choice is None:
+                return None
+            return AttentionPlan(queries, given[1], seen, scale, choice.way or "once")
+
         shapes = queries.shape, queries.dtype, keys.shape, values.shape
-        key = id(kernels.running()), *shapes, given[1] is keys, scale, sinks is None
-        try:
-            plan = seen.plans[key]
-        except KeyError:
-            choice = kernels.chosen(CASCADE_ATTENTION, (*given, seen, scale, sinks))
-            way = choice and choice.way or "once"
-            plan = choice and AttentionPlan(queries, given[1], seen, scale, way)
-            seen.plans[key] = plan
-        return None if plan is None else plan(*given, sinks)
+        plan = plans.find((meaning, *shapes, given[1] is keys, scale, sinks is None), settle)
+        return None if plan is None else plan(queries, given[1], given[2], sinks)
 
-    def lengthen(self, rows: int) -> None:
-        """Commit `rows` more positions that are all like the last one, to time long contexts."""
-        at = self.length - self._start
-        more = [mx.repeat(stored[..., at - 1 : at, :], rows, axis=2) for stored in self._stored]
-        self._reserve(rows, more)
-        at = self.length - self._start
-        for stored, part in zip(self._stored, more, strict=True):
-            stored[..., at : at + rows, :] = part
-        self.length += rows
+    def joined(self, layers: Sequence[LayerCache], forest: Forest) -> JoinedLayer:
+        """In the place of these, itself the first of them, in a pass over several sequences."""
+        return JoinedLayer(layers, forest)
 
-    def discard(self) -> None:
-        """Drop the block's rows."""
-        self.block, self._latest = _NO_ROWS, None
+    def nearest(self, length: int) -> int:
+        oldest = self._oldest(length)
+        return length if length == 0 or oldest >= self._start else oldest
 
-    def can_trim(self, length: int) -> bool:
-        """Whether the positions that a query at `length` sees are still stored."""
-        return length == 0 or self._oldest(length) >= self._start
-
-    def refill_from(self, length: int) -> int:
-        """The position to go back to, so that rows from there to `length` make good what is gone.
-
-        `length` itself where `can_trim`.
-        """
-        return length if self.can_trim(length) else self._oldest(length)
-
-    def trim(self, length: int) -> None:
-        """Forget the committed positions from `length` on, and all where not `can_trim`."""
-        if not self.can_trim(length):
+    def rewind(self, length: int) -> int:
+        if length and self._oldest(length) < self._start:
             self._start = length
         self.length = min(self.length, length)
         self._start = min(self._start, self.length)
-        self._give_back()
+        slots = -(-self.slots // STEP) * STEP
+        if self._stored and 2 * slots <= self._stored[0].shape[2]:  # half of them not needed
+            kept = [mx.contiguous(stored[..., :slots, :]) for stored in self._stored]
+            self._stored = kept if slots else []
         self.discard()
+        return self.length
+
+    def commit(self, path: Sequence[int]) -> None:
+        raise NotImplementedError("all layers of a sequence commit together, see `KeyValues`")
+
+    def discard(self) -> None:
+        self.block, self._latest, self._plans = _NO_ROWS, None, None
 
     def fork(self) -> LayerCache:
-        """A copy that goes on by itself; storage is shared until either of them writes."""
         other = copy(self)
         other._stored = [mx.array(stored) for stored in self._stored]
         return other
 
     def saved(self) -> Saved:
-        """The committed rows."""
-        rows = slice(0, self.length - self._start)
-        return [stored[..., rows, :] for stored in self._stored], [self._start, self.length]
+        return [stored[:, :, : self.slots] for stored in self._stored], [self._start, self.length]
 
     def restore(self, saved: Saved) -> None:
-        """Hold what a cache of the same kind has saved."""
         self._stored, (self._start, self.length) = saved
+
+    def lengthen(self, rows: int) -> None:
+        last = slice(self.slots - 1, self.slots)
+        more = [mx.repeat(stored[:, :, last], rows, axis=2) for stored in self._stored]
+        self._reserve(rows, more)
+        at, end = self.slots, self.slots + rows
+        for stored, part in zip(self._stored, more, strict=True):
+            stored[:, :, at:end] = part
+        self.length += rows
 
     def _oldest(self, length: int) -> int:
         """The oldest position that a query at `length` sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
-
-    def _give_back(self) -> None:
-        """Give up slots, where at least half of them are no longer needed."""
-        slots = -(-(self.length - self._start) // STEP) * STEP
-        if self._stored and 2 * slots <= self._stored[0].shape[2]:
-            kept = [mx.contiguous(stored[..., :slots, :]) for stored in self._stored]
-            self._stored = kept if slots else []
 
     def _reserve(self, rows: int, parts: Sequence[mx.array]) -> None:
         """Make room for `rows` more; slots that no window reaches any more are given up."""
         if not self._stored:
             self._stored = [_empty(rows, part) for part in parts]
             return
-        if self._end - self._start + rows <= self._stored[0].shape[2]:
+        if self._end + rows <= self._stored[0].shape[2]:
             return
-        start = max(self._start, self._first - SLACK) if self.window is not None else 0
-        kept = slice(start - self._start, self._end - self._start)
-        self._start = start
+        first = max(0, self._first - SLACK) if self.window is not None else 0
+        kept = slice(first, self._end)
+        self._start += first
         self._stored = [
-            mx.concatenate([stored[..., kept, :], _empty(rows, part)], axis=2)
+            mx.concatenate([stored[:, :, kept], _empty(rows, part)], axis=2)
             for stored, part in zip(self._stored, parts, strict=True)
         ]
 
 
-def commit_layers(layers: Sequence[LayerCache], path: Sequence[int]) -> None:
-    """Keep the rows in `path`, which increases, at consecutive slots of all layers; no others."""
-    for layer in layers:
-        layer._latest = None
-    arrays = [array for layer in layers for array in layer._stored]
-    first = [layer.length - layer._start for layer in layers for _ in layer._stored]
-    kernels = layers[0].kernels
-    if kernels is not None and kernels.active and layers[0].kv_bits is not None:
-        kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
-        kernels = None
+class JoinedLayer:
+    """The caches of one attention layer of several sequences, in the place of one."""
 
-    def accepted_rows(*given: Any) -> list[mx.array]:
-        rows = None if kernels is None else kernels.run(CACHE_COMMIT, *given)
-        return accepted_rows_reference(*given) if rows is None else rows
+    attends = True
 
-    cache_commit(arrays, path, first, accepted_rows)
-    for layer in layers:
-        layer.length += len(path)
-        layer.block = _NO_ROWS
+    def __init__(self, parts: Sequence[LayerCache], forest: Forest) -> None:
+        self.parts, self.window, self._forest = parts, parts[0].window, forest
+        self.offset, self.places = forest.positions, forest.places
+        self._seen: list[tuple[mx.array, mx.array]] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Hand each sequence its rows; what each sees of them and before waits for `attend`."""
+        both = (self._forest.split(rows, axis=-2) for rows in (keys, values))
+        pairs = zip(self.parts, *both, strict=True)
+        self._seen = [layer.update_and_fetch(*rows) for layer, *rows in pairs]
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """In place of those that `attend` has of this pass, for layers that share them."""
+        return self.parts[0].keys_and_values()
+
+    def make_mask(self, rows: int, *window_and_array: Any, **named: Any) -> JoinedMask:
+        """As of each sequence, for its own rows."""
+        masks = (part.make_mask(part.block.rows, *window_and_array, **named) for part in self.parts)
+        return JoinedMask(list(masks))
+
+    def block_mask(self) -> JoinedMask:
+        """As of each sequence."""
+        return JoinedMask([part.block_mask() for part in self.parts])
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, *, mask: Any = None, **how: Any
+    ) -> mx.array:
+        """Attention of each sequence's rows [1, heads, N, D] to its own keys and values.
+
+        TypeError for a mask that the model made, or changed: then its sequences take turns.
+        """
+        if mask is not None and not isinstance(mask, JoinedMask):
+            raise TypeError("this model makes or changes masks")
+        masks = [None] * len(self.parts) if mask is None else mask.of_each
+        parts = self._forest.split(queries, axis=-2)
+        of_each = zip(self.parts, parts, self._seen, masks, strict=True)
+        found = [layer.attend(part, *seen, mask=own, **how) for layer, part, seen, own in of_each]
+        return mx.concatenate(found, axis=-2)
 
 
 def _empty(rows: int, like: mx.array) -> mx.array:

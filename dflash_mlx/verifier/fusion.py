@@ -1,35 +1,139 @@
-"""Layers that multiply one input by several quantised matrices do it in one product, if that pays.
+"""Steps of mlx-lm's modules that are one launch each, where kernels run and that pays.
 
-Queries, keys and values are such a group, gate and up another. mlx-lm calls their modules one
-after the other with the same array, so the first call can compute all and the others take
-their part: no model's code is touched. The weights of a group are put side by side when a
-kernel could run for the first time; the modules then hold views of them.
+Queries, keys and values are products of one input, gate and up are two more. mlx-lm calls such
+modules one after the other with the same array, so the first call can compute all and the others
+take their part: no model's code is touched. The weights of a group are put side by side when a
+kernel could run for the first time; the modules then hold views of them. Attention like Qwen3's
+normalises and turns queries and keys in one launch, and SwiGLU is part of gate's and up's product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.routing import Kernels, Plans
+from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
+from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, NormRope
 from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
 
+Call = Callable[..., mx.array]
+# What mlx-lm's sources call code that is Qwen3's; `test_fusion.py` compares these with it.
+GATED_MLPS = frozenset(
+    {
+        "Klear.KlearMLP", "afmoe.MLP", "baichuan_m1.MLP", "bailing_hybrid.MLP",
+        "bailing_moe.BailingMoeMLP", "bailing_moe_linear.MLP", "bailing_moe_v3.BailingMLP",
+        "cohere.MLP", "cohere2.MLP", "deepseek.DeepseekMLP", "dots1.Dots1MLP", "ernie4_5.MLP",
+        "ernie4_5_moe.Ernie4_5_MLP", "exaone4.MLP", "exaone_moe.MLP", "granite.MLP",
+        "granitemoehybrid.GraniteMoeHybridMLP", "helium.HeliumMLP", "hunyuan.MLP",
+        "hunyuan_v1_dense.MLP", "internlm3.MLP", "jamba.JambaMLP", "kimi_linear.KimiMLP",
+        "laguna.MLP", "lfm2_moe.MLP", "llama.MLP", "llama4.MLP", "llama4_text.MLP",
+        "longcat_flash.LongcatFlashMLP", "mimo.MLP", "minicpm.MLP", "minicpm3.MLP",
+        "ministral3.MLP", "nanbeige.MLP", "olmo2.MLP", "olmo3.Olmo3MLP", "plamo.MLP", "qwen2.MLP",
+        "qwen2_moe.MLP", "qwen3.MLP", "qwen3_moe.MLP", "qwen3_next.Qwen3NextMLP", "seed_oss.MLP",
+        "stablelm.MLP", "telechat3.Telechat3MLP", "youtu_llm.YoutuLLMMLP",
+    }
+)  # fmt: skip
+NORMED_ATTENTIONS = frozenset(
+    {"dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"}
+)
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases")
 
 
-def groups_in(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Modules, and in them the members of a group whose weights can stand side by side."""
-    for module in model.modules():
-        for names in GROUPS:
-            members = [module.get(name) for name in names]
-            if all(type(member) is nn.QuantizedLinear for member in members) and _alike(members):
-                yield module, members
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether its call is down(swiglu(gate(x), up(x)))."""
+    return _source(module) in GATED_MLPS
+
+
+def is_normed_attention(module: Any) -> bool:
+    """Whether it normalises queries and keys by head and turns them as in Qwen3."""
+    if _source(module) not in NORMED_ATTENTIONS:
+        return False
+    rope = module.rope
+    plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
+    norms = type(module.q_norm) is type(module.k_norm) is nn.RMSNorm
+    norms = norms and module.q_norm.eps == module.k_norm.eps
+    return norms and plain and rope.dims == module.q_norm["weight"].size
+
+
+def _source(module: nn.Module) -> str:
+    """Where the call of a module is written, as family.Class."""
+    call: Any = type(module).__call__
+    kind = getattr(call, "__qualname__", "").removesuffix(".__call__")
+    return f"{getattr(call, '__module__', '').rpartition('.')[2]}.{kind}"
+
+
+def gated_mlp(stock: Call, group: Group) -> Call:
+    """The call of an MLP whose gate and up are `group`."""
+
+    def mlp(self: Any, x: mx.array) -> mx.array:
+        inner = group.gated(x)
+        return stock(self, x) if inner is None else self.down_proj(inner)
+
+    return mlp
+
+
+def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call:
+    """The call of one attention module, whose steps are mlx-lm's but for norms and rope.
+
+    group: its queries, keys and values, where one product can give them.
+    """
+    plans = Plans(kernels)
+
+    def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        rows = x.shape[1]
+        if x.shape[0] > 1 or rows > MAX_TURNED or not getattr(cache, "attends", False):
+            return stock(self, x, mask, cache)
+
+        made: list[Sequence[mx.array]] = []
+
+        def products() -> Sequence[mx.array]:
+            found = None if group is None else group.products(x)
+            return found or (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+        def settle() -> NormRope | None:
+            made.append(products())
+            return _turn(self, made[0][0], made[0][1], cache.places[:rows], kernels)
+
+        turn = plans.find(rows, settle, self.q_norm["weight"], self.k_norm["weight"])
+        if turn is None:
+            return stock(self, x, mask, cache)
+        queries, keys, values = made[0] if made else products()
+        queries, keys = turn(queries, keys, cache.places)
+        values = values.reshape(1, rows, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        keys, values = cache.update_and_fetch(keys, values)
+        found = cache.attend(queries, keys, values, scale=self.scale, mask=mask)
+        return self.o_proj(found.transpose(0, 2, 1, 3).reshape(1, rows, -1))  # type: ignore[no-any-return]
+
+    return attend
+
+
+def _turn(
+    module: Any, queries: mx.array, keys: mx.array, places: mx.array, kernels: Kernels
+) -> NormRope | None:
+    """The kernel for queries and keys [1, R, heads * D], None where it is not chosen."""
+    rope, norm = module.rope, module.q_norm
+    steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
+    periods = rope.base**steps / rope.scale
+    how = HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps)
+    if kernels.chosen(NORM_ROPE, (queries, keys, places, how)) is None:
+        return None
+    return NormRope(queries, keys, how)
+
+
+def groups_in(module: nn.Module) -> Iterator[list[Any]]:
+    """The members of each group of a module whose weights can stand side by side."""
+    for names in GROUPS:
+        members = [module.get(name) for name in names]
+        if all(isinstance(member, nn.QuantizedLinear) for member in members) and _alike(members):
+            yield members
 
 
 def _alike(members: Sequence[Any]) -> bool:
@@ -42,11 +146,7 @@ def _alike(members: Sequence[Any]) -> bool:
 
 
 class Group:
-    """Modules that are called with one input, one after the other, in any order.
-
-    hook: lets the module that multiplies by all their weights ask for kernels too. alike: the
-    groups of this shape in the model, which this one joins.
-    """
+    """Modules that are called with one input, one after the other, in any order."""
 
     def __init__(
         self,
@@ -55,14 +155,14 @@ class Group:
         hook: Callable[[Any], None],
         alike: list[Group],
     ) -> None:
-        self.members, self._kernels, self._hook, self._alike = members, kernels, hook, alike
+        self.members, self._kernels = members, kernels
+        self._hook = hook  # lets the module that multiplies by all their weights ask for kernels
+        self._alike = alike  # the groups of this shape in the model, this one among them
         self.packing = Packing(members[0].bits, members[0].group_size)
         self._whole: Any = None
         self._views: list[Any] = []
         self._bounds: list[int] = []
-        self._known: object = None
-        self._pays: dict[tuple[Any, ...], bool] = {}
-        self._gates: dict[tuple[Any, ...], Multiply | None] = {}
+        self._plans = Plans(kernels)
         self._x: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
         self._broken = False
@@ -88,34 +188,31 @@ class Group:
 
     def products(self, x: mx.array) -> list[mx.array] | None:
         """Of all members, by one, None where each is to be computed by itself."""
-        running = self._kernels.running()
-        if running is None:
-            return None
-        self._follow(running)
-        key = x.shape, x.dtype
-        if key not in self._pays:
-            if x.size > MAX_ROWS * x.shape[-1]:
-                return None
-            self._join_alike()
-            calls = [group.call(x) for group in self._alike]
-            self._pays[key] = self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is not None
-        if not self._pays[key]:
+        if not self._find(x, self._pays):
             return None
         return mx.split(self._whole(x), self._bounds, axis=-1)  # type: ignore[return-value]
 
     def gated(self, x: mx.array) -> mx.array | None:
         """Of gate and up: silu(gate x) * up x in one product, None where it is to be by parts."""
-        running = self._kernels.running()
-        if running is None or x.size > MAX_ROWS * x.shape[-1] or "bias" in self.members[0]:
-            return None
-        self._follow(running)
-        key = x.shape, x.dtype
-        if key not in self._gates:
-            self._gates[key] = self._gate_for(x)
-        multiply = self._gates[key]
+        multiply = self._find(x, self._gate)
         return None if multiply is None else multiply(x)
 
-    def _gate_for(self, x: mx.array) -> Multiply | None:
+    def _find(self, x: mx.array, settle: Callable[[mx.array], Any]) -> Any:
+        if self._kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
+            return None
+        if not self._joined:
+            self._plans = Plans(self._kernels)
+        key = settle.__name__, x.shape, x.dtype
+        return self._plans.find(key, partial(settle, x))
+
+    def _pays(self, x: mx.array) -> bool:
+        self._join_alike()
+        calls = [group.call(x) for group in self._alike]
+        return self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is not None
+
+    def _gate(self, x: mx.array) -> Multiply | None:
+        if "bias" in self.members[0]:
+            return None
         self._join_alike()
         packing = replace(self.packing, gated=True)
         calls = [(x, *group.call(x)[1], packing) for group in (self, *self._alike)]
@@ -123,13 +220,6 @@ class Group:
         if choice is None:
             return None
         return Product(*calls[0][1:]).settled(x, choice.way or None)  # type: ignore[arg-type]
-
-    def _follow(self, running: object) -> None:
-        """Forget what was chosen, where other choices hold now or the weights were changed."""
-        if running is not self._known or not self._joined:
-            self._known = running
-            self._pays.clear()
-            self._gates.clear()
 
     @property
     def _joined(self) -> bool:

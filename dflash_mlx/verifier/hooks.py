@@ -16,22 +16,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
-from dflash_mlx.verifier.calls import (
+from dflash_mlx.verifier.fusion import (
+    Group,
     gated_mlp,
+    groups_in,
     is_gated_mlp,
     is_normed_attention,
     normed_attention,
-    scaled_dot_product_attention,
-    stock_attention,
 )
-from dflash_mlx.verifier.fusion import Group, groups_in
-from dflash_mlx.verifier.routing import Kernels
-from kernels_metal.cascade_attention import CASCADE_ATTENTION
+from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing, Product
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
-_SWIGLU = "swiglu"  # likewise
 # MLX's own modules, and the method in which each multiplies by its quantised weights
 _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
 
@@ -39,17 +36,47 @@ _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedd
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
     """Route calls of this one module through `call(module, original, *args, **kwargs)`.
 
-    Where they go through the same `call` already, they stay as they are.
+    Where they go through an equal `call` already, they stay as they are.
     """
     original = type(module)
     if any(call in vars(kind).get(_ROUTE, ()) for kind in original.__mro__):
         return
+    replace(module, "__call__", through(call, original.__call__))
+    setattr(type(module), _ROUTE, (call,))
+
+
+def through(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a module that is `call(module, forward, *args, **kwargs)`."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(self, original.__call__, *args, **kwargs)
+        return call(self, forward, *args, **kwargs)
 
-    _replace(module, "__call__", __call__)
-    setattr(type(module), _ROUTE, (call,))
+    return __call__
+
+
+def replace(module: Any, name: str, method: Callable[..., Any]) -> None:
+    """Give a module a class that differs in one method."""
+    original = type(module)
+    own = {"__module__": original.__module__, name: method}
+    module.__class__ = type(original.__name__, (original,), own)
+
+
+class Hooks:
+    """Methods of modules that are replaced until they are removed."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, type]] = []
+
+    def replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
+        """Until `remove`, let a module use another method."""
+        self._originals.append((module, type(module)))
+        replace(module, name, method)
+
+    def remove(self) -> None:
+        """Give every module its own class back."""
+        for module, original in reversed(self._originals):
+            module.__class__ = original
+        self._originals.clear()
 
 
 def rotate_by_row(rope: nn.Module) -> None:
@@ -70,123 +97,142 @@ def rotate_by_row(rope: nn.Module) -> None:
         turned = forward(self, x.swapaxes(0, 2), offset, **kwargs)
         return turned.swapaxes(0, 2)  # type: ignore[no-any-return]
 
-    _replace(rope, "__call__", __call__)
+    replace(rope, "__call__", __call__)
     setattr(type(rope), _ROUTE, (rotate_by_row,))
 
 
-@contextmanager
-def rows_alone(heads: Sequence[tuple[nn.Module, str]], rows: slice | mx.array) -> Iterator[None]:
-    """Within it these modules' methods are given only these rows of their inputs [..., N, d]."""
-    originals = [(module, type(module)) for module, _ in heads]
+class HeadRows:
+    """Which rows of its input a head multiplies."""
 
-    def on_rows(method: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        return lambda module, x: method(module, x[..., rows, :])
+    def __init__(self) -> None:
+        self._asked: slice | mx.array | None = None  # all of them
 
-    for module, name in heads:
-        _replace(module, name, on_rows(getattr(type(module), name)))
-    try:
-        yield
-    finally:
-        for module, original in originals:
-            module.__class__ = original
+    @contextmanager
+    def alone(self, rows: slice | mx.array | None) -> Iterator[None]:
+        """Within it, it multiplies these rows of its inputs [..., N, d]; None for all."""
+        self._asked = rows
+        try:
+            yield
+        finally:
+            self._asked = None
+
+    def hook(self, hooks: Hooks, head: nn.Module, name: str) -> None:
+        """Let this method of a head multiply the rows that are asked for."""
+        method = getattr(type(head), name)
+
+        def of_rows(module: Any, x: mx.array) -> mx.array:
+            return method(module, x if self._asked is None else x[..., self._asked, :])  # type: ignore[no-any-return]
+
+        hooks.replace(head, name, of_rows)
 
 
-def route_attention(model: Any) -> bool:
-    """Let our caches compute the attention of all layers; whether that is all there is of it."""
+def route(model: nn.Module) -> None:
+    """Let our caches compute attention; and NumPy SwiGLU, where MLX computes on the CPU."""
+    from mlx_lm.models import activations, base
+
+    ours: list[tuple[Any, Any]] = [(base.scaled_dot_product_attention, attention)]
+    if cpu_math.applies():
+        ours.append((activations.swiglu, partial(_swiglu, activations.swiglu)))
+    for module in model.modules():
+        call: Any = type(module).__call__
+        names = call.__code__.co_names if inspect.isfunction(call) else ()
+        known = {name: call.__globals__.get(name) for name in names}
+        meanings = {n: new for n, value in known.items() for old, new in ours if value is old}
+        if meanings:
+            replace(module, "__call__", _rebound(call, meanings))
+
+
+def attention(  # noqa: PLR0913  # mlx-lm's signature
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's scaled_dot_product_attention, which one of our caches computes itself."""
+    how: dict[str, Any] = {"scale": scale, "mask": mask, "sinks": sinks}
+    if getattr(cache, "attends", False):
+        return cache.attend(queries, keys, values, **how)  # type: ignore[no-any-return]
+    from mlx_lm.models import base  # not before a model is loaded: it takes seconds
+
+    return base.scaled_dot_product_attention(queries, keys, values, cache=cache, **how)
+
+
+def attending_itself(model: Any) -> str:
+    """The family of a layer that keeps keys and does not leave attention to its cache, or ""."""
     for layer in model.layers:
-        attending = [m for m in layer.modules() if m is not layer and _attends(m)]
-        if not attending and _keeps_keys(layer):
-            return False
-        for module in attending:
-            if type(module).__call__.__globals__[_ATTENTION] is not scaled_dot_product_attention:
-                _replace(
-                    module,
-                    "__call__",
-                    _rebound(type(module).__call__, {_ATTENTION: scaled_dot_product_attention}),
-                )
-    return True
+        calls = [type(module).__call__ for module in layer.modules()]
+        codes = [call for call in calls if inspect.isfunction(call)]
+        keeps = any("update_and_fetch" in call.__code__.co_names for call in codes)
+        if keeps and not any(call.__globals__.get(_ATTENTION) is attention for call in codes):
+            return type(layer).__module__.rpartition(".")[2]
+    return ""
 
 
-class KernelHooks:
-    """Attention and quantised layers of a model that ask `kernels` first, until removed."""
+def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
+    """The same code, in which these names mean something else.
+
+    Families import these functions by name, so for one model alone there is no other place to
+    change: assigning to their modules would change all models, and copying calls all families.
+    """
+    names = {**call.__globals__, **meanings}
+    copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    copy.__kwdefaults__, copy.__qualname__ = call.__kwdefaults__, call.__qualname__
+    return copy
+
+
+def _swiglu(stock: Callable[..., mx.array], gate: mx.array, x: mx.array) -> mx.array:
+    return cpu_math.swiglu(gate, x) if gate.size >= cpu_math.ENOUGH else stock(gate, x)
+
+
+class KernelHooks(Hooks):
+    """Steps and quantised products of a model that ask `kernels` first, until removed."""
 
     def __init__(self, model: Any, kernels: Kernels) -> None:
-        self._originals: list[tuple[Any, type]] = []
-        self._alike: dict[tuple[Any, ...], list[Any]] = {}
-        gated = [module for module in model.modules() if is_gated_mlp(module)]
-        normed = self._route(model, kernels)
-        groups = list(groups_in(model))
+        super().__init__()
+        self._kernels = kernels
+        alike: dict[tuple[Any, ...], list[Any]] = {}
         for module in model.modules():
-            if cpu_math.applies() and _SWIGLU in _names_in(module):
-                stock = type(module).__call__.__globals__[_SWIGLU]
-                names = {_SWIGLU: partial(_swiglu, stock)}
-                self._replace(module, "__call__", _rebound(type(module).__call__, names))
-            if type(module) in _PRODUCTS:
-                self._product(module, _PRODUCTS[type(module)], kernels)
-        alike: dict[tuple[Any, ...], list[Group]] = {}
-        made = {id(module): self._group(members, kernels, alike) for module, members in groups}
-        for module in gated:
-            if (group := made.get(id(module))) is not None:
-                self._replace(module, "__call__", gated_mlp(type(module).__call__, group))
-        for module in normed:
-            call = normed_attention(type(module).__call__, kernels, made.get(id(module)))
-            self._replace(module, "__call__", call)
+            if name := _PRODUCTS.get(type(module)):
+                self._product(module, name, alike)
+        for module in model.modules():
+            group = None
+            for members in groups_in(module):
+                group = self._group(members, alike)
+            stock = type(module).__call__
+            if is_normed_attention(module):
+                self.replace(module, "__call__", normed_attention(stock, kernels, group))
+            elif group is not None and is_gated_mlp(module):
+                self.replace(module, "__call__", gated_mlp(stock, group))
 
-    def _route(self, model: Any, kernels: Kernels) -> list[Any]:
-        """Let our caches compute attention; the modules that have a call of their own for it."""
-        normed = []
-        for layer in model.layers:
-            attending = [m for m in layer.modules() if m is not layer and _attends(m)]
-            normed += [module for module in attending if is_normed_attention(module)]
-            for module in attending:
-                names = {_ATTENTION: scaled_dot_product_attention}
-                self._replace(module, "__call__", _rebound(type(module).__call__, names))
-            if not attending and _keeps_keys(layer):
-                family = type(layer).__module__.rpartition(".")[2]
-                reason = f"{family} computes the attention of some layers itself"
-                kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
-        return normed
-
-    def remove(self) -> None:
-        """Give every module its own class back."""
-        for module, original in reversed(self._originals):
-            module.__class__ = original
-        self._originals.clear()
-
-    def _replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
-        self._originals.append((module, type(module)))
-        _replace(module, name, method)
-
-    def _product(self, module: Any, name: str, kernels: Kernels) -> None:
+    def _product(self, module: Any, name: str, alike: dict[tuple[Any, ...], list[Any]]) -> None:
         try:
             if module.mode != "affine":
                 raise ValueError(f"mode is {module.mode}, but must be affine")
             packing = Packing(module.bits, module.group_size)
         except ValueError as error:
-            kernels.note(f"{VERIFY_QMM.name} of {module.bits} bits", str(error))
+            self._kernels.note(f"{VERIFY_QMM.name} of {module.bits} bits", str(error))
             return
+        same = alike.setdefault((module["weight"].shape, packing), [])
+        same.append(module)
         stock = getattr(type(module), name)
-        alike = self._alike.setdefault((module["weight"].shape, packing), [])
-        alike.append(module)
-        self._replace(module, name, _few_rows(stock, kernels, packing, alike))
+        self.replace(module, name, _few_rows(stock, self._kernels, packing, same))
 
     def _group(
-        self,
-        members: Sequence[Any],
-        kernels: Kernels,
-        alike: dict[tuple[Any, ...], list[Group]],
+        self, members: Sequence[Any], alike: dict[tuple[Any, ...], list[Any]]
     ) -> Group | None:
         try:
             packing = Packing(members[0].bits, members[0].group_size)
         except ValueError:  # which the products have noted
             return None
 
-        hook = partial(self._product, name="__call__", kernels=kernels)
+        hook = partial(self._product, name="__call__", alike=alike)
         shapes = tuple(member["weight"].shape for member in members)
-        group = Group(members, kernels, hook, alike.setdefault((shapes, packing), []))
+        group = Group(members, self._kernels, hook, alike.setdefault((shapes, packing), []))
         for i, member in enumerate(members):
-            stock = type(member).__call__
-            self._replace(member, "__call__", _part_of(group, i, stock))
+            self.replace(member, "__call__", _part_of(group, i, type(member).__call__))
         return group
 
 
@@ -198,77 +244,21 @@ def _part_of(group: Group, i: int, stock: Callable[..., mx.array]) -> Callable[.
     return product
 
 
-def subclass(original: type, name: str, method: Callable[..., Any]) -> type:
-    """A class that differs in one method."""
-    own = {"__module__": original.__module__, name: method}
-    return type(original.__name__, (original,), own)
-
-
-def _replace(module: Any, name: str, method: Callable[..., Any]) -> None:
-    module.__class__ = subclass(type(module), name, method)
-
-
-def _attends(module: Any) -> bool:
-    """Whether a module's own call is Python that calls mlx-lm's attention by its usual name."""
-    if _ATTENTION not in _names_in(module):
-        return False
-    return type(module).__call__.__globals__.get(_ATTENTION) in (
-        stock_attention(),
-        scaled_dot_product_attention,
-    )
-
-
-def _keeps_keys(layer: nn.Module) -> bool:
-    """Whether any module of a layer stores keys and values."""
-    return any("update_and_fetch" in _names_in(module) for module in layer.modules())
-
-
-def _names_in(module: Any) -> tuple[str, ...]:
-    """The names that a module's own call uses, if that is Python."""
-    call = type(module).__call__
-    return call.__code__.co_names if inspect.isfunction(call) else ()
-
-
-def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
-    """The same code, in which these names mean something else."""
-    names = {**call.__globals__, **meanings}
-    copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    copy.__kwdefaults__ = call.__kwdefaults__
-    return copy
-
-
-def _swiglu(stock: Callable[..., mx.array], gate: mx.array, x: mx.array) -> mx.array:
-    return cpu_math.swiglu(gate, x) if cpu_math.pays(gate.size) else stock(gate, x)
-
-
 def _few_rows(
     stock: Callable[..., mx.array], kernels: Kernels, packing: Packing, alike: list[Any]
 ) -> Callable[..., mx.array]:
-    """The product of one module: what is chosen for a shape is kept with the weights it is for.
-
-    alike: the modules of this shape, itself among them.
-    """
-    known: object = None
-    scales: mx.array | None = None  # whoever changes weights or their dtype changes these
-    chosen: dict[tuple[Any, ...], Callable[[mx.array], mx.array] | None] = {}
+    """The product of one module. alike: the modules of this shape, itself among them."""
+    plans = Plans(kernels)
 
     def product(self: Any, x: mx.array) -> mx.array:
-        nonlocal known, scales
-        running = kernels.running()
-        if running is None:
+        if kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
             return stock(self, x)
-        if running is not known or self["scales"] is not scales:
-            known, scales = running, None  # nothing is held of weights that nothing was chosen for
-            chosen.clear()
-        key = x.shape, x.dtype
-        try:
-            multiply = chosen[key]
-        except KeyError:
-            if x.size > MAX_ROWS * x.shape[-1]:
-                return stock(self, x)
-            scales = self["scales"]
+
+        def settle() -> Callable[[mx.array], mx.array] | None:
             calls = [(x, *_arrays(module), packing) for module in (self, *alike)]
-            multiply = chosen[key] = _product_of(self, calls, kernels)
+            return _product_of(self, calls, kernels)
+
+        multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
         return stock(self, x) if multiply is None else multiply(x)
 
     return product

@@ -4,7 +4,7 @@ Three hooks make a model verify a tree, none of them specific to a family. Its c
 positions, masks and storage are (see `block.py` and `cache.py`); its rope modules accept one
 position per row; and the decoder layers that a drafter reads keep their outputs. Where Metal
 kernels are used, attention and quantised layers ask for them first (see `hooks.py`). What is kept
-of the passes of recurrent layers is in `recurrent.py`, how they follow a tree in `paths.py`.
+of the passes of recurrent layers is in `recurrent.py`, how they follow a tree in `mixers.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.blas import threads
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.forest import Forest, Rows
 from dflash_mlx.verifier.hooks import (
+    HeadRows,
+    Hooks,
     KernelHooks,
+    attending_itself,
     override,
     rotate_by_row,
-    route_attention,
-    rows_alone,
+    route,
 )
-from dflash_mlx.verifier.paths import TREE_MIXERS
+from dflash_mlx.verifier.mixers import TREE_MIXERS, Products
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.sequence import SequenceCache, new_sequence
+from dflash_mlx.verifier.sequence import Forest, Rows, SequenceCache, new_sequence
+from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
@@ -66,13 +68,25 @@ class Target:
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
         self.kernels = Kernels(name, self.parameters)
-        self._hooks: KernelHooks | None = None
+        route(model)
+        self._attends_itself = attending_itself(model)
         self.is_recurrent = self.new_cache().is_recurrent
         self._mixers: frozenset[str] = frozenset()
+        self._products: Products | None = None
         if self.is_recurrent:
             from dflash_mlx.verifier.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
 
-            self._mixers = hook_mixers(model, name)
+            self._mixers, self._products = hook_mixers(model, name)
+        self._rows = HeadRows()
+        self._kernel_hooks, self._hooks = Hooks(), Hooks()
+        self._hook()
+
+    def _hook(self) -> None:
+        """Let heads and mixers' products ask for rows first, and then for kernels."""
+        for head, name in self._heads:
+            self._rows.hook(self._hooks, head, name)
+        if self._products is not None:
+            self._products.hook(self._hooks)
 
     @property
     def num_layers(self) -> int:
@@ -103,11 +117,15 @@ class Target:
         ValueError for another mode.
         """
         self.kernels.switch(mode)
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks = None if mode == "off" else KernelHooks(self.model, self.kernels)
+        self._hooks.remove()
+        self._kernel_hooks.remove()
+        if mode != "off":
+            self._kernel_hooks = KernelHooks(self.model, self.kernels)
+            if family := self._attends_itself:
+                reason = f"{family} computes the attention of some layers itself"
+                self.kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
+        self._hook()
         self.pass_times = self.noise = None
-        self.__dict__.pop("joins", None)  # hooks were replaced
 
     def widen(self, dtype: mx.Dtype) -> None:
         """Cast what is float16, whose numbers do not fit."""
@@ -145,10 +163,10 @@ class Target:
         if not block.is_run:
             self._turn_rows()
         self._threads.tick()
-        cache.extend(block)
+        cache.begin(block)
         self._outputs.clear()
-        with rows_alone(self._heads if block.last_only else (), slice(-1, None)):
-            given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        with self._rows.alone(slice(-1, None) if block.last_only else None):
             logits = self.model(tokens[None], cache=cache.layers, **given)[0]
         if block.last_only:
             logits = logits[-1:]
@@ -185,7 +203,7 @@ class Target:
         ]
         rows = mx.array([*chain.from_iterable(asked)])
         tokens = mx.concatenate([each.tokens for each in sequences])
-        with rows_alone(self._heads if rows.size < tokens.size else (), rows):
+        with self._rows.alone(rows if rows.size < tokens.size else None):
             logits = self.model(tokens[None], cache=forest.layers)[0]
         if logits.shape[0] != rows.size:
             logits = logits[rows]
@@ -212,7 +230,7 @@ class Target:
     @cached_property
     def joins(self) -> bool:
         """Whether a pass can be over rows of several sequences, which is tried once."""
-        if not self.takes_trees or not route_attention(self.model):
+        if not self.takes_trees or self._attends_itself:
             return False
         sequences = []
         for before, rows in ((5, 3), (2, 1)):
@@ -252,11 +270,15 @@ class Target:
 
     def embedding(self) -> Any:
         """The token embedding module, which the drafter shares."""
+        return self._embedding
+
+    @cached_property
+    def _embedding(self) -> Any:
         return _find_module(self.model, _EMBEDDINGS, self.name)
 
     def head(self) -> Callable[[mx.array], mx.array]:
         """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
-        module = self._head_module()
+        module = self._head_module
         if module is not self.embedding():
             return module  # type: ignore[no-any-return]
         return lambda states: module.as_linear(states)  # as it is then: hooks come and go
@@ -266,7 +288,7 @@ class Target:
 
         DFlashError for a head that is no matrix.
         """
-        module = self._head_module()
+        module = self._head_module
         packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         if not packed and not isinstance(module, (nn.Linear, nn.Embedding)):
             problem = f"the head of {self.name} is a {type(module).__name__}, which has no rows"
@@ -281,6 +303,7 @@ class Target:
         how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
         return lambda states: mx.quantized_matmul(states, *matrix, **how) + bias
 
+    @cached_property
     def _head_module(self) -> Any:
         """The embedding where the two are tied."""
         names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}

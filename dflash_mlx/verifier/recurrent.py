@@ -1,11 +1,10 @@
 """Layers whose state cannot be cut: the states of one sequence, and the ways back to earlier ones.
 
 MLX arrays are immutable, so a state from before a pass is kept by keeping references. In a pass of
-a few rows the calls of the recurrent mixers (gated delta nets, Mamba, short convolutions) are kept
-as well, with what their matrix products gave. Where only some rows stay, the state from before is
-put back and those mixers alone run again over these rows, without their products; their outputs are
-never computed, since nothing asks for them. The mixers of a tree's pass run along its paths (see
-`paths.py`) and leave the states as they were.
+a few rows the calls of the recurrent mixers are kept as well, with what their matrix products gave.
+Where only some rows stay, the state from before is put back and those mixers alone run again over
+these rows, without their products; their outputs are never computed, since nothing asks for them.
+The mixers of a tree's pass run along its paths (see `mixers.py`) and leave the states as they were.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,46 +22,84 @@ from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.hooks import override
-from dflash_mlx.verifier.passes import STATE, Call, Pass, own, spread
-from dflash_mlx.verifier.paths import Paths, Products
-from dflash_mlx.verifier.saved import Saved
+from dflash_mlx.verifier.hooks import Hooks, override, through
+from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
+from dflash_mlx.verifier.saved import Cache, Saved
+
+if TYPE_CHECKING:
+    from dflash_mlx.verifier.sequence import Forest
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
+TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
+_CHUNKS = 4  # parts of prompts whose beginnings are kept; states can be large
 _RECENT = 3  # passes: the one in which an answer stops, one running ahead of it, one to spare
 _MARKS = 2  # prompts: the last turn's and this one's
 
 
-class RecurrentLayer(ArraysCache):
-    """The recurrent state of one layer, for one sequence.
+@dataclass(frozen=True)
+class Pass:
+    """A pass behind `start` tokens, of which the rows on `path` were committed."""
 
-    index: its place among the recurrent layers. calls: where the mixers' calls of a running pass
-    are kept, if they are. paths: of a running pass over a tree.
-    """
+    start: int
+    parents: Sequence[int]  # the row before each row, -1 for the first
+    before: tuple[tuple[mx.array | None, ...], ...]  # the arrays of all layers' states
+    calls: list[Call] | None = None  # of the mixers; None where they were not kept
+    path: Sequence[int] = ()
+    paths: Paths | None = None  # of a tree
+
+    def nearest(self, length: int) -> int:
+        """The most tokens up to `length`, at least `start`, that it leads back to."""
+        return min(length, self.start + len(self.path)) if self.calls is not None else self.start
+
+    def beginning(self) -> Pass:
+        """Only the way back to its start."""
+        return replace(self, calls=None, path=())
+
+    def leads(self, path: Sequence[int]) -> bool:
+        """Whether `path` begins at the first row, and each of its rows follows the one before."""
+        rows, steps = range(len(self.parents)), zip(path, (-1, *path), strict=False)
+        return all(row in rows and self.parents[row] == before for row, before in steps)
+
+
+def spread(chunks: list[Pass]) -> list[Pass]:
+    """At most _CHUNKS of them, in order and the last among them, that leave no wide gaps."""
+    while len(chunks) > _CHUNKS:
+        starts = [0, *(chunk.start for chunk in chunks)]
+        gaps = [after - before for before, after in zip(starts, starts[2:], strict=False)]
+        leaves = gaps.index(min(gaps))
+        chunks = [chunk for i, chunk in enumerate(chunks) if i != leaves]
+    return chunks
+
+
+class RecurrentLayer(ArraysCache):
+    """The recurrent state of one layer, for one sequence."""
 
     cache: list[Any]
 
     def __init__(self, size: int, index: int) -> None:
         super().__init__(size)
-        self.index = index
-        self.calls: list[Call] | None = None
-        self.paths: Paths | None = None
-        self.notes = False  # whether what products give is kept until the commit
+        self.index = index  # its place among the recurrent layers
+        self.running: Pass | None = None  # a pass that keeps the calls of mixers
 
-    def call(
-        self,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        products: Products,
-    ) -> Call:
-        """A call with this layer's state, without a reference to it; kept where calls are."""
-        given = tuple(STATE if arg is self else own(arg) for arg in args)
-        named = {key: STATE if arg is self else own(arg) for key, arg in kwargs.items()}
-        call = Call(self.index, run, given, named, products)
-        if self.calls is not None:
-            self.calls.append(call)
-        return call
+    def run(self, call: Call) -> Any:
+        """What a mixer returns in a pass, for arguments with this state among them."""
+        running = self.running
+        if running is None or running.calls is None:
+            return call.on(lambda arg: arg)
+
+        def kept(arg: Any) -> Any:  # nothing that refers to the state, or changes in place
+            return STATE if arg is self else own(arg)
+
+        args = tuple(map(kept, call.args))
+        kwargs = {key: kept(arg) for key, arg in call.kwargs.items()}
+        copy_of_call = Call(call.run, args, kwargs, call.products, self.index)
+        running.calls.append(copy_of_call)
+        if len(running.parents) == 1:  # of one row all stays
+            return call.on(lambda arg: arg)
+        with call.products.noted_in(copy_of_call.noted, running.paths):
+            if running.paths is None:
+                return call.on(lambda arg: arg)
+            return self.along(running.paths, copy_of_call)
 
     def along(self, paths: Paths, call: Call) -> Any:
         """What a call returns for the nodes of a tree; the state stays as it is."""
@@ -70,28 +107,31 @@ class RecurrentLayer(ArraysCache):
         copies.cache = paths.copies(self.cache)
         return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
 
+    def joined(self, layers: Sequence[RecurrentLayer], forest: Forest) -> JoinedStates:
+        """In the place of these, itself the first of them, in a pass over several sequences."""
+        return JoinedStates(layers, forest.parts)
+
 
 class JoinedStates(ArraysCache):
-    """The states of one layer for several sequences, in the place of one.
-
-    parts: the rows of each in a pass.
-    """
+    """The states of one layer for several sequences, in the place of one."""
 
     def __init__(self, layers: Sequence[RecurrentLayer], parts: Sequence[slice]) -> None:
         super().__init__(len(layers[0].cache))
-        self._layers, self._parts = layers, parts
+        self._layers = layers
+        self._parts = parts  # the rows of each in a pass
 
-    def one_by_one(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `run` returns for each sequence's rows and state, side by side."""
-        rows = self._parts[-1].stop
+    def run(self, call: Call) -> Any:
+        """What a mixer returns for each sequence's rows and state, side by side."""
         found = []
         for layer, part in zip(self._layers, self._parts, strict=True):
 
-            def own(arg: Any, layer: RecurrentLayer = layer, part: slice = part) -> Any:
-                is_rows = isinstance(arg, mx.array) and arg.shape[:2] == (1, rows)
+            def of_it(arg: Any, layer: RecurrentLayer = layer, part: slice = part) -> Any:
+                rows = (1, self._parts[-1].stop)
+                is_rows = isinstance(arg, mx.array) and arg.shape[:2] == rows
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
-            found.append(run(*map(own, args), **{key: own(arg) for key, arg in kwargs.items()}))
+            kwargs = {key: of_it(arg) for key, arg in call.kwargs.items()}
+            found.append(layer.run(replace(call, args=tuple(map(of_it, call.args)), kwargs=kwargs)))
         return _side_by_side(found)
 
 
@@ -103,32 +143,31 @@ def _side_by_side(found: Sequence[Any]) -> Any:
 
 
 @dataclass
-class RecurrentStates:
+class RecurrentStates(Cache):
     """The states of all recurrent layers for one sequence; they move together.
 
-    length: committed tokens. Going back is possible to any length within the last few passes,
-    within the last rows of the last prompts (see `mark`), to where some parts of prompts began
-    (see `mark_chunk`), and to the beginning.
+    Going back is possible to any length within the last few passes, within the last rows of the
+    last prompts (see `mark`), to where some parts of prompts began (see `mark_chunk`), and to the
+    beginning.
     """
 
-    layers: list[RecurrentLayer]
+    parts: Sequence[RecurrentLayer]
     length: int = 0
     _running: Pass | None = None
     _passes: list[Pass] = field(default_factory=list)
     _marks: list[int] = field(default_factory=list)
     _chunks: list[Pass] = field(default_factory=list)  # only what was before each
+    tail = TAIL
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for the states to be up to date."""
-        return [array for layer in self.layers for array in layer.cache if array is not None]
+        return [array for layer in self.parts for array in layer.cache if array is not None]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states and of all that leads back to earlier ones."""
         before = {way.start: way.before for way in self._ways}.values()
-        inputs = {id(call): call.arrays for way in self._ways for call in way.calls or ()}
-        kept = [*chain.from_iterable(before), *inputs.values(), self.arrays]
+        inputs = [call.arrays for way in self._ways for call in way.calls or ()]
+        kept = [*chain.from_iterable(before), *inputs, self.arrays]
         return sum(array.nbytes for arrays in kept for array in arrays if array is not None)
 
     @property
@@ -136,17 +175,15 @@ class RecurrentStates:
         return [*self._chunks, *self._passes]
 
     def begin(self, block: Block) -> None:
-        """Announce a pass over consecutive tokens or over a tree."""
         self.discard()
         tree, rows = block.tree, block.rows
         parents = range(-1, rows - 1) if tree is None else tree.parents
         calls: list[Call] | None = None if tree is None and rows > MOST_ROWS else []
-        before = tuple(tuple(map(own, layer.cache)) for layer in self.layers)
-        self._running = Pass(self.length, parents, before, calls)
+        before = tuple(tuple(map(own, layer.cache)) for layer in self.parts)
         paths = None if tree is None else Paths.of(tree)
-        notes = rows > 1  # of one row all stays
-        for layer in self.layers:
-            layer.calls, layer.paths, layer.notes = calls, paths, notes
+        self._running = Pass(self.length, parents, before, calls, paths=paths)
+        for layer in self.parts:
+            layer.running = self._running
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows in `path`, each of which has to follow the one before in its pass.
@@ -156,11 +193,11 @@ class RecurrentStates:
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
-        kept = replace(running, path=path)
+        kept = replace(running, path=path, paths=None)
         if len(path) < len(running.parents):
             self._go_to(kept)
-        for layer in self.layers:
-            layer.calls = layer.paths = None
+        for layer in self.parts:
+            layer.running = None
         if kept.calls:  # without notes, which are larger than what the mixers were given
             kept = replace(kept, calls=[replace(call, noted={}) for call in kept.calls])
         self._running = None
@@ -170,33 +207,28 @@ class RecurrentStates:
         self._forget()
 
     def discard(self) -> None:
-        """Drop the rows of the pass."""
         if self._running is not None:
             self._put_back(self._running)
             self._running = None
 
     def mark(self, length: int) -> None:
-        """Stay able to come back to `length`, in the last pass, until two more are marked."""
         self._marks = [mark for mark in self._marks if mark < length][1 - _MARKS :]
         self._marks.append(length)
 
     def mark_chunk(self) -> None:
-        """Stay able to come back to where the last pass began; of many such, to a few."""
         last = self._passes[-1]
         if last.start and not any(chunk.start == last.start for chunk in self._chunks):
             self._chunks = spread([*self._chunks, last.beginning()])
 
     def nearest(self, length: int) -> int:
-        """The most tokens up to `length` that the states can go back to."""
         if length >= self.length:
             return self.length
         return max((p.nearest(length) for p in self._ways if p.start <= length), default=0)
 
-    def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on. Raises ValueError where `nearest` is less."""
+    def rewind(self, length: int) -> int:
         self.discard()
         if length >= self.length:
-            return
+            return self.length
         if self.nearest(length) != length:
             raise ValueError(f"no way back from {self.length} tokens to {length}")
         ways = [p for p in self._ways if p.start <= length == p.nearest(length)]
@@ -208,21 +240,25 @@ class RecurrentStates:
             if self._passes and self._passes[-1].start == way.start:
                 self._passes[-1] = way
         else:
-            for layer in self.layers:
+            for layer in self.parts:
                 layer.cache = [None] * len(layer.cache)
         self.length = length
         self._marks = [mark for mark in self._marks if mark <= length]
+        return length
+
+    def lengthen(self, rows: int) -> None:
+        self.length += rows
 
     def fork(self) -> RecurrentStates:
-        """A copy that goes on by itself, a running pass included; arrays are shared."""
+        """A copy that goes on by itself, a running pass included."""
         running = self._running
         if running is not None and running.calls is not None:
             running = replace(running, calls=list(running.calls))
         layers = []
-        for layer in self.layers:
+        for layer in self.parts:
             other = copy(layer)
             other.cache = [own(array) for array in layer.cache]
-            other.calls = None if running is None else running.calls
+            other.running = running
             layers.append(other)
         kept = list(self._passes), list(self._marks), list(self._chunks)
         return RecurrentStates(layers, self.length, running, *kept)
@@ -231,21 +267,20 @@ class RecurrentStates:
         """The states, and some from before; within a pass there is no way back from there."""
         starts = {way.start: way.beginning() for way in self._ways if way.start}
         chunks = spread([starts[start] for start in sorted(starts)])
-        states = [tuple(layer.cache) for layer in self.layers]
+        states = [tuple(layer.cache) for layer in self.parts]
         flat = [*chain.from_iterable([*states, *chain.from_iterable(c.before for c in chunks)])]
         there = [array is not None for array in flat]
         about = [self.length, [chunk.start for chunk in chunks], there]
         return [array for array in flat if array is not None], about
 
     def restore(self, saved: Saved) -> None:
-        """Hold what states of the same kind have saved."""
         arrays, (self.length, starts, there) = iter(saved[0]), saved[1]
         flat = iter([next(arrays) if is_there else None for is_there in there])
-        for layer in self.layers:
+        for layer in self.parts:
             layer.cache = [next(flat) for _ in layer.cache]
         for start in starts:
-            before = tuple(tuple(next(flat) for _ in layer.cache) for layer in self.layers)
-            self._chunks.append(Pass(start, (), before, None))
+            before = tuple(tuple(next(flat) for _ in layer.cache) for layer in self.parts)
+            self._chunks.append(Pass(start, (), before))
 
     def _go_to(self, back: Pass) -> None:
         """Be where the path of that pass led."""
@@ -254,12 +289,12 @@ class RecurrentStates:
             raise ValueError(f"a pass of {rows} rows can only be kept whole")
         self._put_back(back)
         for call in back.calls if back.path and back.calls is not None else ():
-            call.again(self.layers[call.layer], rows, back.path)
+            call.again(self.parts[call.layer], rows, back.path)
 
     def _put_back(self, back: Pass) -> None:
-        for layer, arrays in zip(self.layers, back.before, strict=True):
+        for layer, arrays in zip(self.parts, back.before, strict=True):
             layer.cache = [own(array) for array in arrays]
-            layer.calls = layer.paths = None
+            layer.running = None
 
     def _forget(self) -> None:
         """Keep the newest passes, and for every mark the oldest that leads to it."""
@@ -271,41 +306,34 @@ class RecurrentStates:
         self._passes = [passes[i] for i in sorted(kept)]
 
 
-def hook_mixers(model: Any, name: str) -> frozenset[str]:
+def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
     """Hook the recurrent mixers of a model: passes with a RecurrentLayer keep their calls.
 
     A mixer is a module that is given a layer's state and hands it to no module of its own. Which
     they are is found by a pass that is never evaluated. Returns the names of mlx-lm's sources that
-    they are from. Raises DFlashError where no module is one.
+    they are from, and their products. Raises DFlashError where no module is one.
     """
     mixers = _mixers(model, name)
+    products = Products(mixers)
     for mixer in mixers:
-        override(mixer, MixerCall(Products(mixer)))
-    return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers)
+        override(mixer, MixerCall(products))
+    return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers), products
 
 
 @dataclass(frozen=True)
 class MixerCall:
-    """The hook of one mixer. All are alike, so that a second target hooks none again."""
+    """The hook of the mixers. All are equal, so that a second target hooks none again."""
 
     products: Products = field(compare=False)
 
     def __call__(
         self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Keep the call, and for a tree run it along the paths."""
-        state = _state_among(args, kwargs)
-        if isinstance(state, JoinedStates):
-            return state.one_by_one(partial(self, mixer, forward), *args, **kwargs)
-        if not isinstance(state, RecurrentLayer) or state.calls is None:
+        """Let the state keep the call, and for a tree run it along the paths."""
+        run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
+        if run is None:
             return forward(mixer, *args, **kwargs)
-        call = state.call(partial(forward, mixer), args, kwargs, self.products)
-        if not state.notes:
-            return forward(mixer, *args, **kwargs)
-        with self.products.noted_in(call.noted, state.paths):
-            if state.paths is None:
-                return forward(mixer, *args, **kwargs)
-            return state.along(state.paths, call)
+        return run(Call(partial(forward, mixer), args, kwargs, self.products))
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:
@@ -319,25 +347,28 @@ def _mixers(model: Any, name: str) -> list[nn.Module]:
             found.append((module, state))
         return output
 
-    caches = model.make_cache()
-    classes = [(module, type(module)) for module in model.modules() if module is not model]
-    for module, _ in classes:
-        override(module, call)
+    caches, hooks = model.make_cache(), Hooks()
+    for module in model.modules():
+        if module is not model:
+            hooks.replace(module, "__call__", through(call, type(module).__call__))
     try:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
     finally:
-        for module, original in classes:
-            module.__class__ = original
-    known = {id(state) for _, state in found}
+        hooks.remove()
+    known = {state for _, state in found}
     for i, cache in enumerate(caches):
         parts = getattr(cache, "caches", (cache,))
-        if any(isinstance(part, ArraysCache) and id(part) not in known for part in parts):
+        if any(isinstance(part, ArraysCache) and part not in known for part in parts):
             raise DFlashError(
                 f"layer {i} of {name} gives its recurrent state to no module of its own, "
                 "so a draft cannot be taken back",
                 "choose a model of another family",
             )
-    return list({id(module): module for module, _ in found}.values())
+    mixers: list[nn.Module] = []
+    for module, _ in found:
+        if not any(module is other for other in mixers):
+            mixers.append(module)
+    return mixers
 
 
 def _state_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArraysCache | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import platformdirs
@@ -26,6 +26,7 @@ from kernels_metal.factory import Executor, executor, metal
 from kernels_metal.operation import Operation
 from kernels_metal.watchdog import Verdict, Watchdog, file_of, read_verdicts
 
+T = TypeVar("T")
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -128,6 +129,34 @@ class Kernels:
     @cached_property
     def _file(self) -> Path:
         return self._folder / f"{model_key(self._name, self._parameters())}.json"
+
+
+class Plans:
+    """Kernel or stock MLX, settled for calls by what tells them apart.
+
+    It holds as long as the same kernels can run, and on the same weights.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self._known: object = None
+        self._weights: tuple[object, object] = (None, None)
+        self._made: dict[Any, Any] = {}
+
+    def find(
+        self, key: Any, make: Callable[[], T | None], first: object = None, second: object = None
+    ) -> T | None:
+        """What `make` gave for this key, None for stock MLX; first, second: of the weights."""
+        running = self.kernels.running()
+        if running is None:
+            return None
+        weights = self._weights
+        if running is not self._known or first is not weights[0] or second is not weights[1]:
+            self._known, self._weights = running, (first, second)
+            self._made.clear()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[no-any-return]
 
 
 def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:

@@ -1,149 +1,131 @@
-"""The caches of a model's layers for one sequence, which move together."""
+"""The caches of a model's layers for one sequence, and passes over several sequences.
+
+In such a pass the rows are side by side, each behind keys and values of its own. Projections, MLPs
+and the head, which are what a pass costs, read their weights once for all rows; attention and
+recurrent mixers go sequence by sequence. So nothing but the layers' caches knows of it.
+"""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.cache import LayerCache, commit_layers
-from dflash_mlx.verifier.saved import Saved, join, split
-
-if TYPE_CHECKING:
-    from dflash_mlx.verifier.recurrent import RecurrentStates
-
-TAIL = 32  # rows of a prompt's last pass but its last, so that a recurrent state can go back there
+from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.routing import Plans
+from dflash_mlx.verifier.saved import Cache, Several
+from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
+from kernels_metal.norm_rope import padded
 
 
-class SequenceCache:
-    """The caches of all layers of one model for one sequence; they move together.
+class KeyValues(Several):
+    """Keys and values of all attention layers of one sequence, with and without windows."""
 
-    layers: as the model takes them; a tuple where a layer has more than one. recurrent: the
-    states of those that keep one.
-    """
+    parts: Sequence[LayerCache]
 
-    def __init__(self, layers: Sequence[Any], recurrent: RecurrentStates | None = None) -> None:
-        self.layers = list(layers)
-        self._recurrent = recurrent
-        self._attention = [part for part in _flat(layers) if isinstance(part, LayerCache)]
-        self._all: list[Any] = [*([] if recurrent is None else [recurrent]), *self._attention]
+    def begin(self, block: Block) -> None:
+        kernels = self.parts[0].kernels if self.parts else None  # one for all layers
+        asks = kernels is not None and block.fits_kernels and kernels.active
+        plans = Plans(kernels) if kernels is not None and asks else None
+        for layer in self.parts:
+            layer.begin(block, plans)
 
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return self._all[0].length  # type: ignore[no-any-return]
+    def commit(self, path: Sequence[int]) -> None:
+        self.discard()
+        if any(row != i for i, row in enumerate(path)):
+            self._move(path)
+        for layer in self.parts:
+            layer.length += len(path)
+
+    def _move(self, path: Sequence[int]) -> None:
+        """Bring the rows in `path` to consecutive slots."""
+        kernels = self.parts[0].kernels
+        if kernels is not None and kernels.active and self.parts[0].kv_bits is not None:
+            kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
+            kernels = None
+
+        def accepted_rows(*given: Any) -> list[mx.array]:
+            rows = None if kernels is None else kernels.run(CACHE_COMMIT, *given)
+            return accepted_rows_reference(*given) if rows is None else rows
+
+        first = [layer.slots for layer in self.parts for _ in layer.arrays]
+        cache_commit(self.arrays, path, first, accepted_rows)
+
+    def fork(self) -> KeyValues:
+        return KeyValues([layer.fork() for layer in self.parts])
+
+
+class SequenceCache(Several):
+    """All that the layers of one model keep of one sequence."""
+
+    def __init__(self, layers: Iterable[Any], parts: Sequence[Cache] = ()) -> None:
+        self.layers = [*layers]  # as the model takes them; a tuple where a layer has several
+        super().__init__(parts or (KeyValues(self.layers),))
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a recurrent state."""
-        return self._recurrent is not None
-
-    @property
-    def tail(self) -> int:
-        """Rows of a prompt that are best passed with its last one and no others."""
-        return TAIL if self.is_recurrent else 0
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for the caches to be up to date."""
-        return [array for part in self._all for array in part.arrays]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is kept, ways back to earlier recurrent states included."""
-        return sum(part.nbytes for part in self._all)
-
-    @property
-    def kind(self) -> tuple[tuple[int | None, int | None], ...]:
-        """Window and bits of each attention layer."""
-        return tuple((layer.window, layer.kv_bits) for layer in self._attention)
-
-    def extend(self, block: Block) -> None:
-        """Announce the rows of the next pass."""
-        if self._recurrent is not None:
-            self._recurrent.begin(block)
-        kernels = self._attention[0].kernels if self._attention else None  # one for all layers
-        asks = kernels is not None and kernels.active
-        for layer in self._attention:
-            layer.begin(block, asks)
-
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the block's rows in `path`, for recurrent layers one that begins at the first."""
-        if self._recurrent is not None:
-            self._recurrent.commit(path)
-        if self._attention:
-            commit_layers(self._attention, path)
-
-    def lengthen(self, rows: int) -> None:
-        """Commit `rows` more tokens that nobody wrote, to time long contexts."""
-        if rows:
-            for layer in self._attention:
-                layer.lengthen(rows)
-            if self._recurrent is not None:
-                self._recurrent.length += rows
-            mx.eval(self.arrays)
-
-    def discard(self) -> None:
-        """Drop the block's rows."""
-        for part in self._all:
-            part.discard()
-
-    def mark(self, length: int) -> None:
-        """Stay able to come back to `length`, near the end of a prompt, for some time."""
-        if self._recurrent is not None:
-            self._recurrent.mark(length)
-
-    def mark_chunk(self) -> None:
-        """Stay able to come back to where the last pass began, which read a part of a prompt."""
-        if self._recurrent is not None:
-            self._recurrent.mark_chunk()
-
-    def nearest(self, length: int) -> int:
-        """The most tokens up to `length` that every layer can go back to."""
-        length = min(length, self.length)
-        if self._recurrent is not None:
-            length = self._recurrent.nearest(length)
-        return length if all(layer.can_trim(length) for layer in self._attention) else 0
+        """Whether layers keep a recurrent state, which goes back to few places."""
+        return self.tail > 0
 
     def refill_from(self, length: int) -> int:
-        """Where attention layers have to go back to, to see all they should at `length` again."""
-        return min(layer.refill_from(length) for layer in self._attention)
+        """Where to go back to, for rows from there on to see all they should at `length` again."""
+        return super().nearest(length)
 
-    def trim(self, length: int) -> None:
-        """Forget the committed tokens from `length` on.
-
-        Where `nearest` is `length`, nothing else is lost; otherwise only attention layers can,
-        and those with windows begin empty.
-        """
-        for part in self._all:
-            part.trim(length)
+    def nearest(self, length: int) -> int:
+        """The most tokens up to `length` that every layer can go back to with nothing missing."""
+        length = min(length, self.length)
+        while (found := self.refill_from(length)) < length:
+            length = found
+        return length
 
     def fork(self) -> SequenceCache:
-        """A copy that goes on by itself; storage is shared until either of them writes."""
-        states = None if self._recurrent is None else self._recurrent.fork()
+        parts = [part.fork() for part in self.parts]
+        layers = [[*chain.from_iterable(p.parts for p in side)] for side in (self.parts, parts)]
+        copies = dict(zip(*layers, strict=True))
+        return SequenceCache(tree_map(copies.__getitem__, self.layers), parts)
 
-        def copied(layer: Any) -> Any:
-            if isinstance(layer, tuple):
-                return tuple(map(copied, layer))
-            if isinstance(layer, LayerCache) or states is None:
-                return layer.fork()
-            return states.layers[layer.index]
+    def lengthen(self, rows: int) -> None:
+        if rows:
+            super().lengthen(rows)
+        mx.eval(self.arrays)
 
-        return SequenceCache([copied(layer) for layer in self.layers], states)
 
-    def saved(self) -> Saved:
-        """All committed tokens, and the ways back to earlier recurrent states."""
-        return join(part.saved() for part in self._all)
+class Rows(NamedTuple):
+    """The rows of one sequence in a pass."""
 
-    def restore(self, saved: Saved) -> None:
-        """Hold what a cache of the same kind has saved. ValueError for one of another."""
-        for part, own in zip(self._all, split(saved), strict=True):
-            part.restore(own)
+    tokens: mx.array  # [N] of `block`
+    cache: SequenceCache  # what is before them
+    block: Block
+    embeddings: mx.array | None = None  # [N, d] in place of those of the tokens
+
+
+class Forest:
+    """A pass over blocks of rows, each behind what a cache holds."""
+
+    def __init__(self, blocks: Sequence[tuple[SequenceCache, Block]]) -> None:
+        ends = accumulate((block.rows for _, block in blocks), initial=0)
+        self.parts = [slice(*bounds) for bounds in pairwise(ends)]  # the rows of each sequence
+        for cache, block in blocks:
+            cache.begin(block)
+        positions = [block.depths + cache.length for cache, block in blocks]
+        self.positions = mx.array(np.concatenate(positions))  # [N] of each row
+        self.places = padded(self.positions)  # the same, as of `Block.places`
+
+        def joined(*layers: Any) -> Any:
+            return layers[0].joined(layers, self)
+
+        self.layers = tree_map(joined, *(cache.layers for cache, _ in blocks))
+
+    def split(self, x: mx.array, axis: int) -> list[mx.array]:
+        """The rows of each sequence."""
+        before = (slice(None),) * (axis % x.ndim)
+        return [x[(*before, part)] for part in self.parts]
 
 
 def new_sequence(
@@ -164,16 +146,19 @@ def new_sequence(
 
     from dflash_mlx.verifier.recurrent import RecurrentLayer, RecurrentStates
 
-    states = RecurrentStates([])
+    keyed: list[LayerCache] = []
+    recurrent: list[RecurrentLayer] = []
 
     def ours(cache: Any, i: int) -> Any:
         if type(cache) is KVCache:
-            return attention(None)
+            keyed.append(attention(None))
+            return keyed[-1]
         if type(cache) is RotatingKVCache and cache.keep == 0:
-            return attention(cache.max_size)
+            keyed.append(attention(cache.max_size))
+            return keyed[-1]
         if isinstance(cache, ArraysCache):
-            states.layers.append(RecurrentLayer(len(cache.cache), len(states.layers)))
-            return states.layers[-1]
+            recurrent.append(RecurrentLayer(len(cache.cache), len(recurrent)))
+            return recurrent[-1]
         if type(cache) is CacheList and any(isinstance(c, ArraysCache) for c in cache.caches):
             return tuple(ours(inner, i) for inner in cache.caches)
         raise DFlashError(
@@ -183,38 +168,5 @@ def new_sequence(
         )
 
     layers = [ours(cache, i) for i, cache in enumerate(make_prompt_cache(model))]
-    return SequenceCache(layers, states if states.layers else None)
-
-
-def recurrent_sources(model_type: str) -> frozenset[str] | None:
-    """The sources in mlx-lm of the recurrent layers that models of a family can have.
-
-    model_type: as in a config. Sources are read; nothing is imported or made. None where the
-    installed mlx-lm has no such family.
-    """
-    from mlx_lm import models
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    files = {file.stem: file for file in Path(models.__path__[0]).glob("*.py")}
-    waiting, seen = [MODEL_REMAPPING.get(model_type, model_type)], set[str]()
-    found = set[str]()
-    if waiting[0] not in files:
-        return None
-    while waiting:
-        seen.add(name := waiting.pop())
-        nodes = ast.walk(ast.parse(files[name].read_text(encoding="utf-8")))
-        relative = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 1]
-        imports = [(node.module or "", alias.name) for node in relative for alias in node.names]
-        if ("cache", "ArraysCache") in imports:
-            found.add(name)
-        wrapped = [
-            module or imported for module, imported in imports if imported == "Model" or not module
-        ]
-        waiting += [family for family in wrapped if family in files and family not in seen]
-    return frozenset(found)
-
-
-def _flat(layers: Sequence[Any]) -> Iterator[Any]:
-    """Every part of every layer, which may be a tuple of them."""
-    for layer in layers:
-        yield from layer if isinstance(layer, tuple) else (layer,)
+    parts: list[Cache] = [RecurrentStates(recurrent)] if recurrent else []
+    return SequenceCache(layers, [*parts, *([KeyValues(keyed)] if keyed else [])])

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 
-from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run
-from dflash_mlx.benchmark.method_stats import summarise
+from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run, summarise
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
-from dflash_mlx.benchmark.tables import format_report
-from dflash_mlx.core.accept import NearTies
+from dflash_mlx.benchmark.report import format_report
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.parity import Difference
 
 REPORT = Path(__file__).parents[1] / "data" / "benchmark-report.md"
-SWEPT = {value: f"ddtree:budget={value}" for value in ("4", "8")}
 
 
 def made_up(
@@ -100,17 +97,13 @@ def test_parity_and_modes_are_counted_over_all_answers():
 
 
 def everything() -> str:
-    """The report of runs that have figures for every section, with all that is not the usual."""
+    """A report with all that is not the usual."""
     runs = []
     for category, faster in (("code", 2), ("chat", 1)):
-        tree = {"modes": Counter(plain=3, tree=7)}
-        fired = {"near_ties": NearTies(checks=2, seconds=0.5)}
-        fired["seconds"] = {"draft": 0.25}
         runs += [
             made_up(10, 10, category, "none"),
-            made_up(15 * faster, 10, category, "ddtree:budget=4", rounds=40, **tree),
-            made_up(20 * faster, 10, category, "ddtree:budget=8", rounds=30, **tree),
-            made_up(5 * faster, 10, category, "d2sd:growth=paper", **fired),
+            made_up(15 * faster, 10, category, "ddtree:budget=4", rounds=40),
+            made_up(5 * faster, 10, category, "d2sd:growth=paper", seconds={"draft": 0.25}),
         ]
     lengths = {"asked": [64], "longer_than_asked": 2, "shortest": 63, "longest": 90}
     sampling = {"temperature": 0.7, "seed": 5}
@@ -119,7 +112,6 @@ def everything() -> str:
             "pair": {"kv_bits": 8, "drafter_bits": None},
             "settings": {"sampling": sampling, "prompt_tokens": lengths},
             **summarise(runs),
-            "sweep": {"setting": "budget", "lines": {"ddtree": SWEPT}},
         }
     )
 
@@ -129,13 +121,6 @@ def test_the_tables_are_those_that_users_know():
     if os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write":
         REPORT.write_text(everything() + "\n", encoding="utf-8")
     assert everything() + "\n" == REPORT.read_text(encoding="utf-8")
-
-
-def test_a_plain_report_has_two_tables_and_no_notes():
-    usual = {"sampling": {"temperature": 0.0, "seed": 1}, "prompt_tokens": {"asked": []}}
-    text = format_report({"settings": usual, **summarise([made_up(10, 5)])})
-    tables = [part for part in text.split("\n\n") if part.startswith("|")]
-    assert len(tables) == 2 and text.split("\n\n")[1] == "Rounds by tokens committed:"
 
 
 def test_an_answer_that_ends_with_its_first_token_has_no_speed_and_spoils_none():

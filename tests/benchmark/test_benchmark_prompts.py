@@ -40,7 +40,7 @@ def plain(tokenizer: Any, row: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [60, 333])
-@pytest.mark.parametrize("row", ROWS, ids=TEXTS)
+@pytest.mark.parametrize("row", ROWS[:2], ids=TEXTS[:2])
 def test_a_padded_prompt_has_its_length_and_ends_in_its_own_question(tokenizer, row, length):
     tokens = pad(tokenizer, row, length, ROWS)
     assert length - 2 <= len(tokens) <= length  # a space at the filler's end is dropped
@@ -115,32 +115,11 @@ def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
 
 PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     "gsm8k.jsonl": ({"question": "2+2?", "answer": "#### 4"}, "2+2?"),
-    "math500.jsonl": (
-        {"problem": "Solve.", "solution": "1", "answer": "1", "unique_id": "test/1.json"},
-        "Solve.",
-    ),
-    "aime25.jsonl": ({"problem": "Find b.", "answer": 70}, "Find b."),
-    "humaneval.jsonl": (
-        {"task_id": "HumanEval/0", "prompt": "def f():", "entry_point": "f", "test": "assert f()"},
-        "def f():",
-    ),
-    "mbpp.jsonl": (
-        {"text": "Write a function.", "code": "f", "task_id": 7, "test_list": ["assert f"]},
-        "Write a function.",
-    ),
-    "sanitized-mbpp.json": (
-        {"prompt": "Write another.", "code": "f", "task_id": 8, "test_list": ["assert f"]},
-        "Write another.",
-    ),
-    "livecodebench.jsonl": (
-        {
-            "question_title": "T",
-            "question_content": "Sort.",
-            "question_id": "a",
-            "starter_code": "",
-        },
-        "Sort.",
-    ),
+    "math500.jsonl": ({"problem": "Solve.", "answer": "1", "unique_id": "test/1.json"}, "Solve."),
+    "humaneval.jsonl": ({"task_id": "HumanEval/0", "prompt": "def f():"}, "def f():"),
+    "mbpp.jsonl": ({"text": "Write a function.", "code": "f", "task_id": 7}, "Write a function."),
+    "sanitized-mbpp.json": ({"prompt": "Write another.", "task_id": 8}, "Write another."),
+    "livecodebench.jsonl": ({"question_content": "Sort.", "question_id": "a"}, "Sort."),
     "leetcode.jsonl": (
         {"question_content": "Sort.", "starter_code": "class Solution:", "question_id": "b"},
         "Sort.\n\nclass Solution:",
@@ -219,13 +198,3 @@ def test_rows_of_unknown_fields_are_refused_with_what_they_have_and_what_is_know
         read_rows(file)
     assert named in failure.value.what
     assert all(name in failure.value.next_step for name in ("messages", *QUESTIONS))
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [("[{]", "no list in JSON"), ("[]", "holds no prompts"), ("[1]", "entry 1 of .* no category")],
-)
-def test_damaged_lists_are_refused(tmp_path, text, problem):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(DFlashError, match=problem):
-        read_rows(tmp_path / "x.json")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,42 +22,17 @@ from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.parity import Difference
 from support.configs import config_with
-from support.models import write_drafter, write_model
 from support.toys import ToyTarget
 
-ROWS = [
-    {"id": str(i), "category": "ab"[i % 2], "prompt": text}
-    for i, text in enumerate(["hello", "how are you?", "x = 1", "def f():"])
-]
 METHODS = "ddtree:budget=4,dflash:4"
+ASKED = ["--methods", METHODS, "--temperature", "0.8"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("benchmark")
-    write_model(root / "model")
-    write_drafter(root / "drafter")
-    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    return root
-
-
-def options(folders: Path, report: Path, *more: str) -> list[str]:
-    return [
-        *("--model", str(folders / "model"), "--drafter", str(folders / "drafter")),
-        *("--prompts", str(folders / "prompts.jsonl"), "--json", str(report)),
-        *("--methods", METHODS, "--max-tokens", "6", *more),
-    ]
-
-
-def run(folders: Path, report: Path, *more: str) -> dict[str, Any]:
-    benchmark.main(options(folders, report, *more))
-    return json.loads(report.read_text())
-
-
-@pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch, folders: Path, tmp_path: Path) -> Path:
+def broken_off(bench, tmp_path_factory) -> str:
     """The report of a run that Ctrl+C broke off in the middle of its third prompt."""
-    report, real, left = tmp_path / "report.json", measure.answer, [3 + 3 * 2 + 1]
+    report, left = tmp_path_factory.mktemp("broken") / "report.json", [3 + 3 * 2 + 1]
+    real = measure.answer
 
     def answer(*arguments: Any) -> Any:
         left[0] -= 1
@@ -68,11 +40,17 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folders: Path, tmp_path: Path) 
             raise KeyboardInterrupt
         return real(*arguments)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(measure, "answer", answer)
-        with pytest.raises(KeyboardInterrupt):
-            benchmark.main(options(folders, report, "--temperature", "0.8"))
-    return report
+        bench.run(report, *ASKED)
+    return report.read_text()
+
+
+@pytest.fixture
+def interrupted(broken_off: str, tmp_path: Path) -> Path:
+    file = tmp_path / "report.json"
+    file.write_text(broken_off)
+    return file
 
 
 def counted(report: dict[str, Any]) -> dict[str, Any]:
@@ -88,15 +66,17 @@ def counted(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_what_was_finished_before_ctrl_c_is_in_the_report(interrupted):
-    report = json.loads(interrupted.read_text())
+def test_what_was_finished_before_ctrl_c_is_in_the_report(broken_off):
+    report = json.loads(broken_off)
     assert report["finished"] is False
     assert [run["method"] for run in report["runs"]] == ["none", *METHODS.split(",")] * 2
-    assert report["settings"]["prompts"] == len(ROWS)
-    assert list(report["categories"]) == ["a"], "figures of what is there"
+    assert report["settings"]["prompts"] == 4
+    assert list(report["categories"]) == ["code"], "figures of what is there"
 
 
-def test_a_resumed_run_gives_what_one_run_would_have(interrupted, folders, tmp_path, monkeypatch):
+def test_a_resumed_run_gives_what_one_run_would_have_and_is_shown_again(
+    interrupted, bench, tmp_path, monkeypatch, capsys
+):
     asked, real = [], measure.answer
 
     def answer(pair: Any, prompt: Any, config: Any) -> Any:
@@ -104,42 +84,41 @@ def test_a_resumed_run_gives_what_one_run_would_have(interrupted, folders, tmp_p
         return real(pair, prompt, config)
 
     seed = json.loads(interrupted.read_text())["settings"]["sampling"]["seed"]
-    monkeypatch.setattr(measure, "answer", answer)
-    resumed = run(folders, interrupted, "--temperature", "0.8", "--resume")
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "answer", answer)
+        resumed = bench.run(interrupted, *ASKED, "--resume")
     assert resumed["finished"] is True and "runs" not in resumed
     assert len({prompt for prompt, most in asked if most == 6}) == 2, "only what was missing"
-    more = ["--temperature", "0.8", "--seed", str(seed)]
-    assert counted(resumed) == counted(run(folders, tmp_path / "whole.json", *more))
-
-
-def test_a_finished_report_is_shown_again(folders, tmp_path, monkeypatch, capsys):
-    before = run(folders, tmp_path / "report.json", "--limit", "1")
+    whole = bench.run(tmp_path / "whole.json", *ASKED, "--seed", str(seed))
+    assert counted(resumed) == counted(whole)
     printed = capsys.readouterr().out
     monkeypatch.setattr(measure, "answer", lambda *_: pytest.fail("measured again"))
-    assert run(folders, tmp_path / "report.json", "--limit", "1", "--resume") == before
-    assert capsys.readouterr().out == printed
+    more = [*ASKED, "--seed", str(seed), "--resume"]
+    assert bench.run(tmp_path / "whole.json", *more) == whole
+    assert printed.endswith(capsys.readouterr().out)
 
 
-def test_a_report_is_whole_though_nobody_reads_what_is_printed(folders, tmp_path, monkeypatch):
+SHORT = ["--methods", "dflash:4", "--limit", "1", "--max-tokens", "2"]
+
+
+def test_a_report_is_whole_though_nobody_reads_what_is_printed(bench, tmp_path, monkeypatch):
     def leave(report: Any) -> str:
         raise BrokenPipeError
 
     monkeypatch.setattr(benchmark, "format_report", leave)
     with pytest.raises(BrokenPipeError):
-        run(folders, tmp_path / "report.json", "--limit", "1")
+        bench.run(tmp_path / "report.json", *SHORT)
     assert json.loads((tmp_path / "report.json").read_text())["finished"] is True
 
 
-def test_a_table_is_printed_though_the_report_cannot_be_kept(
-    folders, tmp_path, monkeypatch, capsys
-):
+def test_a_table_is_printed_though_the_report_cannot_be_kept(bench, tmp_path, monkeypatch, capsys):
     def refuse(file: Path, report: Any, runs: Any = None) -> None:
         if runs is None:
             raise DFlashError("the disk is full", "free some space")
 
     monkeypatch.setattr(benchmark, "save", refuse)
     with pytest.raises(DFlashError, match="the disk is full"):
-        run(folders, tmp_path / "report.json", "--limit", "1")
+        bench.run(tmp_path / "report.json", *SHORT)
     assert "| all | none |" in capsys.readouterr().out
 
 
@@ -151,26 +130,21 @@ def test_a_table_is_printed_though_the_report_cannot_be_kept(
         (["--seed", "1"], ["seed", "1"]),
         (["--limit", "1"], ["limit", "1"]),
         (["--drafter-bits", "8"], ["drafter_bits", "8"]),
+        (["--prompts", "other.jsonl"], ["prompts"]),
     ],
 )
 def test_other_settings_are_refused_with_what_is_other(
-    interrupted, folders, monkeypatch, more, values
+    interrupted, bench, monkeypatch, tmp_path, more, values
 ):
+    monkeypatch.chdir(tmp_path)
+    rows = (bench.root / "prompts.jsonl").read_text()
+    (tmp_path / "other.jsonl").write_text(rows.replace("hello", "hello!"))
     before = interrupted.read_text()
     monkeypatch.setattr(measure, "answer", lambda *_: pytest.fail("measured"))
     with pytest.raises(DFlashError) as failure:
-        benchmark.main(options(folders, interrupted, "--temperature", "0.8", "--resume", *more))
+        bench.run(interrupted, *ASKED, "--resume", *more)
     assert all(value in failure.value.what for value in [*values, str(interrupted)])
     assert interrupted.read_text() == before
-
-
-def test_other_prompts_of_the_same_name_are_refused(interrupted, folders, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text(
-        "\n".join(json.dumps({**row, "prompt": row["prompt"] + "!"}) for row in ROWS)
-    )
-    more = ["--temperature", "0.8", "--resume", "--prompts", str(tmp_path / "prompts.jsonl")]
-    with pytest.raises(DFlashError, match="prompts_hash"):
-        benchmark.main(options(folders, interrupted, *more))
 
 
 def test_another_draft_model_is_refused_be_it_the_second(tmp_path):
@@ -183,14 +157,11 @@ def test_another_draft_model_is_refused_be_it_the_second(tmp_path):
 
 
 def test_a_methods_own_settings_are_told_among_the_others():
-    methods = {
-        name: DecodeConfig(name) for name in ("d2sd", "resample", "eagle3", "specdiff", "dflash")
-    }
+    methods = {name: DecodeConfig(name) for name in ("d2sd", "eagle3", "specdiff", "dflash")}
     methods["asked"] = settle(config_with("eagle3", branches=5), Capabilities())
     told = settings([BenchmarkPrompt("1", "chat", [1])], methods, SamplingConfig())["methods"]
     branches = {name: config.get("branches") for name, config in told.items()}
-    unasked = dict.fromkeys(("d2sd", "resample", "eagle3", "specdiff", "dflash"))
-    assert branches == {**unasked, "asked": 5}
+    assert branches == {**dict.fromkeys(methods), "asked": 5}
 
 
 BAD_REPORTS = {
@@ -204,32 +175,22 @@ BAD_REPORTS = {
 }
 
 
+@pytest.mark.usefixtures("no_pair")
 @pytest.mark.parametrize("case", BAD_REPORTS)
-def test_what_is_no_report_is_refused_before_the_pair_is_loaded(
-    folders, tmp_path, monkeypatch, case
-):
-    monkeypatch.setattr(benchmark.cli, "open_pair", lambda *_: pytest.fail("the pair was loaded"))
+def test_what_is_no_report_is_refused_before_the_pair_is_loaded(bench, tmp_path, case):
     file, contents = tmp_path / "report.json", BAD_REPORTS[case]
     if contents is not None:
         file.write_text(contents)
     with pytest.raises(DFlashError, match="report.json"):
-        benchmark.main(options(folders, file, "--resume"))
+        bench.run(file, "--resume")
 
 
-def test_resume_without_a_report_is_refused(folders, monkeypatch):
-    monkeypatch.setattr(benchmark.cli, "open_pair", lambda *_: pytest.fail("the pair was loaded"))
-    arguments = options(folders, Path("unused"), "--resume")
-    at = arguments.index("--json")
-    with pytest.raises(DFlashError, match="--resume"):
-        benchmark.main(arguments[:at] + arguments[at + 2 :])
-
-
-def test_damaged_runs_are_refused(interrupted, folders):
+def test_damaged_runs_are_refused(interrupted, bench):
     report = json.loads(interrupted.read_text())
     del report["runs"][1]["statistics"]
     interrupted.write_text(json.dumps(report))
     with pytest.raises(DFlashError, match="damaged"):
-        benchmark.main(options(folders, interrupted, "--temperature", "0.8", "--resume"))
+        bench.run(interrupted, *ASKED, "--resume")
 
 
 def test_a_run_comes_back_from_a_report_as_it_was(tmp_path):
@@ -254,27 +215,3 @@ def test_a_run_comes_back_from_a_report_as_it_was(tmp_path):
     save(tmp_path / "report.json", report, runs)
     before = read_report(tmp_path / "report.json")
     assert finished_runs(before, report, [question], tmp_path / "report.json") == runs
-
-
-# Prompts from standard input
-
-
-def test_prompts_come_from_standard_input(folders, tmp_path, monkeypatch):
-    lines = "\n".join(map(json.dumps, ROWS)).encode()
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
-    report = run(folders, tmp_path / "report.json", "--prompts", "-", "--limit", "1")
-    assert report["settings"]["prompts"] == 2
-    assert report["settings"]["prompts_file"] == "standard input"
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [(b"", "holds no prompts"), (b"{\n", "line 1"), (b"\xff", "0xff")],
-)
-def test_damaged_prompts_on_standard_input_are_refused(
-    folders, tmp_path, monkeypatch, data, message
-):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-    with pytest.raises(DFlashError, match=message) as failure:
-        benchmark.main(options(folders, tmp_path / "report.json", "--prompts", "-"))
-    assert "standard input" in failure.value.what

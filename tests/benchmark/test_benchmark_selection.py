@@ -58,7 +58,6 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
         ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
         ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
         ("d2sd:growth=paper:budget=8", "growth=paper never cuts its tree, but the budget is 8"),
-        ("d2sd:growth=apart:budget=8", "growth=apart never cuts its tree"),
         ("d2sd:steps=2", "sets 'steps', which d2sd does not have"),
         ("specdiff:steps=2:schedule=any", "schedule is 'any'.*'specdiff:steps=2:schedule=any'"),
     ],
@@ -95,7 +94,6 @@ def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
         ("block=4,8", "dflash", ["dflash:block=4", "dflash:block=8"]),
         ("block=4", "dflash:6,ddtree:budget=4", ["dflash:6", "ddtree:budget=4:block=4"]),
         ("budget=4", "d2sd:growth=paper,ddtree", ["d2sd:growth=paper", "ddtree:budget=4"]),
-        ("budget=4", "d2sd:growth=apart,ddtree", ["d2sd:growth=apart", "ddtree:budget=4"]),
         (
             "branches=2",
             "dflash,d2sd,d2sd:growth=paper,resample",

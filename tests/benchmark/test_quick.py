@@ -1,4 +1,4 @@
-"""The short benchmark of the chat: its prompts, its steps, its sentence, and what it saves."""
+"""What the chat measures: the short benchmark, and a race between plain decoding and drafts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,37 @@ import pytest
 from matplotlib import image
 
 from dflash_mlx.benchmark import quick
+from dflash_mlx.benchmark.race import Lane, result_of
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.client import DFlashError, Pair, PairConfig, SamplingConfig, bench, load, save_bench
+from dflash_mlx.client import (
+    DecodeConfig,
+    DFlashError,
+    Difference,
+    Pair,
+    PairConfig,
+    Question,
+    RaceResult,
+    RaceStep,
+    SamplingConfig,
+    load,
+    race,
+    save_bench,
+)
 from dflash_mlx.client import what_pays as sentence
 from dflash_mlx.drafters.methods import serving
 from dflash_mlx.engine.pair import Capabilities
-from support.models import write_drafter, write_model
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    root = tmp_path_factory.mktemp("bench")
-    return load(str(write_model(root / "model")), str(write_drafter(root / "drafter")))
+def pair(bench) -> Pair:
+    return load(str(bench.root / "model"), str(bench.root / "drafter"))
 
 
 @pytest.fixture(scope="module")
 def steps(pair: Pair) -> list[quick.BenchStep]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quick, "TOKENS", 4)
-        return list(bench(pair, PairConfig(), SamplingConfig(), ["dflash:4", "none"]))
+        return list(quick.bench(pair, PairConfig(), SamplingConfig(), ["dflash:4", "none"]))
 
 
 def test_the_dozen_prompts_are_of_three_kinds_and_each_is_there_once():
@@ -59,7 +72,7 @@ def test_every_answer_is_a_step_and_finished_prompts_have_figures(steps):
 def test_methods_that_are_not_known_or_not_served_are_refused(pair):
     for name in ("magic", "dflash:99"):
         with pytest.raises(DFlashError, match=name.partition(":")[2] or name):
-            next(bench(pair, PairConfig(), SamplingConfig(), [name]))
+            next(quick.bench(pair, PairConfig(), SamplingConfig(), [name]))
 
 
 def report_of(**speedups: Any) -> dict[str, Any]:
@@ -74,15 +87,8 @@ def report_of(**speedups: Any) -> dict[str, Any]:
 
 def test_the_sentence_names_the_fastest_method_and_where_it_is_fastest():
     text = sentence(report_of(ddtree=(2.0, 2.5, 1.5), ngram=(1.2, 1.4, 1.0)), 2)
-    for part in (
-        "DFlash tree",
-        "2.00 times",
-        "20.0",
-        "10.0",
-        "most for code (2.50)",
-        "chat (1.50)",
-    ):
-        assert part in text
+    said = ("DFlash tree", "2.00 times", "20.0", "10.0", "most for code (2.50)", "chat (1.50)")
+    assert [part for part in said if part not in text] == []
     assert "\n" not in text and "; " not in text
 
 
@@ -122,3 +128,55 @@ def test_a_folder_that_cannot_be_made_is_named(steps, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DFlashError, match="file"):
         save_bench(steps[-1].report, Path(tmp_path / "file" / "below"), 12)
+
+
+# A race
+
+CONFIG = DecodeConfig(max_tokens=12, method="dflash")
+
+
+def request(**settings):
+    return Question(({"role": "user", "content": "hello"},), None, replace(CONFIG, **settings))
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.9, seed=1)])
+def test_a_race_decodes_both_ways_from_one_seed_and_compares_every_token(pair, sampling):
+    *steps, result = race(pair, request(sampling=sampling))
+    ends = {step.side: step for step in steps if step.finished}
+    length = ends["plain"].tokens
+    assert 0 < length == ends["drafted"].tokens
+    assert all(isinstance(step, RaceStep) and step.seconds > 0 for step in steps)
+    assert isinstance(result, RaceResult) and result.equal
+    assert result.text.startswith(f"All {length} tokens are the same. ")
+    plain, drafted = ("".join(s.text for s in steps if s.side == side) for side in ends)
+    assert plain == drafted
+    assert length == 12 or sampling.temperature
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [
+        ({"method": "none"}, "--method"),
+        ({"sampling": SamplingConfig(0.9), "acceptance": "reject"}, "--acceptance"),
+    ],
+)
+def test_a_race_in_which_nothing_could_be_compared_is_refused(pair, settings, step):
+    with pytest.raises(DFlashError, match=step):
+        next(race(pair, request(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("difference", "sentence"),
+    [
+        (None, "All 10 tokens are the same. 2.00 times as fast"),
+        (Difference(3, 1e-5), "up to token 3, where two tokens are all but tied (logits 1.0e-05"),
+        (Difference(3, 0.7), "with logits 0.70 apart, which is no tie: please report it"),
+        (Difference(3, None), "one answer ends there"),
+    ],
+)
+def test_a_result_says_what_is_the_same_and_what_is_not(difference, sentence):
+    plain = Lane("plain", iter(()), list(range(10)), 2.0, True)
+    drafted = Lane("drafted", iter(()), list(range(10)), 1.0, True)
+    result = result_of(plain, drafted, difference)
+    assert sentence in result.text
+    assert result.equal == (difference is None)

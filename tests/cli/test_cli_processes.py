@@ -1,86 +1,161 @@
-"""The command lines as processes of their own: exit codes, pipes, full disks."""
+"""Commands as processes of their own: Ctrl+C at any moment, pipes, closed descriptors, full disks.
+
+When Ctrl+C comes is counted by the program itself, so no clock decides what a test finds.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from support.models import write_model
+from support.models import write_endless_model
 
 ROOT = Path(__file__).parents[2]
+# As sitecustomize.py, which Python imports before anything of ours. The module is imported right
+# behind the first thing that a command does.
+COUNTER = """
+import os, signal, sys
+
+class Counter:
+    left = None
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if cls.left is None and name == "dflash_mlx.system.blas":
+            cls.left = int(os.environ["INTERRUPT_AT"])
+        if cls.left is not None:
+            cls.left -= 1
+            if cls.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Counter)
+"""
+CHAT = "from dflash_chat.main import main\nmain()\n"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = write_model(tmp_path_factory.mktemp("processes") / "model")
-    return ["-m", "dflash_mlx.generate", "--model", str(folder), "--method", "none"]
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_endless_model(tmp_path_factory.mktemp("processes") / "model")
 
 
-def process(*argv: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *argv],
-        input=stdin,
-        capture_output=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=120,
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(COUNTER)
+    (tmp_path / "dflash-chat").write_text(CHAT)
+    return tmp_path
+
+
+def begin(place: Path, *words: object, at: int = 0, shell: str = "") -> subprocess.Popen[str]:
+    """Start Python with `words`. at: the import to be interrupted at. shell: what goes behind."""
+    start: Sequence[str] = ["sh", "-c", f'exec "$@" {shell}', "sh"] if shell else []
+    path = os.pathsep.join(map(str, (place, ROOT, *filter(None, sys.path))))
+    changed = {"PYTHONPATH": path, "INTERRUPT_AT": str(at), "HF_HUB_OFFLINE": "1"}
+    changed |= {"XDG_CACHE_HOME": str(place / "cache"), "TMPDIR": str(place / "temporary")}
+    return subprocess.Popen(
+        [*start, sys.executable, *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=place,
+        env={**os.environ, **changed},
     )
 
 
+def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """The code as a shell tells it, where 128 + n is signal n, and what was still said."""
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()  # nothing where it has ended
+    code = process.returncode
+    return 128 - code if code < 0 else code, out, err
+
+
+def words_of(command: str, model: Path, tokens: int = 3000) -> list[object]:
+    """What would succeed, or work for long."""
+    more = {"train": ["--corpus", "rows.jsonl", "--out", "out"], "serve": ["--port", "0"]}
+    answer = ["--prompt", "hello", "--method", "none", "--max-tokens", tokens]
+    start: list[object] = ["-m", f"dflash_mlx.{command}"]
+    start = ["dflash-chat"] if command == "dflash-chat" else start
+    return [*start, "--model", model, *more.get(command, answer)]
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("command", "at"),
     [
-        (["--prompt", "hello", "--temperature", "-1"], b"temperature is -1.0"),
-        (["--prompt", b"hel\xfflo"], b"UTF-8"),
+        ("generate", 1),
+        ("generate", 700),
+        ("dflash-chat", 1),
+        ("dflash-chat", 700),
+        ("serve", 700),
+        ("train", 300),
     ],
 )
-def test_a_process_leaves_with_2_for_bad_input(model, options, said):
-    result = process(*model, *options)
-    assert (result.returncode, result.stdout) == (2, b"")
-    assert result.stderr.startswith(b"dflash_mlx.generate: ") and said in result.stderr
-    assert result.stderr.count(b"\n") == 1
+def test_an_interrupted_import_is_130_without_a_word(place, model, command, at):
+    code, out, err = end_of(begin(place, *words_of(command, model), at=at))
+    said = [line for line in err.splitlines() if line and "[transformers]" not in line]
+    assert (code, out, said) == (130, "", [])
+    assert not (place / "out").exists() and list((place / "temporary").iterdir()) == []
 
 
-def test_a_process_answers_utf8_from_a_pipe(model):
-    options = ["--max-tokens", "8", "--prompt", "-", "--json"]
-    result = process(*model, *options, stdin="héllo".encode())
-    assert (result.returncode, result.stderr) == (0, b"")
-    assert json.loads(result.stdout)["generated_tokens"] == 8
+def test_an_interrupted_answer_ends_its_line_and_is_130(place, model):
+    process = begin(place, *words_of("generate", model, 100_000))
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = end_of(process)
+    assert code == 130 and out.endswith("\n") and "Traceback" not in err
 
 
-def test_a_reader_that_leaves_early_is_no_error(model):
-    arguments = [sys.executable, *model, "--prompt", "hello", "--max-tokens", "100"]
-    script = '"$@" | head -c 1; exit ${PIPESTATUS[0]}'
-    done = subprocess.run(["bash", "-c", script, "bash", *arguments], capture_output=True, cwd=ROOT)
-    assert (done.returncode, len(done.stdout)) == (0, 1)
-    assert b"Error" not in done.stderr
+def test_a_program_that_imports_the_package_keeps_its_own_ctrl_c(place):
+    script = "import signal, dflash_mlx; print(signal.getsignal(signal.SIGINT).__name__)"
+    _, out, _ = end_of(begin(place, "-c", script, "-m", "dflash_mlx.generate"))
+    assert out == "default_int_handler\n"
 
 
-RUN = "from dflash_mlx.cli import options as cli; cli.run(lambda argv: {}, 'program')"
+@pytest.mark.parametrize(
+    ("command", "closed", "code", "said"),
+    [
+        ("dflash-chat", "<&-", 2, "the prompt is empty"),
+        ("generate", ">&-", 0, ""),
+        ("generate", "<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_closed_descriptors_are_as_if_they_led_nowhere(place, model, command, closed, code, said):
+    words = words_of(command, model, 4)
+    if code:
+        words[words.index("--prompt") + 1] = "-"
+    ended, _, err = end_of(begin(place, *words, shell=closed))
+    assert ended == code and said in err and "went wrong" not in err
+
+
+def test_bad_bytes_in_an_argument_are_one_sentence(place, model):
+    code, out, err = end_of(begin(place, *words_of("generate", model), "--system", "hel\udcfflo"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dflash_mlx.generate: ") and "UTF-8" in err
+
+
+def test_a_process_answers_utf8_from_a_pipe_to_a_reader_that_leaves_early(place, model):
+    (place / "asked").write_text("héllo")
+    words = words_of("generate", model, 100)
+    words[words.index("--prompt") + 1] = "-"
+    code, out, err = end_of(begin(place, *words, shell="<asked | head -c 1"))
+    assert (code, len(out)) == (0, 1) and "Error" not in err
+    code, out, err = end_of(begin(place, *words, "--json", shell="<asked"))
+    assert (code, json.loads(out)["generated_tokens"]) == (0, 100)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_full_disk_behind_stdout_is_one_sentence():
-    script = RUN.format("print('x' * 100_000)")
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE)
-    assert done.returncode == 2
-    last = done.stderr.decode().splitlines()[-1]
-    assert last.startswith("program: ") and "No space left" in last
-    assert b"Traceback" not in done.stderr
-
-
-def test_a_fault_of_ours_is_one_sentence_that_names_its_log(tmp_path):
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", RUN.format("1 / 0")]
-    done = subprocess.run(command, capture_output=True, env=environment)
-    assert done.returncode == 1
-    (log,) = tmp_path.glob("dflash-chat-*.log")
-    assert str(log) in done.stderr.decode() and b"Traceback" not in done.stderr
-    assert "ZeroDivisionError" in log.read_text()
+def test_a_full_disk_behind_stdout_is_one_sentence(place):
+    script = "from dflash_mlx.cli import options; options.run(lambda _: print('x' * 99999), 'me')"
+    code, _, err = end_of(begin(place, "-c", script, shell=">/dev/full"))
+    assert code == 2 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("me: ") and "No space left" in err

@@ -9,14 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import RankedChain, SelectedPath
+from dflash_mlx.drafters.block_diffusion import BestFirst, DrawnPath, RankedChain, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import MarkovConfig, MarkovHead, MarkovLinks
-from dflash_mlx.drafters.drawn import DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import Array, walk
 from dflash_mlx.drafters.growth.links import confident
@@ -369,7 +368,11 @@ def test_a_folder_in_eight_bits_drafts_nearly_the_same_and_keeps_the_heads(tmp_p
     assert all(np.array_equal(np.array(kept[n]), tensors[n]) for n in kept)
     target = Target(make_model("llama"), 512, "llama")
     models = [
-        FILES.load(folder, FILES.read_config(folder), target, PairConfig())
+        BlockModel(
+            FILES.load_network(folder, FILES.read_config(folder), mx.float32),
+            FILES.read_config(folder),
+            target,
+        )
         for folder in (source, packed)
     ]
     found = []

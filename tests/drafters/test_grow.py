@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_mlx.drafters.dual_diffusion import JointGrowth
@@ -23,8 +22,6 @@ from dflash_mlx.drafters.growth.grow import (
     walk,
 )
 from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.paper import PaperGrowth
-from support.decoding import paths_of
 
 VOCABULARY = 20
 
@@ -60,59 +57,6 @@ def test_the_boundary_posterior_is_the_probability_of_exactly_so_many_acceptance
 def sure(*confidences: float) -> Choices:
     """A first draft 0, 1, 2, ... that is so sure of each token."""
     return follow(Ranked(np.arange(len(confidences))[:, None], np.log([[c] for c in confidences])))
-
-
-def test_published_branches_leave_the_first_draft_where_it_is_likeliest_to_be_rejected():
-    first = sure(0.9, 0.2, 0.5)  # r = 0.1, 0.72, 0.09, and 0.09 for all of it
-    posteriors = PaperGrowth(2).prefixes(first, {}, 3).values()
-    assert list(posteriors) == pytest.approx([0.72, 0.1, 0.09])
-    assert [*PaperGrowth(2).prefixes(first, {}, 2)] == [(0,), ()]
-    assert [*PaperGrowth(9).prefixes(first, {}, 2)] == [(0,), (), (0, 1)]
-    assert [*PaperGrowth(2).prefixes(first, {}, 3)] == [(0,), (), (0, 1, 2)], "and one extends it"
-
-
-def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_fail():
-    first, second = sure(0.9, 0.2), follow(Ranked(np.array([[7], [8]]), np.log([[0.9], [0.1]])))
-    # Behind (0,) the second goes on with 7, 8: r(0, 7) = 0.9 * 0.9 * 0.9
-    assert [*PaperGrowth(1).prefixes(first, {(0,): second}, 2)] == [(0, 7), (0, 1)]
-
-
-def test_branches_apart_begin_with_another_token_than_the_draft_that_they_leave():
-    first, growth = sure(0.9, 0.2, 0.5), PaperGrowth(2, apart=True)
-
-    def offers(*tokens: int) -> Choices:
-        return follow(Ranked(np.array([tokens] * 2), np.log([[0.7, 0.3][: len(tokens)]] * 2)))
-
-    second = {
-        (0,): offers(1, 7),
-        (): offers(0, 8),
-        (0, 1, 2): offers(1, 9),
-        (0, 1): offers(2),
-        (0, 7): offers(1, 5),
-    }
-    tree = growth.tree(first, second)
-    ends = set(paths_of(tree)) - {path[:-1] for path in paths_of(tree)}
-    assert ends == {(0, 7, 1), (8, 0), (0, 1, 2, 1, 1), (0, 7, 5, 1)}
-    assert tree.logprobs[1 + tree.drafted.index(7)] == pytest.approx(math.log(0.3))
-
-
-def test_a_drafter_that_continues_itself_branches_off_its_own_draft():
-    first = follow(Ranked(np.array([[0, 5], [1, 6], [2, 7]]), np.log([[0.6, 0.4]] * 3)))
-    found = PaperGrowth(9, apart=True).prefixes(first, {(): first}, 3)
-    assert set(found) == {(0,), (0, 1), (0, 1, 2)}
-
-
-@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))
-@settings(max_examples=40)
-def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count, more):
-    first = follow(ranked(seed, 6))
-    prefixes = list(PaperGrowth(count).prefixes(first, {}, 5 + more))
-    lengths = {prefix: 6 + more - len(prefix) for prefix in prefixes}
-    second = {p: follow(ranked(seed + i + 1, lengths[p])) for i, p in enumerate(prefixes)}
-    chains = [walk(first)[0], *((*prefix, *walk(draft)[0]) for prefix, draft in second.items())]
-    assert (more > 0) == (chains[0] in second), "a longer second block extends the whole draft"
-    expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
-    assert set(paths_of(PaperGrowth(count).tree(first, second))) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import budget
-from dflash_mlx.drafters.growth.grow import SECOND
+from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -36,10 +36,7 @@ CASES = {
     "d2sd, many branches": {"budget": 40, "branches": 20},
     "d2sd, as many as pay": {},
     "d2sd, published": {"growth": "paper"},
-    "d2sd, apart": {"growth": "apart"},
-    "d2sd, apart, third level": {"growth": "apart", "levels": 3},
-    "d2sd, apart, alone": {"growth": "apart", "block_size": 4, "second": False, "levels": 3},
-    "d2sd, published, alone": {"growth": "paper", "second": False},
+    "d2sd, published, alone": {"growth": "paper", "second": False, "levels": 3},
     "d2sd, alone": {"second": False},
     "d2sd, block of 2": {"block_size": 2},
     "d2sd, block of 2 before one of 8": {"block_size": 2, "budget": 12},
@@ -129,7 +126,7 @@ def test_no_tree_is_larger_or_deeper_than_allowed_or_has_equal_siblings(pair, na
         deepest = 16 if "lookup" in tree.sources else max(blocks) - 1
         assert max(tree.depths) <= min(left - 1, deepest)
         if name in TREES and "growth" not in CASES[name]:
-            assert len(tree) <= (config.budget or budget.MOST_NODES)
+            assert len(tree) <= (config.budget or MOST_NODES)
         left -= len(accepted.tokens)
         paths_of(tree)
     assert left == 0
@@ -140,26 +137,6 @@ def test_the_published_tree_has_a_branch_for_every_prefix(pair):
     leaves = set(range(len(tree))) - set(tree.parents)
     assert 2 <= len(leaves) <= 5
     assert all(tree.depths[leaf] == BLOCK - 1 for leaf in leaves)
-
-
-def test_every_branch_apart_leaves_the_first_draft(pair):
-    for accepted in rounds(pair, "d2sd, apart", PROMPT, max_tokens=30)[1:3]:
-        tree, begins = accepted.tree, []
-        for node in range(BLOCK, len(tree)):
-            assert tree.sources[node] == SECOND
-            if tree.parents[node] < BLOCK:  # of the first draft, which comes first
-                begins.append(node)
-        assert len(begins) == 4 and len(tree) == BLOCK + sum(
-            BLOCK - tree.depths[node] for node in begins
-        )
-
-
-@pytest.mark.parametrize("growth", ["paper", "apart"])
-def test_a_budget_for_the_published_tree_is_refused(pair, growth):
-    with pytest.raises(
-        DFlashError, match=f"growth={growth} never cuts its tree, but the budget is 8"
-    ):
-        make_drafter(pair, config_with("d2sd", growth=growth, budget=8))
 
 
 def test_a_second_block_may_be_longer_than_a_first_one_with_a_selector(pair, tmp_path):

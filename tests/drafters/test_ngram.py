@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_mlx.drafters.lookup import LONGEST, PER_TOKEN, SHORTEST, lookup
+from dflash_mlx.drafters.ngram import LONGEST, PER_TOKEN, SHORTEST, lookup
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

@@ -41,6 +41,7 @@ class Tables:
 
     kernels = kv_bits = None
     num_layers = 0  # that can be read
+    num_layers = 0  # that can be read
 
     def __init__(self, vocabulary: int, d: int) -> None:
         rng = np.random.default_rng(0)

@@ -13,9 +13,13 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
-from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
+from dflash_mlx.drafters.block_diffusion import (
+    BestFirst,
+    BlockDiffusion,
+    DrawnBlock,
+    DrawnPath,
+    SelectedPath,
+)
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow, walk
 from dflash_mlx.drafters.growth.links import Linked, conditional, follow_links

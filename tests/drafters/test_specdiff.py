@@ -17,8 +17,9 @@ from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.budget import MOST_NODES, BatchBudget
+from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
+from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, SURE, THRESHOLD, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising

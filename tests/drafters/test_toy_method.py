@@ -30,11 +30,11 @@ from dflash_mlx.core.findings import Finding
 from dflash_mlx.core.option import Given, Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.method import Method, TokenSource
+from dflash_mlx.drafters.method import Method, Plan, TokenSource
 from dflash_mlx.drafters.methods import METHODS, check_given, settle
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.drafter import EachAlone, Proposal
-from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.pair import Capabilities
 from dflash_mlx.engine.state import State
 from dflash_mlx.models import registry
 from dflash_mlx.models.registry import Entry
@@ -121,7 +121,8 @@ class ToyDrafter(EachAlone):
             for _ in range(self.stride):
                 token = mx.argmax(self.model.module.after[token], axis=-1)
             drafts.append(token.item())
-        return Proposal(Tree.chain(drafts))
+        sure = [(drafts[: i + 1], [-0.1] * (i + 1), "bigram") for i in range(len(drafts))]
+        return Proposal(Tree.of_chains(sure))
 
 
 # Its files
@@ -181,11 +182,11 @@ class ToyOptions(Options):
     )
 
 
-def make(pair: Pair, config: DecodeConfig) -> ToyDrafter:
-    (model,) = pair.of("toy")
+def make(how: Plan) -> ToyDrafter:
+    (model,) = how.pair.of("toy")
     assert isinstance(model, ToyModel)
-    assert isinstance(config.options, ToyOptions)
-    return ToyDrafter(model, config.options.stride)
+    assert isinstance(how.config.options, ToyOptions)
+    return ToyDrafter(model, how.config.options.stride)
 
 
 METHOD = Method(

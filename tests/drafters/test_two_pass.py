@@ -6,46 +6,15 @@ import numpy as np
 import pytest
 
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.growth.grow import rejection_boundaries
-from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import behind, paths_of
 from support.grammars import toy_constraint
 from support.law import ToyDrafter
-from support.timed import FLAT, Case, Clock, Honest, TimedTarget
-
-
-class InTwo(TwoPass):
-    """Two drafters one after the other: the second knows more where the first is not sure.
-
-    asked: branches of every second pass.
-    """
-
-    aux_layers, rounds_ahead = (), 0
-
-    def __init__(self, first: Honest, second: Honest, by_branch: float = 0.0) -> None:
-        self.passes = first, second
-        self.by_branch, self.begun, self.asked = by_branch, 0, []
-
-    def new_context(self) -> NoContext:
-        return NoContext()
-
-    def first_pass(self, states, rooms):
-        self.begun += 1
-        trees = [self.passes[0].draft(*each).tree for each in zip(states, rooms, strict=True)]
-        return [FirstDraft(tree, branches=boundaries(tree)) for tree in trees]
-
-    def second_pass(self, states, drafts, counts):
-        self.asked.append(sum(counts))
-        self.passes[1].clock.now += self.by_branch * sum(counts)
-        return [self.passes[1].draft(state, state.remaining) for state in states]
-
+from support.timed import FLAT, Case, Clock, Honest, InTwo, TimedTarget
 
 GROWTHS = {
     "published": PaperGrowth(3),
-    "apart": PaperGrowth(3, apart=True),
     "joint": JointGrowth(3, 12),
 }
 
@@ -89,12 +58,6 @@ def test_a_longer_second_block_goes_on_behind_the_whole_first_draft():
         (whole,) = both.go_on([state], drafts, [len(draft.branches)])
         extended = [path for path in paths_of(whole.tree) if path[:1] == draft.tree.drafted]
         assert max(map(len, extended)) == (2 if extension else 1)
-
-
-def boundaries(tree):
-    """As of the published tree, of a chain."""
-    sure = np.exp(np.array(tree.logprobs[1:]))
-    return {tree.drafted[:i]: r for i, r in enumerate(rejection_boundaries(sure).tolist())}
 
 
 def in_two(first, second, seconds, tokens=600, by_branch=0.0):
@@ -149,7 +112,7 @@ def test_no_more_branches_are_asked_for_than_are_worth_their_time():
     """r = 0.4, 0.24, 0.14, ...: what each brings is worth that share of about two tokens."""
     case, _ = in_two(lambda i: 0.6, lambda i: 0.95, 0.1, by_branch=0.15)
     asked = case.drafter._drafters["draft"].asked
-    assert 1 < np.mean(asked[20:]) < 6
+    assert 1 < np.mean(np.sum(asked[20:], axis=1)) < 6
 
 
 def test_a_second_pass_that_begins_to_help_is_noticed_and_costs_little_before():

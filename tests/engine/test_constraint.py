@@ -12,9 +12,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion
-from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion, DrawnBlock
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import constraint as module
 from dflash_mlx.engine.constraint import FORCED

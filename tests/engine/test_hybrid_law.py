@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.drafters.best_first import BestFirst
+from dflash_mlx.drafters.block_diffusion import BestFirst
 from dflash_mlx.verifier import passes, recurrent
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer

@@ -21,7 +21,7 @@ from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
-from dflash_mlx.verifier.sequence import TAIL
+from dflash_mlx.verifier.recurrent import TAIL
 from support.decoding import go_on, start
 from support.drafter_formats import drafter_folder
 from support.families import VOCAB_SIZE, make_model

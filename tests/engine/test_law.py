@@ -1,14 +1,20 @@
 """Sampled answers follow the target's law with every method, at T = 0.7 and 1."""
 
 from functools import partial
+from itertools import count
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.drafters.best_first import BestFirst
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
+from dflash_mlx.drafters.block_diffusion import (
+    BestFirst,
+    BlockDiffusion,
+    DrawnBlock,
+    DrawnPath,
+    SelectedPath,
+)
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.dflash.paths import (
     Candidates,
@@ -19,7 +25,6 @@ from dflash_mlx.drafters.dflash.paths import (
     predecessors,
 )
 from dflash_mlx.drafters.drawing import Drawing
-from dflash_mlx.drafters.drawn import DrawnBlock, DrawnPath
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.links import Linked
@@ -27,8 +32,7 @@ from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
-from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth, Resample
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.engine import acceptance
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -104,9 +108,8 @@ class ToyHalf(ToyDrafter):
 def as_pays(drafter, chains=True):
     """Chains cut where more of them would not pay, by what each position is sure of; or trees."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    return BatchBudget(
-        drafter, {"draft": drafter}, times, Scope(looks_up=False, chains=chains), int
-    )
+    scope, clock = Scope(looks_up=False, chains=chains), count().__next__
+    return BatchBudget(drafter, {"draft": drafter}, times, scope, clock)
 
 
 GROWTH = JointGrowth(2, 8)
@@ -147,8 +150,7 @@ MADE = {
     "d2sd, longer second": lambda sampling: dual(SHORT, SECOND, levels=3),
     "d2sd, half the vocabulary": lambda sampling: dual(*HALVES),
     "d2sd, published": lambda sampling: dual(FIRST, SECOND, PaperGrowth(2)),
-    "d2sd, apart": lambda sampling: dual(FIRST, SECOND, PaperGrowth(2, apart=True)),
-    "d2sd, apart, one drafter": lambda s: dual(FIRST, None, PaperGrowth(2, apart=True), levels=3),
+    "d2sd, published, one drafter": lambda s: dual(FIRST, None, PaperGrowth(2), levels=3),
     "d2sd, published, longer second": lambda s: dual(SHORT, SECOND, PaperGrowth(1), levels=3),
     "d2sd, one drafter, path": lambda sampling: dual(ToyPaths(1), None),
     "d2sd, one drafter": lambda sampling: dual(FIRST, None),

@@ -93,7 +93,7 @@ def test_a_prompt_that_parts_in_the_middle_of_another_is_read_from_near_there(na
 def test_of_a_long_prompt_a_few_states_are_kept_all_over_it():
     target, rng = target_of("falcon_h1"), np.random.default_rng(0)
     state = start(target, NoDraft(), prompt_of(6, 3000), DecodeConfig(prefill_step=200))
-    starts = [chunk.start for chunk in state.cache._recurrent._chunks]
+    starts = [chunk.start for chunk in state.cache.parts[0]._chunks]
     assert len(starts) == 4 and max(np.diff([0, *starts])) <= 1200
     for length in rng.integers(starts[0], 3000, 5).tolist():
         assert state.nearest(length) >= max(s for s in starts if s <= length)

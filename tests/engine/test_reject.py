@@ -14,7 +14,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.drawn import DrawnBlock
+from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
 from dflash_mlx.engine.acceptance import RejectionSampling, kept, remainder
 from dflash_mlx.engine.drafter import EachAlone, Proposal

@@ -18,7 +18,7 @@ from dflash_chat import main as chat
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.benchmark.tables import format_report
+from dflash_mlx.benchmark.report import format_report
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
 from dflash_mlx.drafters.dflash.block_model import BlockModel
@@ -240,8 +240,8 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"drafter_bits": 3}, "drafter_bits is 3; choose 4 or 8"),
-        ({"kv_bits": 16}, "kv_bits is 16; choose 4 or 8"),
+        ({"drafter_bits": 3}, "drafter_bits is 3; choose one of 4, 8"),
+        ({"kv_bits": 16}, "kv_bits is 16; choose one of 4, 8"),
         ({"draft_window": 1}, "draft_window is 1; choose 2 or more"),
         ({"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
         ({"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),

@@ -15,9 +15,8 @@ from dflash_mlx.ranks import RanksLost
 from dflash_mlx.ranks.group import END, Ranks
 from dflash_mlx.ranks.target import Follower, Leader, LedCache
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.sequence import SequenceCache
+from dflash_mlx.verifier.sequence import Rows, SequenceCache
 from support.families import VOCAB_SIZE, make_model
 
 TREE = Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 2))
@@ -64,7 +63,7 @@ def work(leader: Leader, seed: int) -> list[LedCache]:
         elif deed == 2:
             caches.append(cache.fork())
         elif deed == 3:
-            cache.trim(cache.nearest(int(rng.integers(cache.length + 1))))
+            cache.rewind(cache.nearest(int(rng.integers(cache.length + 1))))
             read(leader, cache, rng)
         elif deed == 4 and len(caches) > 1:
             some = {id(c): c for c in (caches[0], caches[-1])}.values()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import simulate_trees as script
 
-from dflash_mlx.benchmark import plots
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -71,24 +70,6 @@ def test_drawn_answers_are_walked_as_decoding_draws_them(pair):
     assert (count, nodes) == (len(rounds), sum(rows for _, rows in rounds))
 
 
-def test_a_sweep_is_drawn_over_its_values_with_level_lines_for_the_rest(
-    pair, tmp_path, monkeypatch
-):
-    drawn = {}
-    monkeypatch.setattr(plots, "_draw", lambda panels, file: drawn.update({file: panels}))
-    monkeypatch.setattr(script, "load_pair", lambda *settings: pair)
-    row = CorpusRow("a", "math", tuple(PROMPT), (3, 4, 5, 6) * 5, 0.0)
-    (tmp_path / "answers").write_text(row.as_line())
-    given = ["--corpus", tmp_path / "answers", "--methods", "specdiff:steps=1,dflash:4"]
-    file = tmp_path / "plot.png"
-    script.main([*map(str, given), "--sweep", "budget=5,3", "--plot", str(file)])
-    ((title, lines),) = drawn[file].items()
-    assert title == "tokens per round over budget"
-    assert list(lines) == ["specdiff:steps=1", "dflash:4"]
-    assert lines["specdiff:steps=1"][0] == (3, 5) and lines["dflash:4"][0] == ()
-    assert min(*lines["specdiff:steps=1"][1], lines["dflash:4"][1]) >= 1
-
-
 def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
     file, row = tmp_path / "answers.jsonl", CorpusRow("a", "math", (1, 2), (3,), 1.0)
     file.write_text("\n".join(each.as_line() for each in (row, replace(row, id="b"))))
@@ -109,7 +90,6 @@ def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
         (["--methods", "dflash:8", "--temperature", "1"], "--acceptance match"),
         (["--methods", "specdiff", "--sweep", "steps"], "--sweep steps has no values"),
         (["--methods", "specdiff", "--sweep", "steps=1,2"], "'specdiff:steps=1'"),
-        (["--methods", "ddtree:4", "--plot", "a.png"], "add --sweep"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(options, value):

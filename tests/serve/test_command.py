@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
 
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.serve import command
+from dflash_mlx.serve.settings import ServeConfig
 from support.models import write_endless_model
-from support.serving import chat_body, command_of
+from support.serving import CHAT, CLIENT, chat_body, command_of, spawn
 
-ROOT = Path(__file__).parents[2]
+NO_MODEL = ("--model", "/no/such/model")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,7 @@ def refused(*argv: object) -> DFlashError:
 
 
 def test_a_port_that_is_in_use_is_refused_before_anything_is_loaded(port):
-    error = refused("--port", port, "--model", "/no/such/model")
+    error = refused("--port", port, *NO_MODEL)
     assert error.setting == "port" and str(port) in str(error)
 
 
@@ -48,9 +46,6 @@ def test_a_host_that_others_reach_needs_a_key(monkeypatch):
     assert refused("--host", "0.0.0.0").setting == "host"
     monkeypatch.setenv(command.KEY, "secret")
     assert "/no/such/model" in str(refused("--host", "0.0.0.0", "--port", 0, *NO_MODEL))
-
-
-NO_MODEL = ("--model", "/no/such/model")
 
 
 def test_a_host_that_is_none_and_one_of_another_machine_are_refused():
@@ -69,15 +64,12 @@ def test_packages_that_are_missing_are_named(monkeypatch):
 
 
 def test_clients_do_not_learn_where_the_files_are(model):
-    from dflash_mlx.core.config import PairConfig
-    from dflash_mlx.serve.settings import ServeConfig
-
     named = command.names(PairConfig(str(model)), ServeConfig(name=("other", "other")))
     assert named == ("endless", "other")
     assert command.names(PairConfig(), ServeConfig()) == ("SmolLM2-135M-Instruct",)
 
 
-INTERRUPTED = """import os, runpy, signal, sys
+INTERRUPTED = """import os, runpy, signal
 from dflash_mlx.serve import command
 import mlx.core as mx
 
@@ -90,26 +82,21 @@ def load(*_, **__):
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 command.cli.open_pair = load
-sys.argv[1:] = ["--port", "0", "--model", sys.argv[1]]
 runpy.run_module("dflash_mlx.serve", run_name="__main__")
 """
 
 
-def test_ctrl_c_while_the_model_is_loaded_is_130_and_no_more(model):
-    path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
-    words = [sys.executable, "-c", INTERRUPTED, str(model)]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
-    assert (done.returncode, done.stderr.strip()) == (130, "")
+def test_ctrl_c_while_the_model_is_loaded_is_130_and_no_more(model, tmp_path):
+    running = spawn(model, tmp_path, run=("-c", INTERRUPTED))
+    assert (running.communicate(timeout=60)[1].strip(), running.returncode) == ("", 130)
 
 
 def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp_path):
     body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
     for last in (signal.SIGKILL, signal.SIGTERM):
         with command_of(model, tmp_path, "--grace", "0.5") as (running, url):
-            assert httpx.get(url + "/health").json() == {"status": "ok"}
-            ask = httpx.stream("POST", url + "/v1/chat/completions", json=body, timeout=30)
-            with ask as response:
+            assert CLIENT.get(url + "/health").json() == {"status": "ok"}
+            with CLIENT.stream("POST", url + CHAT, json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
                 running.send_signal(last)

@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from support.serving import MODEL, ROLE, actor_pair, serving, user
+from support.serving import CHAT, MODEL, ROLE, ask, serving, user
 
 PROMPT = "[user]a" + ROLE
 WORDS = "Once upon a time there was an answer."
@@ -21,20 +21,9 @@ def act(prompt: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    pair = actor_pair(tmp_path_factory.mktemp("actor"), act)
-    with serving(pair, name=("alias",)) as server:
+def server():
+    with serving(act, name=("alias",)) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def ask(client, text="hello", **more):
-    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
 
 
 def test_an_answer_comes_whole_with_its_usage_and_figures(client):
@@ -166,25 +155,19 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_read(client, s
     assert server.pair.target.passes == passes
 
 
-def test_messages_of_all_roles_reach_the_template(tmp_path):
+def test_messages_of_all_roles_reach_the_template():
     seen = []
-    pair = actor_pair(tmp_path, lambda prompt: seen.append(prompt) or "so")
     call = {"name": "f", "arguments": json.dumps({"x": 1})}
+    calls = [{"id": "1", "type": "function", "function": call}]
+    said = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
         {"role": "developer", "content": "be short"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": "1", "type": "function", "function": call}],
-        },
+        {"role": "user", "content": parts},
+        said,
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
-    with (
-        serving(pair) as server,
-        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
-    ):
-        client.chat.completions.create(model=MODEL, messages=messages)
+    with serving(lambda prompt: seen.append(prompt) or "so") as server:
+        assert server.post(CHAT, {"model": MODEL, "messages": messages}).status_code == 200
     expected = "[system]be short[user]ab[assistant]<think>hm</think><tool_call>f</tool_call>[tool]2"
     assert seen[0] == expected

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools, mistral
 
-from dflash_mlx.serve.reading import AnswerReader, Call, Said, TextReader, Thought
+from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, AnswerReader, Part
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
-CALL = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'
+ADD = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'
 
 # Arguments in which there is every tag, a quote and a backslash.
-TAGS = CALL.replace('"<tool_call>"', r'"</tool_call><think>\"</tool_call>\\"')
+TAGS = ADD.replace('"<tool_call>"', r'"</tool_call><think>\"</tool_call>\\"')
 
 
 def tokenizer(parser=json_tools):
@@ -36,19 +36,19 @@ def read(text: str, sizes=(3,), parser=json_tools, **more):
         parts += reader.feed(text[at : at + size])
         at, turn = at + size, turn + 1
     parts += reader.finish()
-    thought = "".join(p.text for p in parts if isinstance(p, Thought))
-    words = "".join(p.text for p in parts if isinstance(p, Said))
-    return thought, words, [p for p in parts if isinstance(p, Call)]
+    thought = "".join(p.text for p in parts if p.kind == THOUGHT)
+    words = "".join(p.text for p in parts if p.kind == WORDS)
+    return thought, words, [p for p in parts if p.kind == CALL]
 
 
 @pytest.mark.parametrize(
     ("text", "thought", "words", "calls"),
     [
         ("so", "", "so", 0),
-        (CALL, "", "", 1),
-        (f"First.\n{CALL}\n{CALL}\nThen.", "", "First.\nThen.", 2),
-        (f"<think>\nhm\n</think>\n\nFirst.{CALL}", "hm\n", "First.", 1),
-        (f"<think>{CALL}</think>so", CALL, "so", 0),
+        (ADD, "", "", 1),
+        (f"First.\n{ADD}\n{ADD}\nThen.", "", "First.\nThen.", 2),
+        (f"<think>\nhm\n</think>\n\nFirst.{ADD}", "hm\n", "First.", 1),
+        (f"<think>{ADD}</think>so", ADD, "so", 0),
         ("<tool_call>nothing</tool_call>", "", "<tool_call>nothing</tool_call>", 0),
         ('<tool_call>{"name": 5}</tool_call>', "", '<tool_call>{"name": 5}</tool_call>', 0),
         ("<tool_call>[]</tool_call>so", "", "so", 0),
@@ -56,7 +56,7 @@ def read(text: str, sizes=(3,), parser=json_tools, **more):
         ("<tool_call>{", "", "<tool_call>{", 0),
         (f"{TAGS}so{TAGS}", "", "so", 2),
         (f"<think>a</think>{TAGS}<think>b</think>c", "ab", "c", 1),
-        (f'<tool_call>{{"x</tool_call>{CALL}so', "", '<tool_call>{"x</tool_call>so', 1),
+        (f'<tool_call>{{"x</tool_call>{ADD}so', "", '<tool_call>{"x</tool_call>so', 1),
     ],
 )
 def test_parts_are_told_apart_however_the_text_is_cut(text, thought, words, calls):
@@ -67,14 +67,14 @@ def test_parts_are_told_apart_however_the_text_is_cut(text, thought, words, call
 
 
 def test_a_call_has_a_name_arguments_and_an_identity_of_its_own():
-    first, second = read(CALL + CALL)[2]
-    assert (first.name, json.loads(first.arguments)) == ("add", {"a": "<tool_call>"})
+    first, second = read(ADD + ADD)[2]
+    assert (first.name, json.loads(first.text)) == ("add", {"a": "<tool_call>"})
     assert first.identity != second.identity
 
 
 def test_tags_in_arguments_are_text():
     (call,) = read(TAGS)[2]
-    assert json.loads(call.arguments) == {"a": '</tool_call><think>"</tool_call>\\'}
+    assert json.loads(call.text) == {"a": '</tool_call><think>"</tool_call>\\'}
 
 
 OPEN = '<tool_call>{"name": "add", "arguments": {"a": "5}}</tool_call>'
@@ -82,12 +82,12 @@ OPEN = '<tool_call>{"name": "add", "arguments": {"a": "5}}</tool_call>'
 
 @pytest.mark.parametrize("sizes", [(1,), (3,), (1000,)])
 def test_a_string_without_an_end_takes_no_later_call_with_it(sizes):
-    _, words, calls = read(f'{OPEN}\nThe 5" pipe: {CALL}', sizes)
+    _, words, calls = read(f'{OPEN}\nThe 5" pipe: {ADD}', sizes)
     assert words == f'{OPEN}\nThe 5" pipe: ' and [each.name for each in calls] == ["add"]
 
 
 def test_nothing_is_said_behind_the_one_call_of_an_answer():
-    text = f'<tool_call>{{"x</tool_call>{CALL}so'
+    text = f'<tool_call>{{"x</tool_call>{ADD}so'
     words, calls = read(text, one_call=True)[1:]
     assert len(calls) == 1 and words == '<tool_call>{"x</tool_call>'
 
@@ -95,11 +95,11 @@ def test_nothing_is_said_behind_the_one_call_of_an_answer():
 def test_a_form_without_an_end_is_read_at_the_end():
     text = 'So: [TOOL_CALLS]add[ARGS]{"a": 1}add[ARGS]{"a": 2}'
     _, words, calls = read(text, parser=mistral)
-    assert words == "So: " and [json.loads(c.arguments)["a"] for c in calls] == [1, 2]
+    assert words == "So: " and [json.loads(c.text)["a"] for c in calls] == [1, 2]
 
 
 def test_without_tools_nothing_is_a_call():
-    assert read(CALL, tools=()) == ("", CALL, [])
+    assert read(ADD, tools=()) == ("", ADD, [])
 
 
 def test_a_thought_may_have_begun_in_the_prompt():
@@ -115,6 +115,6 @@ def test_no_word_is_lost_where_nothing_is_a_call(parts, sizes):
 
 
 def test_a_text_is_words_alone():
-    reader = TextReader()
+    reader = AnswerReader()
     parts = [*reader.feed("<think>a"), *reader.feed(""), *reader.finish()]
-    assert parts == [Said("<think>a")]
+    assert parts == [Part(WORDS, "<think>a")]

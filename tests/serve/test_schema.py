@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.fuzzed_api import attack, fuzzed_server
 
 
-def test_requests_of_all_kinds_make_no_fault(tmp_path):
-    with fuzzed_server(tmp_path) as server:
+def test_requests_of_all_kinds_make_no_fault():
+    with fuzzed_server() as server:
         counted = attack(server, 20)
     assert counted["requests"] >= 150
     assert counted["answered"] > 20 and counted["refused"] > 20

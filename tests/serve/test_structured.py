@@ -6,19 +6,27 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
-import openai
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.grammar import check_structure, constraint_of
-from dflash_mlx.serve import call_grammar
-from dflash_mlx.serve.call_grammar import CallForm
-from dflash_mlx.serve.structure import OPENAI, StructureRequest, structure_of
+from dflash_mlx.serve.chat import Chat
+from dflash_mlx.serve.openai_requests import FIELDS
+from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
 from support.schemas import conforms
-from support.serving import MODEL, TEMPLATE, actor_pair, chat_body, post, serving, user
+from support.serving import (
+    CHAT,
+    MESSAGES,
+    MODEL,
+    TEMPLATE,
+    actor_pair,
+    ask,
+    chat_body,
+    message_body,
+    serving,
+    user,
+)
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 WORDS = "Once upon a time."
 # As Qwen's template has it: the call as JSON, on a line between the tags.
 CALLS = TEMPLATE.replace(
@@ -46,6 +54,7 @@ def tool(name, parameters, **more):
 
 
 TOOLS = [tool("add", COUNT), tool("pick", COLOUR)]
+STRICT = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
 ADD = {"type": "function", "function": {"name": "add"}}
 
 
@@ -56,46 +65,35 @@ def act(prompt):
     return f"Well. {FREE} So." if prompt.endswith("call") else WORDS
 
 
+USUAL = DecodeConfig("none", max_tokens=300)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    pair = actor_pair(tmp_path_factory.mktemp("structured"), act, CALLS)
-    usual = DecodeConfig("none", max_tokens=300)
-    with serving(pair, usual) as server:
+def server():
+    with serving(actor_pair(act, CALLS), USUAL) as server:
         yield server
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def other(server):
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def form(schema, **more):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
 
 
-def ask(client, text="hello", **more):
-    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
+def calls_of(answer, stream):
+    """Text, calls and finish reason of a whole answer, or of one that comes in chunks."""
+    if not stream:
+        (choice,) = answer.choices
+        return choice.message.content or "", choice.message.tool_calls or [], choice.finish_reason
+    chunks = [chunk.choices[0] for chunk in answer]
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    return "".join(c.delta.content or "" for c in chunks), calls, chunks[-1].finish_reason
 
 
-@pytest.mark.parametrize("strict", [True, False, None])
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_an_answer_follows_its_schema_strict_or_not(client, schema, strict):
-    choice = ask(client, response_format=form(schema, strict=strict), temperature=1.0).choices[0]
-    assert conforms(json.loads(choice.message.content), schema)
-    assert choice.finish_reason == "stop" and choice.message.tool_calls is None
-
-
-def test_a_stream_follows_its_schema(client):
-    chunks = [*ask(client, response_format=form(NAME), temperature=1.0, stream=True)]
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    assert conforms(json.loads(text), NAME) and chunks[-1].choices[0].finish_reason == "stop"
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("schema", "strict"), [(COUNT, True), (COLOUR, False), (NAME, None)])
+def test_an_answer_follows_its_schema_strict_or_not(client, schema, strict, stream):
+    more = {"response_format": form(schema, strict=strict), "temperature": 1.0}
+    text, calls, reason = calls_of(ask(client, stream=stream, **more), stream)
+    assert conforms(json.loads(text), schema) and (calls, reason) == ([], "stop")
 
 
 def test_an_object_of_any_kind_can_be_asked_for(client):
@@ -120,19 +118,15 @@ def test_several_answers_at_once_each_have_their_own_schema(client):
 def test_a_call_that_must_come_comes_and_follows_its_parameters(client, choice, stream):
     more = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.0, "seed": 3}
     answer = ask(client, parallel_tool_calls=False, stream=stream, **more)
-    if stream:
-        chunks = [*answer]
-        calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-        content = "".join(c.choices[0].delta.content or "" for c in chunks)
-        reason = chunks[-1].choices[0].finish_reason
-    else:
-        calls = answer.choices[0].message.tool_calls
-        content = answer.choices[0].message.content or ""
-        reason = answer.choices[0].finish_reason
-    assert (len(calls), content, reason) == (1, "", "tool_calls")
-    found = calls[0].function
-    assert found.name == "add" or choice == "required"
-    assert conforms(json.loads(found.arguments), {"add": COUNT, "pick": COLOUR}[found.name])
+    content, (call,), reason = calls_of(answer, stream)
+    assert (content, reason) == ("", "tool_calls")
+    assert call.function.name == "add" or choice == "required"
+    assert is_right(call)
+
+
+def is_right(call):
+    parameters = {"add": COUNT, "pick": COLOUR}[call.function.name]
+    return conforms(json.loads(call.function.arguments), parameters)
 
 
 def test_several_calls_may_come_where_one_must(client):
@@ -154,23 +148,18 @@ def test_a_tool_without_parameters_is_called_with_none(client):
 
 
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client):
-    strict = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
-    assert ask(client, tools=strict).choices[0].message.content == WORDS
+    assert ask(client, tools=STRICT).choices[0].message.content == WORDS
     free = ask(client, "call", tools=TOOLS).choices[0].message
     assert json.loads(free.tool_calls[0].function.arguments) == {"colour": "blue"}
-    held = ask(client, "call", tools=strict, parallel_tool_calls=False).choices[0].message
+    held = ask(client, "call", tools=STRICT, parallel_tool_calls=False).choices[0].message
     assert held.content == "Well. "
-    (call,) = held.tool_calls
-    assert conforms(
-        json.loads(call.function.arguments), {"add": COUNT, "pick": COLOUR}[call.function.name]
-    )
+    assert [is_right(call) for call in held.tool_calls] == [True]
 
 
 def test_with_tools_and_a_schema_an_answer_is_a_call_or_follows_the_schema(client):
     kinds = set()
     for seed in range(12):
-        strict = [tool("add", COUNT, strict=True), tool("pick", COLOUR, strict=True)]
-        more = {"tools": strict, "response_format": form(COUNT), "parallel_tool_calls": False}
+        more = {"tools": STRICT, "response_format": form(COUNT), "parallel_tool_calls": False}
         message = ask(client, temperature=2.0, seed=seed, **more).choices[0].message
         kinds.add(bool(message.tool_calls))
         assert bool(message.tool_calls) != bool(message.content)
@@ -189,8 +178,7 @@ def test_the_other_api_has_schemas_and_forced_tools_too(other, stream):
         with other.messages.stream(**asked) as events:
             return events.get_final_message()
 
-    wanted = {"format": {"type": "json_schema", "schema": NAME}}
-    answer = ask(output_config=wanted)
+    answer = ask(output_config=format_of(NAME))
     assert conforms(json.loads(answer.content[0].text), NAME)
     assert answer.stop_reason == "end_turn"
     tools = [{"name": "add", "input_schema": COUNT}, {"name": "pick", "input_schema": COLOUR}]
@@ -203,28 +191,34 @@ def test_the_other_api_has_schemas_and_forced_tools_too(other, stream):
         assert conforms(call.input, {"add": COUNT, "pick": COLOUR}[call.name])
 
 
-def test_drafts_and_grammars_go_together_in_both_apis(tmp_path):
+def test_drafts_and_grammars_go_together_in_both_apis():
     """Lookups draft what the conversation says; behind it the grammar draws the line."""
     said = '{"name": "abcde", "ok": true}'
     last = '{"count": 30}'  # whose end is forced
-    pair = actor_pair(tmp_path, lambda prompt: said if said in prompt else last, CALLS)
+    pair = actor_pair(lambda prompt: said if said in prompt else last, CALLS)
     asked, tools = f"say {said}", [{"name": "pick", "input_schema": COLOUR}]
     with serving(pair, DecodeConfig("auto", max_tokens=300)) as server:
-        whole = post(server, CHAT, chat_body(asked, response_format=form(NAME))).json()
-        free = post(server, CHAT, chat_body(asked)).json()
-        ends = post(server, CHAT, chat_body(response_format=form(COUNT))).json()
-        body = {"model": MODEL, "max_tokens": 300, "messages": user(asked)}
-        wanted = {"format": {"type": "json_schema", "schema": NAME}}
-        other = post(server, MESSAGES, {**body, "output_config": wanted}).json()
-        call = post(server, MESSAGES, {**body, "tools": tools, "tool_choice": {"type": "any"}})
+
+        def post(path, body):
+            return server.post(path, body).json()
+
+        whole = post(CHAT, chat_body(asked, response_format=form(NAME)))
+        free = post(CHAT, chat_body(asked))
+        ends = post(CHAT, chat_body(response_format=form(COUNT)))
+        other = post(MESSAGES, message_body(asked, output_config=format_of(NAME)))
+        call = post(MESSAGES, message_body(asked, tools=tools, tool_choice={"type": "any"}))
     assert whole["choices"][0]["message"]["content"] == other["content"][0]["text"] == said
     assert free["choices"][0]["message"]["content"] == said
     assert ends["choices"][0]["message"]["content"] == last
-    assert conforms(call.json()["content"][0]["input"], COLOUR)
-    for answer in (whole, free, other, call.json(), ends):
+    assert conforms(call["content"][0]["input"], COLOUR)
+    for answer in (whole, free, other, call, ends):
         metrics = answer["dflash"]
         assert (metrics["method"], metrics["acceptance_length"] > 1) == ("ngram", True)
         assert "no choice" not in (metrics["parked"] or "")  # what is forced was not parked
+
+
+def format_of(schema):
+    return {"format": {"type": "json_schema", "schema": schema}}
 
 
 CHAT_REFUSED = [
@@ -249,7 +243,7 @@ CHAT_REFUSED = [
 
 @pytest.mark.parametrize(("more", "field", "said"), CHAT_REFUSED)
 def test_what_is_no_schema_is_refused_by_its_field(server, more, field, said):
-    found = post(server, CHAT, chat_body(**more))
+    found = server.post(CHAT, chat_body(**more))
     error = found.json()["error"]
     assert (found.status_code, error["param"]) == (400, field), error
     assert field in error["message"] and said in error["message"]
@@ -259,110 +253,96 @@ def test_what_is_no_schema_is_refused_by_its_field(server, more, field, said):
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"output_config": {"format": {"type": "json_schema", "schema": BAD}}},
-         "output_config.format.schema"),
+        ({"output_config": format_of(BAD)}, "output_config.format.schema"),
         ({"tools": [{"name": "a", "input_schema": BAD}], "tool_choice": {"type": "any"}},
          "tools[0].input_schema"),
         ({"tools": [{"name": "a", "input_schema": COUNT}], "tool_choice": {"type": "tool"}},
          "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": COUNT}},
-          "thinking": {"type": "enabled"}}, "thinking"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": COUNT}},
+        ({"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}, "thinking"),
+        ({"output_config": format_of(COUNT),
           "messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "messages"),
     ],
 )  # fmt: skip
 def test_the_other_api_refuses_by_its_own_fields(server, more, field):
-    body = {"model": MODEL, "max_tokens": 9, "messages": user("a"), **more}
-    found = post(server, MESSAGES, body)
+    found = server.post(MESSAGES, message_body(**more))
     assert found.status_code == 400
     assert found.json()["error"]["message"].startswith(field), found.text
 
 
-@pytest.fixture
-def bare(tmp_path):
-    """Without a grammar that was compiled before."""
-    with serving(actor_pair(tmp_path, act, CALLS)) as server:
-        yield server
-
-
-def test_without_llguidance_the_extra_is_named(bare, monkeypatch):
-    server = bare
+def test_without_llguidance_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    for more in ({"response_format": {"type": "json_object"}},
-                 {"tools": TOOLS, "tool_choice": "required"}):  # fmt: skip
-        found = post(server, CHAT, chat_body(**more))
-        assert found.status_code == 400
-        assert "llguidance" in found.json()["error"]["message"]
-        assert "`structured`" in found.json()["error"]["message"]
-    assert post(server, CHAT, chat_body()).status_code == 200
+    with serving(actor_pair(act, CALLS)) as server:  # where no grammar was compiled before
+        for more in ({"response_format": {"type": "json_object"}},
+                     {"tools": TOOLS, "tool_choice": "required"}):  # fmt: skip
+            found = server.post(CHAT, chat_body(**more))
+            assert found.status_code == 400
+            assert "llguidance" in found.json()["error"]["message"]
+            assert "`structured`" in found.json()["error"]["message"]
+        assert server.post(CHAT, chat_body()).status_code == 200
 
 
-def test_a_template_whose_calls_are_no_json_refuses_those_that_must_come(tmp_path):
-    with serving(actor_pair(tmp_path, act, TEMPLATE)) as server:
-        for more in ({"tool_choice": "required"}, {"response_format": form(COUNT)}):
-            found = post(server, CHAT, chat_body(tools=TOOLS, **more))
+def test_a_template_whose_calls_are_no_json_refuses_those_that_must_come():
+    with serving(act) as server:
+        for more in ({"tool_choice": "required"}, {"tool_choice": ADD},
+                     {"response_format": form(COUNT)}):  # fmt: skip
+            found = server.post(CHAT, chat_body(tools=TOOLS, **more))
             assert (found.status_code, found.json()["error"]["param"]) == (400, *more)
             assert "no plain JSON" in found.json()["error"]["message"]
 
 
-def test_a_thinking_template_does_not_think_where_a_form_is_given(tmp_path):
+def test_a_thinking_template_does_not_think_where_a_form_is_given():
     thinks = CALLS.replace("{% if enable_thinking %}", "{% if enable_thinking != false %}")
-    with serving(actor_pair(tmp_path, act, thinks), DecodeConfig("none", max_tokens=300)) as server:
-        found = post(server, CHAT, chat_body(response_format=form(COUNT)))
-        message = found.json()["choices"][0]["message"]
-        assert "reasoning_content" not in message
-        assert conforms(json.loads(message["content"]), COUNT)
+    with serving(actor_pair(act, thinks), USUAL) as server:
+        found = server.post(CHAT, chat_body(response_format=form(COUNT)))
+    message = found.json()["choices"][0]["message"]
+    assert "reasoning_content" not in message
+    assert conforms(json.loads(message["content"]), COUNT)
 
 
-def test_a_template_that_always_opens_a_thought_refuses_forms(tmp_path):
+def test_a_template_that_always_opens_a_thought_refuses_forms():
     thinks = CALLS.replace("{% if enable_thinking %}<think>{% endif %}", "<think>")
-    with serving(actor_pair(tmp_path, act, thinks)) as server:
-        found = post(server, CHAT, chat_body(response_format=form(COUNT)))
+    with serving(actor_pair(act, thinks)) as server:
+        found = server.post(CHAT, chat_body(response_format=form(COUNT)))
     assert found.status_code == 400 and "thinks first" in found.json()["error"]["message"]
 
 
-def test_effort_is_refused_where_a_form_is_given(tmp_path):
-    reads = CALLS + "{{ reasoning_effort }}"
-    with serving(actor_pair(tmp_path, act, reads), DecodeConfig("none", max_tokens=300)) as server:
+def test_effort_is_refused_where_a_form_is_given():
+    place, high = "chat_template_kwargs", {"reasoning_effort": "high"}
+    with serving(actor_pair(act, CALLS + "{{ reasoning_effort }}"), USUAL) as server:
         for more, field in (
-            ({"reasoning_effort": "high"}, "reasoning_effort"),
-            ({"chat_template_kwargs": {"reasoning_effort": "high"}},
-             "chat_template_kwargs.reasoning_effort"),
-        ):  # fmt: skip
-            found = post(server, CHAT, chat_body(response_format=form(COUNT), **more))
+            (high, "reasoning_effort"),
+            ({place: high}, f"{place}.reasoning_effort"),
+        ):
+            found = server.post(CHAT, chat_body(response_format=form(COUNT), **more))
             assert (found.status_code, found.json()["error"]["param"]) == (400, field)
-            assert post(server, CHAT, chat_body(**more)).status_code == 200
+            assert server.post(CHAT, chat_body(**more)).status_code == 200
         none = chat_body(response_format=form(COUNT), reasoning_effort="none")
-        assert post(server, CHAT, none).status_code == 200
+        assert server.post(CHAT, none).status_code == 200
 
 
-def test_a_model_is_not_told_that_a_tool_is_strict(tmp_path):
+def test_a_model_is_not_told_that_a_tool_is_strict():
     shown = CALLS.replace("{{ t.function.name }}", "{{ t | tojson }}")
-    told = actor_pair(tmp_path, lambda prompt: "so" if "strict" in prompt else "not so", shown)
-    with serving(told) as server:
-        found = post(server, CHAT, chat_body(tools=[tool("add", COUNT, strict=True)]))
+    act = lambda prompt: "so" if "strict" in prompt else "not so"  # noqa: E731
+    with serving(actor_pair(act, shown)) as server:
+        found = server.post(CHAT, chat_body(tools=STRICT))
         theirs = [{"name": "add", "input_schema": COUNT, "strict": True}]
-        body = {"model": MODEL, "max_tokens": 30, "messages": user("a"), "tools": theirs}
-        other = post(server, MESSAGES, body)
+        other = server.post(MESSAGES, message_body(tools=theirs))
     assert found.json()["choices"][0]["message"]["content"] == "not so"
     assert other.json()["content"][0]["text"] == "not so"
 
 
 def test_tags_that_are_one_token_are_that_token_in_grammars():
     form = CallForm("<[5]>", "<[6]>", "<tool_call>", "\n", "\n", "arguments")
-    for make in (call_grammar.calls_only, call_grammar.words_and_calls):
+    for more in ({"required": ""}, {"schema": COUNT}, {}):
         for one in (True, False):
-            check_structure(StructureConfig(grammar=make(form, TOOLS_OF, one)))
-    grammar = call_grammar.calls_or_json(form, TOOLS_OF, True, COUNT)
-    check_structure(StructureConfig(grammar=grammar))
+            chat = Chat(FIELDS, [], one_call=one, **more)
+            grammar = grammar_of(form, chat, {"add": COUNT, "pick": COLOUR})
+            check_structure(StructureConfig(grammar=grammar))
 
 
-TOOLS_OF = [each | {"type": "function"} for each in TOOLS]
-
-
-def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(bare, monkeypatch):
-    structure = structure_of(bare.pair, StructureRequest(COUNT), OPENAI)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
-        assert constraint_of(bare.pair, DecodeConfig(structure=structure), 0) is not None
+def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(monkeypatch):
+    pair = actor_pair(act, CALLS)
+    structure = structure_of(pair, Chat(FIELDS, [], schema=COUNT))
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
+    assert constraint_of(pair, DecodeConfig(structure=structure), 0) is not None

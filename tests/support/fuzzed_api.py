@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import schemathesis
@@ -23,9 +22,9 @@ OURS = st.sampled_from([MODEL, MODEL, MODEL, "another"])
 
 
 @contextmanager
-def fuzzed_server(folder: Path) -> Iterator[Server]:
+def fuzzed_server() -> Iterator[Server]:
     """One whose model says a word or two, and that no fault may happen in."""
-    pair = actor_pair(folder, lambda prompt: "so", context_length=2000)
+    pair = actor_pair(lambda prompt: "so", context_length=2000)
     with serving(pair, DecodeConfig("none", max_tokens=3)) as server:
         yield server
 

@@ -60,7 +60,7 @@ def difference(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> f
     """
     assert cache.length == len(tokens)
     expected = fresh(target, tokens)
-    ours, theirs = (c._recurrent.arrays for c in (cache, expected))
+    ours, theirs = (c.parts[0].arrays for c in (cache, expected))
     assert len(ours) == len(theirs)
     off = [
         np.abs(np.array(a) - np.array(b)).max() / max(1.0, np.abs(np.array(b)).max())

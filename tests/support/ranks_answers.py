@@ -53,7 +53,7 @@ def everything(pair: Pair) -> dict[str, Any]:
         Job(i, tuple(PROMPT[i:]), frozenset(), TOKENS, SamplingConfig(0.0)) for i in range(5)
     )
     done = [each for step in many.run() for each in step]
-    found["several"] = [list(e.tokens) for e in sorted(done, key=lambda e: int(e.job.key))]
+    found["several"] = [e.tokens for e in sorted(done, key=lambda e: int(e.key))]
     return found
 
 

@@ -17,8 +17,8 @@ from dflash_mlx.ranks.group import END, Ranks
 from dflash_mlx.ranks.loading import split
 from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import Rows
 from support.families import make_model
 
 CASES: dict[str, dict[str, Any]] = {

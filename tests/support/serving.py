@@ -9,9 +9,11 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,10 @@ from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
-from dflash_mlx.serve.running import Stop, scheduler_of, serve
+from dflash_mlx.serve.running import Stop, serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import EOS, write_tokenizer
@@ -36,6 +39,9 @@ from support.toys import ToyCache, ToyTarget
 
 ROOT = Path(__file__).parents[2]
 MODEL = "actor"
+CHAT, TEXTS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+# One for all tests: a context for TLS takes longer to make than an answer.
+CLIENT = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 USUAL = DecodeConfig("none", max_tokens=200)
 ROLE = "[assistant]"
 # Shows all that a conversation has; <tool_call> and tool_call.name tell mlx-lm which parser it is.
@@ -95,49 +101,47 @@ class Actor(ToyTarget):
         return row
 
 
-def actor_pair(folder: Path, act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
+@cache
+def _tokenizer(template: str | None) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder), template)
+        return load_tokenizer(Path(folder))
+
+
+def actor_pair(act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
     """A pair without drafters whose target is an `Actor`."""
-    folder.mkdir(exist_ok=True)
-    write_tokenizer(folder, template)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = _tokenizer(template)
     return Pair(Actor(tokenizer, act, **more), tokenizer)
 
 
-def raised(error: Exception) -> ApiError:
-    """No test wants a fault of ours."""
-    print(f"fault: {error!r}")
-    return ApiError(500, f"fault: {error!r}")
-
-
 class Server:
-    """What runs on a thread of its own. url: where it is. desk, pair: what is behind it."""
+    """What runs on a thread of its own, at `url`."""
 
     def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
         metrics = Metrics()
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
-        self.queue.worker.serve(
-            scheduler_of(pair, config, None, lambda: PrefixCache(10**8))
-        ).result()
+        self.worker = self.queue.worker
+        make = partial(Scheduler, pair, most=config.parallel)
+        self.worker.serve(lambda: make(prefixes=PrefixCache(10**8))).result()
         self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._ready = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.thread.start()
+        assert self._ready.wait(10)
 
     def _fault(self, error: Exception) -> ApiError:
         self.faults.append(error)
-        return raised(error)
+        print(f"fault: {error!r}")
+        return ApiError(500, f"fault: {error!r}")
 
     async def _run(self) -> None:
         self.loop, self.stop = asyncio.get_running_loop(), Stop()
         self._ready.set()
         await serve(self.service, self.place, self._fault, self.stop)
-
-    def start(self) -> None:
-        self.thread.start()
-        assert self._ready.wait(10)
 
     def end(self) -> None:
         """As a signal to end."""
@@ -154,34 +158,43 @@ class Server:
         waiting = asyncio.run_coroutine_threadsafe(asyncio.wait_for(look(), seconds), self.loop)
         waiting.result()
 
+    def get(self, path: str, method: str = "GET", **more: Any) -> httpx.Response:
+        """The response to a request on a connection of its own."""
+        return CLIENT.request(method, self.url + path, **more)
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
+        """The same with this body as JSON, or bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **more.pop("headers", {})}
+        return self.get(path, "POST", content=content, headers=headers, **more)
+
+    @contextmanager
+    def streaming(self, path: str, body: Any) -> Iterator[Iterator[str]]:
+        """The lines of a stream that has begun, the empty ones left out."""
+        with CLIENT.stream("POST", self.url + path, json={**body, "stream": True}) as response:
+            yield filter(None, response.iter_lines())
+
 
 @contextmanager
 def serving(
-    pair: Pair,
+    pair: Pair | Act,
     usual: DecodeConfig = USUAL,
     model: str = MODEL,
     faults: bool = False,
     **config: Any,
 ) -> Iterator[Server]:
     """A server that ends with the block; no fault of ours may have happened meanwhile."""
+    pair = pair if isinstance(pair, Pair) else actor_pair(pair)
     server = Server(pair, ServeConfig(**{"grace": 5.0, **config}), usual, model)
-    server.start()
     try:
         yield server
         assert faults or not server.faults
     finally:
         server.end()
         server.thread.join(20)
-        assert server.queue.worker.close(20)
+        assert server.worker.close(20)
         server.service.close()
         assert not server.thread.is_alive()
-
-
-def post(server: Server, path: str, body: Any, **more: Any) -> httpx.Response:
-    """A request with this body as JSON, or bytes as they are."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **more.pop("headers", {})}
-    return httpx.post(server.url + path, content=content, headers=headers, timeout=30, **more)
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -194,13 +207,25 @@ def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": user(text), **more}
 
 
-def spawn(model: Path, folder: Path, *argv: str) -> subprocess.Popen[str]:
+def message_body(text: str = "hello", **more: Any) -> dict[str, Any]:
+    """The same for a message of Anthropic's API."""
+    return {**chat_body(text), "max_tokens": 300, **more}
+
+
+def ask(client: Any, text: str = "hello", **more: Any) -> Any:
+    """A completion from a client of the openai package."""
+    return client.chat.completions.create(model=MODEL, messages=user(text), **more)
+
+
+def spawn(
+    model: Path, folder: Path, *argv: str, run: Sequence[str] = ("-m", "dflash_mlx.serve")
+) -> subprocess.Popen[str]:
     """`dflash-serve` without drafts in a process of its own, whose files are in `folder`."""
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     path = os.pathsep.join(map(str, (ROOT, *filter(None, sys.path))))
-    words = ["-m", "dflash_mlx.serve", "--model", str(model), "--method", "none", "--port", "0"]
+    words = [*run, "--model", str(model), "--method", "none", "--port", "0", *argv]
     return subprocess.Popen(
-        [sys.executable, *words, *argv],
+        [sys.executable, *words],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

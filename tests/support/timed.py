@@ -11,7 +11,9 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
+from dflash_mlx.drafters.growth.grow import rejection_boundaries
 from dflash_mlx.drafters.none import NoContext, NoDraft
+from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -34,26 +36,30 @@ class Clock:
 
 
 class TimedTarget(ToyTarget):
-    """A toy target whose passes take what `times` says, and `more`."""
+    """A toy target whose passes take what `times` says of all their rows, and `more`."""
 
     def __init__(self, clock: Clock, times: PassTimes, more: float = 0.0) -> None:
         super().__init__(VOCABULARY, context_length=2000)
         self.clock, self.times, self.more = clock, times, more
+        self.rows: list[list[int]] = []  # of each pass, by sequence
 
-    def forward(self, tokens, cache, block, aux_layers=()):
-        self.clock.now += float(self.times.of(block.rows)) + self.more
-        if block.tree is not None:
-            self.clock.now += float(self.times.branching(np.array([block.rows]))[0])
-        return super().forward(tokens, cache, block, aux_layers)
+    def forward_all(self, sequences, aux_layers=()):
+        self.rows.append([each.block.rows for each in sequences])
+        rows = sum(self.rows[-1])
+        self.clock.now += float(self.times.of(rows)) + self.more
+        if any(each.block.tree is not None for each in sequences):
+            self.clock.now += float(self.times.branching(np.array([rows]))[0])
+        return super().forward_all(sequences, aux_layers)
 
 
 class Honest(EachAlone):
     """Knows the next token with probability `sure(position)`, says so, and offers siblings.
 
-    Its clock, its name and the answer that it knows come from the case that it is in.
+    Its name and the target whose answers it knows come from the case that it is in.
     """
 
     name, aux_layers, rounds_ahead = "draft", (), 0
+    target: TimedTarget
 
     def __init__(self, seconds: float, sure: Callable[[int], float], width=1, seed=1) -> None:
         self.seconds, self.sure, self.width = seconds, sure, width
@@ -63,11 +69,12 @@ class Honest(EachAlone):
         return NoContext()
 
     def draft(self, state: State, remaining: int) -> Proposal:
-        self.clock.now += self.seconds
+        self.target.clock.now += self.seconds
         done = len(state.tokens) - 3
         tokens, parents, logprobs, parent = [], [-1], [0.0], 0
-        for i in range(done, min(done + 7, len(self.plain), done + remaining - 1)):
-            right, first = self.plain[i], len(parents)
+        *_, before, last = [0, *state.tokens]
+        for i in range(done, done + min(7, remaining - 1)):
+            right, first = int(self.target.table[before, last].argmax()), len(parents)
             guesses = [(right + k) % VOCABULARY for k in range(self.width)]
             if self.rng.random() > self.sure(i):
                 guesses = [(guess + 5) % VOCABULARY for guess in guesses]
@@ -76,7 +83,47 @@ class Honest(EachAlone):
             parents += [parent] * self.width
             logprobs += [float(np.log(max(self.sure(i), 1e-3) / self.width))] * self.width
             parent = first + (guesses.index(right) if right in guesses else 0)
+            before, last = last, right
         return Proposal(Tree(tuple(tokens), tuple(parents), tuple(logprobs)))
+
+
+class InTwo(TwoPass):
+    """Two drafters one after the other, the second by the branches that it is asked for."""
+
+    name, aux_layers, rounds_ahead = "draft", (), 0
+
+    def __init__(self, first: Honest, second: Honest, by_branch: float = 0.0) -> None:
+        self.passes, self.by_branch = (first, second), by_branch
+        self.begun = 0  # first passes
+        self.asked: list[list[int]] = []  # branches of every second pass, by sequence
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def first_pass(self, states, rooms):
+        self.begun += 1
+        return [self.first(*each) for each in zip(states, rooms, strict=True)]
+
+    def first(self, state, remaining):
+        """Branches as of the published tree, of a chain."""
+        tree = self.passes[0].draft(state, remaining).tree
+        fails = rejection_boundaries(np.exp(np.array(tree.logprobs[1:]))).tolist()
+        return FirstDraft(tree, branches={tree.drafted[:i]: r for i, r in enumerate(fails)})
+
+    def second_pass(self, states, drafts, counts):
+        self.asked.append([*counts])
+        second = self.passes[1]
+        second.target.clock.now += self.by_branch * sum(counts)
+        return [
+            second.draft(state, state.remaining) if count else draft
+            for state, draft, count in zip(states, drafts, counts, strict=True)
+        ]
+
+
+def timed_seconds(second, times) -> None:
+    """Second passes have taken so long before, None for no such pass."""
+    for branches in () if times is None else times.rows:
+        second.times.took(float(times.of(branches)), branches)
 
 
 class Case:
@@ -91,13 +138,12 @@ class Case:
         for name, drafter in drafters.items():
             drafter.name = name
             for part in getattr(drafter, "passes", [drafter]):
-                part.plain, part.clock = self.plain, self.clock
+                part.target = target
         last = list(drafters.values())[-1]
         self.drafter = BatchBudget(
             last, drafters, times and target.times, Scope((), looks_up, chains), self.clock
         )
-        for branches in () if second is None else second.rows:
-            self.drafter.experience.second.times.took(float(second.of(branches)), branches)
+        timed_seconds(self.drafter.experience.second, second)
         self.rounds = self.run(tokens)
         self.seconds = self.clock.now - self.plain_seconds
 

@@ -18,11 +18,13 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
+from dflash_mlx.train.compare import walk
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.features import FeatureCache
+from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds as answer
@@ -140,24 +142,14 @@ class Place:
 
     def words(self, **options: object) -> list[str]:
         """A command line; `options` replaces and adds, None leaves out."""
-        given = {
-            "model": self.model,
-            "corpus": self.corpus,
-            "cache": self.cache,
-            "out": self.out,
-            "steps": 4,
-            "sequences": 2,
-            "anchors": 4,
-            "layers": 1,
-            "held_out": 3,
-            **options,
-        }
-        return [
-            str(word)
-            for name, value in given.items()
-            if value is not None
-            for word in ("--" + name.replace("_", "-"), value)
-        ]
+        given = {"out": self.out, "steps": 4, "sequences": 2, "anchors": 4, "layers": 1}
+        return self.data(**{**given, "held_out": 3, **options})
+
+    def data(self, **options: object) -> list[str]:
+        """The same, of the data alone."""
+        given = {"model": self.model, "corpus": self.corpus, "cache": self.cache, **options}
+        words = [(f"--{k.replace('_', '-')}", str(v)) for k, v in given.items() if v is not None]
+        return [word for pair in words for word in pair]
 
     def train(self, **options: object) -> None:
         """Run the trainer's command line."""
@@ -183,6 +175,18 @@ def decoded(target: Any, drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
     """The tokens of every round of a greedy answer as long as the row's."""
     rounds = answer(target, drafter, row.prompt, DecodeConfig(max_tokens=len(row.answer)))
     return [round_.accepted.tokens for round_ in rounds]
+
+
+def assert_decoding_accepts_what_was_measured(
+    trainee: Trainee, drafter: Any, rows: Sequence[CorpusRow], texts: Texts, least: float
+) -> None:
+    """Rounds of decoding are those of a walk over the texts; least: tokens per round."""
+    answers = [decoded(tiny_target(), drafter, row) for row in rows]
+    assert [sum(rounds, ()) for rounds in answers] == [row.answer for row in rows]
+    lengths = [len(tokens) for _, *rounds in answers for tokens in rounds]
+    over = 1 + walk(trainee, texts).hits.sum(axis=-1) - lengths
+    assert over.min() == 0 and over.max() <= 1  # a walk counts the token behind an answer's last
+    assert over.sum() <= len(rows) and np.mean(lengths) > least
 
 
 def arrays_of(module: nn.Module) -> dict[str, np.ndarray]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +15,12 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train.corpus.answers import Answers, Done, Job
-from dflash_mlx.train.corpus.loops import loop_end
+from dflash_mlx.models.load import load_target
+from dflash_mlx.train.corpus.answers import Answers, Job, loop_end
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer
 from support.families import SLIDING, VOCAB_SIZE, make_model
-from support.models import EOS
+from support.models import EOS, write_model
 
 
 @pytest.mark.parametrize("method", ["none", "ngram"])
@@ -25,8 +30,8 @@ def test_models_with_sliding_windows_answer_as_they_do_alone(name, method):
     target = Target(make_model(name), 512, name)
     prompts = [random_prompt(i, 5 + 6 * i) for i in range(5)]
     jobs = [job(i, prompt, temperature=0.8, max_tokens=12) for i, prompt in enumerate(prompts)]
-    together = {done.job.key: done.tokens for done in run(target, jobs, 5, method)}
-    alone = {done.job.key: done.tokens for done in run(target, jobs, 1, "none")}
+    together = {done.key: tuple(done.tokens) for done in run(target, jobs, 5, method)}
+    alone = {done.key: tuple(done.tokens) for done in run(target, jobs, 1, "none")}
     assert together == alone
     assert len(set(together.values())) == len(prompts)
 
@@ -36,11 +41,11 @@ def test_answers_that_loop_are_cut_where_plain_decoding_began_to_repeat_itself()
     config, looped = DecodeConfig(max_tokens=150), 0
     jobs = [job(i, random_prompt(i, 9)) for i in range(6)]
     for done in run(target, jobs, 4, "ngram"):
-        said = answer(target, NoDraft(), done.job.prompt, config)
+        said = answer(target, NoDraft(), done.prompt, config)
         said = said[: said.index(EOS) + 1] if EOS in said else said
         ends = [end for i in range(1, len(said) + 1) if (end := loop_end(said[:i])) is not None]
         assert (done.finish == "loop") == bool(ends)
-        assert done.tokens == tuple(said[: ends[0]] if ends else said)
+        assert done.tokens == list(said[: ends[0]] if ends else said)
         looped += bool(ends)
     assert 0 < looped < len(jobs), "the tiny model does not show both"
 
@@ -60,6 +65,12 @@ def test_no_pass_reads_more_prompts_than_it_should():
     assert max(rows) <= rows[0] + len(jobs), "and those who decode have a row each"
 
 
+@cache
+def tokenizer() -> Any:
+    with TemporaryDirectory() as folder:
+        return load_target(str(write_model(Path(folder)))).tokenizer
+
+
 def random_prompt(seed: int, length: int) -> tuple[int, ...]:
     return tuple(np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).tolist())
 
@@ -69,9 +80,9 @@ def job(key: int, prompt: tuple[int, ...], temperature: float = 0.0, max_tokens:
     return Job(key, prompt, frozenset([EOS]), max_tokens, sampling)
 
 
-def run(target: Target, jobs: Sequence[Job], most: int, method: str) -> list[Done]:
-    answers = Answers(Pair(target, None), method, most)
-    answers.waiting.extend(jobs)
+def run(target: Target, jobs: Sequence[Job], most: int, method: str) -> list[Job]:
+    answers = Answers(Pair(target, tokenizer()), method, most)
+    answers.waiting.extend(replace(job, tokens=[]) for job in jobs)
     found = [done for step in answers.run() for done in step]
     assert answers.generated >= sum(len(done.tokens) for done in found)
     assert answers.tokens_per_round >= 1

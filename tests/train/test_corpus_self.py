@@ -12,7 +12,7 @@ from dflash_mlx import Pair, load
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.answers import Done
+from dflash_mlx.train.corpus.answers import Job
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
 from support.models import EOS, TEMPLATE, write_model
@@ -110,10 +110,9 @@ def writer(pair: Pair, rows: tuple[CorpusRow, ...] = ()) -> TurnWriter:
     return TurnWriter(pair, CorpusConfig(self_prompt=4, opening=("Say",)), rows)
 
 
-def written(turns: TurnWriter, pair: Pair, text: str, finish: str = "stop") -> Done:
+def written(turns: TurnWriter, pair: Pair, text: str, finish: str = "stop") -> Job:
     (job,) = turns.start(1)
-    tokens = pair.tokenizer.encode(text, add_special_tokens=False)
-    return Done(job, tuple(tokens), finish)
+    return replace(job, tokens=pair.tokenizer.encode(text, add_special_tokens=False), finish=finish)
 
 
 def test_a_turn_is_good_once(pair):

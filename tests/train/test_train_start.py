@@ -15,10 +15,11 @@ from mlx_lm.utils import quantize_model
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.quantized import quantize_network
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.dflash import DFlashTrainee
-from dflash_mlx.train.start import mask_token, new_config, spread_aux_layers, warm_start
+from dflash_mlx.train.trainee import mask_token, spread_aux_layers, take_layers
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import DRAFT_IDS, own_tables, speculators, version_1
 from support.families import FAMILIES, make_model
@@ -40,8 +41,8 @@ NORMS = ["input_layernorm", "post_attention_layernorm"]
 
 def new_drafter(target: Target, **settings: Any) -> DFlashTrainee:
     """A new drafter of the target's widths: noise, unless settings say more."""
-    config = TrainConfig(**{"steps": 1, "layers": 2, **settings})
-    return DFlashTrainee.fresh(new_config(target, config, mask_token_id=5), target, config.seed)
+    config = TrainConfig(**{"steps": 1, "layers": 2, "start": "random", **settings})
+    return DFlashTrainee.new(config, Pair(target, SimpleNamespace(mask_token_id=5)))
 
 
 # Which layers are read
@@ -135,7 +136,7 @@ def test_a_target_that_does_not_say_its_widths_is_refused():
     target = Target(make_model("llama"), CONTEXT, "tiny")
     del target.model.args.intermediate_size
     with pytest.raises(DFlashError, match="tiny .*--init"):
-        new_config(target, TrainConfig(steps=1), 5)
+        new_drafter(target)
 
 
 def test_noise_depends_on_the_seed_alone():
@@ -177,8 +178,7 @@ def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm_in_float32(k
         model, _ = quantize_model(model, dict(FAMILIES[name]), 32, 4)
     if kind == "bfloat16":
         model.set_dtype(mx.bfloat16)
-    trainee = new_drafter(Target(model, CONTEXT, name))
-    warm_start(trainee)
+    trainee = new_drafter(Target(model, CONTEXT, name), start="target")
     network = trainee.network
     for layer, source in zip(network.layers, model.layers[-2:], strict=True):
         for path in MATRICES:
@@ -200,16 +200,17 @@ def test_a_warm_start_passes_the_last_tap_through():
     )
     network, d = trainee.network, trainee.config.hidden_size
     before = network.fc.weight
-    warm_start(trainee)
+    take_layers(trainee, [1, 2])
     assert network.fc.weight.shape == (d, 3 * d)
     assert mx.array_equal(network.fc.weight[:, -d:], mx.eye(d)).item()
     assert mx.array_equal(network.fc.weight[:, :-d], before[:, :-d]).item()
 
 
 def test_a_target_whose_layers_cannot_be_taken_over_is_refused():
-    trainee = new_drafter(tiny_target(), layers=2)
+    other = Target(make_model("starcoder2"), CONTEXT, "starcoder2")
+    trainee = replace(new_drafter(tiny_target(), layers=2), target=other)
     with pytest.raises(DFlashError, match="starcoder2 .*--start random"):
-        warm_start(replace(trainee, target=Target(make_model("starcoder2"), CONTEXT, "starcoder2")))
+        take_layers(trainee, [1, 2])
 
 
 @pytest.mark.parametrize(("settings", "named"), [({"layers": 4}, "3"), ({"taps": 4}, "taps is 4")])
@@ -260,4 +261,4 @@ def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, kind):
         write_drafter_folder(tmp_path, *given)
     with pytest.raises(DFlashError, match=str(tmp_path)) as failure:
         DFlashTrainee.read(tmp_path, tiny_target())
-    assert failure.value.next_step.startswith("choose a DFlash drafter of the first version")
+    assert "in full precision" in failure.value.next_step

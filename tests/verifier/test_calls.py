@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm import models
 
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.calls import is_gated_mlp, is_normed_attention
-from dflash_mlx.verifier.forest import Rows
+from dflash_mlx.verifier.fusion import (
+    GATED_MLPS,
+    NORMED_ATTENTIONS,
+    is_gated_mlp,
+    is_normed_attention,
+)
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.sequence import SequenceCache
+from dflash_mlx.verifier.sequence import Rows, SequenceCache
 from kernels_metal.emulator import Run, emulated
 from support.decoding import ids_of, tree_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
@@ -156,7 +164,28 @@ def test_a_prompt_and_a_batch_take_the_stock_steps(monkeypatch):
     assert mx.abs(logits - stock).max().item() < 1e-4
 
 
-def test_modules_are_known_by_their_code_and_no_other_has_it():
+def calls_in(file: Path) -> dict[str, str]:
+    """The calls of the classes of one of mlx-lm's sources, as trees of Python without types."""
+    found = {}
+    for kind in ast.parse(file.read_text()).body:
+        for call in kind.body if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(call, ast.FunctionDef) and call.name == "__call__":
+                arguments = [argument.arg for argument in call.args.args]
+                found[f"{file.stem}.{kind.name}"] = str([arguments, *map(ast.dump, call.body)])
+    return found
+
+
+def test_modules_with_calls_of_their_own_are_those_that_mlx_lm_writes_as_qwen3s():
+    files = sorted(Path(models.__path__[0]).glob("*.py"))
+    calls = {name: call for file in files for name, call in calls_in(file).items()}
+    for known, like in ((GATED_MLPS, "qwen3.MLP"), (NORMED_ATTENTIONS, "qwen3.Attention")):
+        assert known == {name for name, call in calls.items() if call == calls[like]}
+    for family in {name.partition(".")[0] for name in GATED_MLPS}:
+        source = (files[0].parent / f"{family}.py").read_text()
+        assert re.search(r"from (mlx_lm\.models)?\.activations import .*\bswiglu\b", source), family
+
+
+def test_modules_are_known_by_where_their_call_is_written():
     def known(name: str) -> tuple[int, int]:
         modules = make_model(name).modules()
         return sum(map(is_gated_mlp, modules)), sum(map(is_normed_attention, modules))
@@ -164,12 +193,4 @@ def test_modules_are_known_by_their_code_and_no_other_has_it():
     layers = len(make_model("qwen3").layers)
     assert known("qwen3") == (layers, layers)
     assert known("llama") == (layers, 0)
-    assert known("gemma3_text")[1] == 0  # it norms and turns, but by other norms
-    assert known("gemma3_text")[0] == 0  # gelu
-
-
-def test_an_mlp_with_a_function_of_its_own_under_the_same_name_is_another(monkeypatch):
-    from mlx_lm.models import qwen3
-
-    monkeypatch.setattr(qwen3, "swiglu", lambda gate, x: gate * x)
-    assert not any(map(is_gated_mlp, make_model("qwen3").modules()))
+    assert known("gemma3_text") == (0, 0)  # gelu, and other norms

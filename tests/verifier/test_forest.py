@@ -8,9 +8,9 @@ import pytest
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.forest import Rows
 from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import Rows
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.recurrent_families import RECURRENT
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
 from dflash_mlx.core.errors import DFlashError
@@ -23,9 +24,8 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.sequence import recurrent_sources
 from support.decoding import ids_of, start, tree_of
-from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.families import VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
     forward,
@@ -109,7 +109,7 @@ def test_two_targets_on_one_model_take_drafts_back_alike(name):
     for target in [Target(model, 512, name) for _ in range(2)]:
         assert off_after(target, 3) < TOLERANCE
         forward(target, cache := target.new_cache(), [1, 2])
-        assert len(cache._recurrent._running.calls) == len(cache._recurrent.layers)
+        assert len(cache.parts[0]._running.calls) == len(cache.parts[0].parts)
 
 
 def test_compiled_functions_take_drafts_back_alike():
@@ -146,7 +146,7 @@ def test_states_that_are_changed_in_place_can_be_taken_back_too(name):
     for kept in (0, 2, 5):
         forward(target, cache, prompt_of(4, 5))
         cache.commit(range(kept))
-        cache.trim(12)
+        cache.rewind(12)
         assert difference(target, cache, prompt) < TOLERANCE
 
 
@@ -210,7 +210,7 @@ class Walk:
         asked = int(self.rng.integers(len(self.tokens) + 1))
         nearest = self.cache.nearest(asked)
         assert nearest <= asked
-        self.cache.trim(nearest)
+        self.cache.rewind(nearest)
         self.tokens = self.tokens[:nearest]
 
     def fork_amid_a_pass(self):
@@ -258,25 +258,25 @@ def test_there_are_ways_back_to_every_length_of_the_last_rounds_and_to_marked_on
     for length in [*range(30, 41), *range(91, 101)]:
         assert cache.nearest(length) == length
         copy = cache.fork()
-        copy.trim(length)
+        copy.rewind(length)
         assert difference(target, copy, tokens[:length]) < TOLERANCE
     assert [cache.nearest(length) for length in (90, 60, 29, 0)] == [40, 40, 0, 0]
     with pytest.raises(ValueError, match="no way back from 100 tokens to 60"):
-        cache.trim(60)
+        cache.rewind(60)
 
 
 def test_what_is_kept_for_going_back_does_not_grow():
     target = target_of("qwen3_5")
     cache = target.new_cache()
     forward(target, cache, prompt_of(0, recurrent.MOST_ROWS + 1))
-    assert cache._recurrent._running.calls is None
+    assert cache.parts[0]._running.calls is None
     cache.commit(range(recurrent.MOST_ROWS + 1))
     for i in range(30):
         forward(target, cache, prompt_of(i, 2))
         cache.commit([0])
         if i % 5 == 0:
             cache.mark(cache.length)
-        assert len(cache._recurrent._passes) <= 5
+        assert len(cache.parts[0]._passes) <= 5
 
 
 def test_a_long_pass_is_kept_whole_or_not_at_all():
@@ -336,14 +336,14 @@ def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits
         sequence.commit(range(5))
         tree = tree_of([1, 2, 3, 4], list(parents))
         mx.eval(target.forward(ids_of(tree), sequence, Block.of(tree))[0])
-        running = sequence._recurrent._running
+        running = sequence.parts[0]._running
         for call in running.calls if forget else ():
             call.noted.clear()
         sequence.fork().commit(path)  # which takes nothing from the others
         sequence.commit(path)
-        left.append(products_in(sequence._recurrent.arrays))
-        states.append(sequence._recurrent.arrays)
-        kept = sequence._recurrent._passes[-1].calls
+        left.append(products_in(sequence.parts[0].arrays))
+        states.append(sequence.parts[0].arrays)
+        kept = sequence.parts[0]._passes[-1].calls
         assert kept and not any(call.noted for call in kept)  # nothing of a pass is kept
     assert left[0] == 0 < left[1]
     for ours, again in zip(*states, strict=True):
@@ -354,29 +354,19 @@ def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits
 def test_a_pass_over_one_row_keeps_nothing_of_its_products(rows):
     sequence = (target := Target(make_model("qwen3_5"), 200, "x")).new_cache()
     target.forward(mx.arange(rows), sequence, Block(rows))
-    calls = sequence._recurrent._running.calls
+    calls = sequence.parts[0]._running.calls
     assert calls and all(bool(call.noted) == (rows > 1) for call in calls)
 
 
-def test_a_hook_leaves_parameters_and_other_modules_alone():
-    from mlx.utils import tree_flatten
-
-    hooked, other = make_model("qwen3_5"), make_model("qwen3_5")
-    target = Target(hooked, 512, "hooked")
-    target.tap((0,))
-    names = [[name for name, _ in tree_flatten(m.parameters())] for m in (hooked, other)]
+def test_hooks_leave_parameters_alone_and_passes_change_no_class():
+    model, target = make_model("qwen3_5"), target_of("qwen3_5")
+    names = [[name for name, _ in tree_flatten(m.parameters())] for m in (model, target.model)]
     assert names[0] == names[1]
-
-    def changed() -> set[str]:
-        pairs = zip(hooked.named_modules(), other.named_modules(), strict=True)
-        return {name for (name, a), (_, b) in pairs if type(a) is not type(b)}
-
-    mixers = {f"language_model.model.layers.{i}.linear_attn" for i in (0, 2)}
-    tapped = "language_model.model.layers.0"
-    assert changed() == {*mixers, tapped}
-    tree = tree_of([1, 2, 3], [-1, 0, 0])
-    target.forward(ids_of(tree), target.new_cache(), Block.of(tree))
-    assert changed() == {*mixers, tapped, "language_model.model.layers.1.self_attn.rope"}
+    tree, classes = tree_of([1, 2, 3], [-1, 0, 0]), []
+    for block in (Block.of(tree), Block(3), Block(3, last_only=True), Block.of(tree)):
+        target.forward(ids_of(tree), target.new_cache(), block)
+        classes.append([type(module) for module in target.model.modules()])
+    assert classes[1:] == classes[:1] * 3, "but for the ropes' before the first tree"
 
 
 def test_a_model_is_used_as_before_outside_the_target():
@@ -385,15 +375,3 @@ def test_a_model_is_used_as_before_outside_the_target():
     caches = [m.make_cache() for m in (target.model, other)]
     ours, theirs = (m(tokens, cache=c) for m, c in zip((target.model, other), caches, strict=True))
     assert mx.array_equal(ours, theirs)
-
-
-def test_the_family_alone_tells_whether_there_can_be_recurrent_layers():
-    for name, config in {**FAMILIES, **RECURRENT}.items():
-        expected = {name} if name in RECURRENT else set()
-        assert recurrent_sources(config["model_type"]) == expected
-    assert recurrent_sources("qwen3_5_moe") == {"qwen3_5"}
-    assert recurrent_sources("falcon_mamba") == {"mamba"}
-    assert recurrent_sources("mistral") == frozenset()
-    assert recurrent_sources("no_such_family") is recurrent_sources("../cache") is None
-    assert not Target(make_model("llama"), 512, "llama").is_recurrent
-    assert target_of("qwen3_5").is_recurrent

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.verifier import passes, recurrent
+from dflash_mlx.verifier import mixers, recurrent
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.hooks import override
+from dflash_mlx.verifier.mixers import TREE_MIXERS, Paths, Products
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.paths import TREE_MIXERS, Paths, Products
 from support.decoding import path_to
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import difference, forward, fresh, target_of
@@ -122,7 +121,7 @@ def test_a_state_goes_back_into_the_path_of_a_tree_and_forks_keep_paths_of_their
         assert difference(target, other, tokens[: len(prompt) + 2]) < TOLERANCE
         for length in range(len(tokens), len(prompt) - 1, -1):
             assert cache.nearest(length) == length
-            cache.trim(length)
+            cache.rewind(length)
             assert difference(target, cache, tokens[:length]) < TOLERANCE
 
 
@@ -145,7 +144,7 @@ def test_mixers_that_follow_no_paths_or_wrong_ones_are_noticed(name, fault, monk
     of, along = Paths.of, recurrent.RecurrentLayer.along
     faults = {
         "one chain": lambda layer, paths, call: call.on(
-            lambda arg: layer.__class__(len(layer.cache), 0) if arg is passes.STATE else arg
+            lambda arg: layer.__class__(len(layer.cache), 0) if arg is mixers.STATE else arg
         ),
         "copies": along,
         "places": lambda layer, paths, call: along(layer, of(of_shape(SHAPES["comb"])), call),
@@ -163,9 +162,14 @@ def test_quantised_weights_see_every_node_once_whichever_kernels_are_used(name, 
     monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
     model, prompt, tree = make_model(name), prompt_of(3, 12), of_shape(SHAPES["comb"])
     nn.quantize(model, group_size=32, bits=4)
-    target, sizes = Target(model, 512, name), set()
-    for linear in (m for m in model.modules() if isinstance(m, nn.QuantizedLinear)):
-        override(linear, lambda _, call, x: sizes.add(x.size // x.shape[-1]) or call(_, x))
+    stock, sizes = nn.QuantizedLinear.__call__, set()
+
+    def product(linear, x):
+        sizes.add(x.size // x.shape[-1])
+        return stock(linear, x)
+
+    monkeypatch.setattr(nn.QuantizedLinear, "__call__", product)
+    target = Target(model, 512, name)
     for mode in ("off", "auto", "off"):
         target.use_kernels(mode)
         cache = fresh(target, prompt)
@@ -180,26 +184,19 @@ def test_a_mixer_whose_products_are_computed_in_every_place_gives_the_same(monke
     target, prompt, tree = target_of("qwen3_next"), prompt_of(3, 12), of_shape(SHAPES["heap"])
     once, _, _ = verify(target, cache := fresh(target, prompt), tree)
     cache.discard()
-    monkeypatch.setattr(Products, "_hook", lambda products, original: original)
+    monkeypatch.setattr(Products, "hook", lambda products, hooks: None)
     each = Target(make_model("qwen3_next"), 512, "other")
     everywhere, _, _ = verify(each, fresh(each, prompt), tree)
     assert mx.abs(once - everywhere).max().item() < TOLERANCE
 
 
-def test_modules_have_their_own_classes_again_after_a_tree_even_where_it_failed(monkeypatch):
+def test_a_tree_that_fails_leaves_mixers_and_states_as_they_were(monkeypatch):
     target = target_of("qwen3_5")
-    target._turn_rows()  # the one hook that stays
-    classes = [type(module) for module in target.model.modules()]
-    verify(target, fresh(target, [1, 2]), of_shape(SHAPES["wide"]))
-    assert [type(module) for module in target.model.modules()] == classes
-
-    def broken(*_):
-        raise ValueError("planted")
-
-    monkeypatch.setattr(Paths, "copies", broken)
-    with pytest.raises(ValueError, match="planted"):
-        verify(target, cache := fresh(target, [1, 2]), of_shape(SHAPES["wide"]))
-    assert [type(module) for module in target.model.modules()] == classes
+    cache = fresh(target, [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(Paths, "copies", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            verify(target, cache, of_shape(SHAPES["wide"]))
     cache.discard()
     assert difference(target, cache, [1, 2]) < TOLERANCE
 

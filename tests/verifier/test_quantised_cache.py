@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier import pass_times as budget
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.cache import SLACK, LayerCache, commit_layers, pack, unpack
+from dflash_mlx.verifier.cache import SLACK, LayerCache, pack, unpack
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import KeyValues
 from kernels_metal.emulator import emulated
 from support import rounding
 from support.decoding import ids_of, path_to, start, tokens_in, tree_of
@@ -66,7 +67,7 @@ def test_a_row_is_stored_alike_by_passes_of_any_width(bits, dtype):
             cache.begin(Block(width))
             rows = slice(at, at + width)
             cache.update_and_fetch(keys[:, :, rows], values[:, :, rows])
-            commit_layers([cache], range(width))
+            KeyValues([cache]).commit(range(width))
         stored.append(cache.arrays)
     for arrays in zip(*stored, strict=True):
         narrow, *wider = (array[:, :, :24] for array in arrays)
@@ -120,11 +121,11 @@ class Sequence:
         if not path:
             self.cache.discard()
             return
-        commit_layers([self.cache], path)
+        KeyValues([self.cache]).commit(path)
         self.rows += [block[:, :, i] for i in path]
         length = len(self.rows) - int(rng.integers(4))
-        if rng.random() < 0.3 and length > 0 and self.cache.can_trim(length):
-            self.cache.trim(length)
+        if rng.random() < 0.3 and length > 0 and self.cache.nearest(length) == length:
+            self.cache.rewind(length)
             del self.rows[length:]
 
     def check(self, found: mx.array, block: mx.array) -> None:
@@ -156,7 +157,7 @@ def test_committing_a_path_moves_the_stored_numbers_themselves(bits):
     cache.begin(Block(7))
     cache.update_and_fetch(rows, rows)
     before = [array[:, :, mx.array([0, 2, 3, 6])] for array in cache.arrays]
-    commit_layers([cache], [0, 2, 3, 6])
+    KeyValues([cache]).commit([0, 2, 3, 6])
     assert cache.length == 4 and len(before) == 6
     for array, moved in zip(cache.arrays, before, strict=True):
         assert mx.array_equal(array[:, :, :4], moved)
@@ -168,9 +169,9 @@ def test_a_window_gives_quantised_slots_up_as_well(bits):
     for _ in range(40):
         cache.begin(Block(50))
         cache.update_and_fetch(random_rows(50), random_rows(50))
-        commit_layers([cache], range(50))
+        KeyValues([cache]).commit(range(50))
     assert {array.shape[2] for array in cache.arrays} <= {256 + 7 + SLACK}
-    assert cache.can_trim(2000 - SLACK) and not cache.can_trim(1000)
+    assert cache.nearest(2000 - SLACK) == 2000 - SLACK and cache.nearest(1000) < 1000
 
 
 # Targets

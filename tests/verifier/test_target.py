@@ -135,9 +135,9 @@ def test_a_wrapped_window_goes_back_only_as_far_as_its_slots_reach(name):
     cache = fresh(target, committed, 100)
     back = 600 - SLACK
     assert (cache.nearest(40), cache.nearest(back)) == (0, back)
-    cache.trim(back)
+    cache.rewind(back)
     assert worst_node(target, cache, committed[:back], some_tree(rng, 3)) < TOLERANCE
-    cache.trim(0)
+    cache.rewind(0)
     assert worst_node(target, cache, [], some_tree(rng)) < TOLERANCE
 
 

@@ -18,7 +18,7 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.growth import rank
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.verifier import cache
+from dflash_mlx.verifier import sequence
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import Run, emulated
 from support.configs import config_with
@@ -87,7 +87,7 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         patch.setattr(mx, "quantized_matmul", stock)
         patch.setattr(rank, "_rank_on_host", stock)
         patch.setattr(rank, "draft_head_reference", stock)
-        patch.setattr(cache, "accepted_rows_reference", stock)
+        patch.setattr(sequence, "accepted_rows_reference", stock)
         patch.setattr(Tree, "child", stock)  # with which the host walks a tree
         yield run
 

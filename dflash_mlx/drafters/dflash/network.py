@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from dflash_mlx.drafters.dflash.paths import (
     CandidateSelector,
@@ -44,8 +43,7 @@ from dflash_mlx.drafters.networks.fields import (
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.forest import Forest, JoinedLayer
-from dflash_mlx.verifier.sequence import SequenceCache
+from dflash_mlx.verifier.sequence import Forest, SequenceCache
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ class Network(nn.Module):
     def append(self, features: mx.array, cache: SequenceCache) -> None:
         """Commit the context rows of `features` [n, m*d] to `cache`."""
         rows = self.hidden_norm(self.fc(features[None].astype(self.norm.weight.dtype)))
-        cache.extend(Block(features.shape[0]))
+        cache.begin(Block(features.shape[0]))
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             layer.self_attn.remember(rows, layer_cache)
         cache.commit(range(features.shape[0]))
@@ -248,13 +246,14 @@ class Network(nn.Module):
             layers = Forest(blocks).layers
         else:
             ((cache, block),) = blocks
-            cache.extend(block)
+            cache.begin(block)
             layers = cache.layers
-        masks: dict[tuple[bool, int | None], mx.array | None] = {}
+        masks: dict[tuple[bool, int | None], mx.array | str | None] = {}
+        rows = x.shape[1]
         for layer, causal, layer_cache in zip(self.layers, self._causal, layers, strict=True):
             kind = causal, layer_cache.window
             if kind not in masks:
-                masks[kind] = _block_mask(causal, layer_cache)
+                masks[kind] = layer_cache.make_mask(rows) if causal else layer_cache.block_mask()
             x = layer(x, masks[kind], layer_cache)
         for cache, _ in blocks:
             cache.discard()
@@ -264,15 +263,3 @@ class Network(nn.Module):
     def joins(self) -> bool:
         """Whether it takes blocks of several sequences: convolutions run along one."""
         return not any(isinstance(layer, ConvolvedLayer) for layer in self.layers)
-
-
-def _block_mask(causal: bool, cache: LayerCache | JoinedLayer) -> mx.array | None:
-    """What each row of a block sees of the context and of the block; None for everything."""
-    if isinstance(cache, JoinedLayer):
-        return cache.stand_for([_block_mask(causal, part) for part in cache.parts])
-    block = cache.block
-    if cache.window is None and not causal and block.is_run:
-        return None
-    apart = block.depths[:, None] - block.depths
-    inside = apart >= 0 if causal else np.abs(apart) < (cache.window or block.rows)
-    return cache.attention_mask(inside & block.same_branch, cache.window)

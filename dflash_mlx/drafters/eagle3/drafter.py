@@ -10,7 +10,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
@@ -24,11 +24,10 @@ from dflash_mlx.drafters.method import (
     MOST_BRANCHES,
     USUAL_BRANCHES,
     Method,
+    Plan,
     check_block_size,
 )
-from dflash_mlx.drafters.plan import plan
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 BRANCHES = 8  # tokens that continue a path, and paths that are continued at a time
@@ -157,19 +156,14 @@ class EagleOptions(Options):
     )
 
 
-def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    model, size = cast(EagleModel, pair.of(FAMILY)[0]), config.block_size
-    branches = cast(EagleOptions, config.options).branches
-    how = plan(METHOD, pair, config, branches)
-    drafter: Eagle
+def _make(how: Plan) -> Drafter:
+    model, size = cast(EagleModel, how.pair.of(FAMILY)[0]), how.config.block_size
     if how.drawn:
-        drafter = DrawnChain(model, size, config.sampling, weighed=size is None)
-    elif how.chain and how.fixed:
-        drafter = Chain(model, size)
-    else:
-        branches = 1 if how.chain else branches or BRANCHES
-        drafter = GrownTree(model, size, branches, how.nodes)
-    return how.follow(drafter)
+        return DrawnChain(model, size, how.config.sampling, weighed=size is None)
+    if how.chain and how.fixed:
+        return Chain(model, size)
+    branches = cast(EagleOptions, how.config.options).branches or BRANCHES
+    return GrownTree(model, size, 1 if how.chain else branches, how.nodes)
 
 
 METHOD = Method(

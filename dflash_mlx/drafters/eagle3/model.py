@@ -136,7 +136,7 @@ class Draft:
         before = len(self._parents)
         self._parents += parents
         tree = Tree((0,) * (len(self._parents) - 1), tuple(self._parents))
-        self._cache.extend(Block.of(tree, before))
+        self._cache.begin(Block.of(tree, before))
         layer: LayerCache = self._cache.layers[0]
         x, h = self._embed(tokens), self._states[mx.array(parents) + 1]
         mask = layer.make_mask(len(parents))

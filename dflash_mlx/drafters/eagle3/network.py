@@ -155,7 +155,7 @@ class Network(nn.Module):
 
         Nobody asks what a committed row says of the next token: its keys and values are enough.
         """
-        cache.extend(Block(len(h)))
+        cache.begin(Block(len(h)))
         rows = self.midlayer.pair(x.astype(h.dtype)[None], h[None])
         self.midlayer.self_attn.remember(rows, cache.layers[0])
         cache.commit(range(len(h)))

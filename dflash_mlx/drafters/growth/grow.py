@@ -138,19 +138,13 @@ def follow(ranked: Ranked) -> Choices:
     return lambda path: offers[len(path)] if len(path) < len(offers) else None
 
 
-def walk(choices: Choices, taken: Collection[int] = ()) -> tuple[Path, list[float]]:
-    """The likeliest token after each other, and their log-probabilities.
-
-    taken: tokens with which the path may not begin; the path is empty where no other is offered.
-    """
+def walk(choices: Choices) -> tuple[Path, list[float]]:
+    """The likeliest token after each other, and their log-probabilities."""
     path: Path = ()
     logprobs: list[float] = []
     while (offers := choices(path)) is not None:
-        rank = 0 if path else next((i for i, t in enumerate(offers[0]) if t not in taken), None)
-        if rank is None:
-            break
-        path = (*path, offers[0][rank])
-        logprobs.append(offers[1][rank])
+        path = (*path, offers[0][0])
+        logprobs.append(offers[1][0])
     return path, logprobs
 
 

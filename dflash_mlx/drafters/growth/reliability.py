@@ -1,4 +1,4 @@
-"""Which nodes of a draft are worth verifying: chances, calibrated by what became of others."""
+"""Chance by node: how likely drafted tokens are, going by what became of others; which to keep."""
 
 from __future__ import annotations
 
@@ -89,36 +89,23 @@ class Sizes:
     """The best part of one or several trees for every number of nodes."""
 
     expected: npt.NDArray[Any]  # [M] tokens that the best n + 1 nodes bring, the target's own too
-    ends: npt.NDArray[Any]  # [M] the last node of each: in that order, or of the chain it ends
+    order: npt.NDArray[Any]  # [M] the nodes, best first, those of all trees counted through
     extra: npt.NDArray[Any]  # [M] seconds that branches add to a pass, or that drafts take besides
     least: int = 1  # nodes: the root of every tree
 
     @classmethod
-    def of_trees(
+    def of(
         cls, reached: Sequence[npt.NDArray[Any]], most: int, branching: Seconds | None = None
     ) -> Sizes:
-        """Any nodes, after all roots: the likeliest are closed under parents, no node is likelier.
-
-        The nodes of all trees are counted through.
-        """
+        """Of any nodes, after all roots: the likeliest are closed under parents."""
         chances = np.concatenate(reached)
-        roots = np.cumsum([0, *map(len, reached[:-1])])
         first = chances.copy()
-        first[roots] = 2.0  # before all others, which may be certain as well
+        first[np.cumsum([0, *map(len, reached[:-1])])] = 2.0  # roots, before what may be certain
         order = np.argsort(-first, kind="stable")[:most]
-        sizes = np.arange(1, len(order) + 1)
-        extra = np.zeros(len(order)) if branching is None else branching(sizes)
-        return cls(np.cumsum(chances[order]), order, extra, len(roots))
-
-    @classmethod
-    def of_chain(cls, tree: Tree, reached: npt.NDArray[Any], most: int) -> Sizes:
-        """One path: the one with most expected tokens of each length."""
-        sums, depths = reached.copy(), np.array(tree.depths)
-        for node in range(1, len(tree)):
-            sums[node] += sums[tree.parents[node]]
-        lengths = range(min(int(depths.max()) + 1, most))
-        ends = [int(np.argmax(np.where(depths == depth, sums, -1.0))) for depth in lengths]
-        return cls(sums[ends], np.array(ends), np.zeros(len(ends)))
+        extra = np.zeros(len(order))
+        if branching is not None:
+            extra = branching(np.arange(1, len(order) + 1))
+        return cls(np.cumsum(chances[order]), order, extra, len(reached))
 
     @cached_property
     def counts(self) -> npt.NDArray[Any]:
@@ -126,15 +113,16 @@ class Sizes:
         every = range(self.least, len(self.expected) + 1)
         return np.array([n for n in every if n in ROWS or n in (self.least, every[-1])])
 
-    def rates(self, seconds: Seconds, fixed: float) -> npt.NDArray[Any]:
-        """Expected tokens / (fixed + seconds(n) + extra) of all `counts`."""
-        passes = seconds(self.counts) + self.extra[self.counts - 1]
-        rates: npt.NDArray[Any] = self.expected[self.counts - 1] / (fixed + passes)
-        return rates
+    def best(self, seconds: Seconds, rate: float) -> tuple[int, float]:
+        """The number of nodes that is worth most, and that worth in tokens.
 
-    def best(self, seconds: Seconds, fixed: float) -> int:
-        """The number of nodes at the highest rate."""
-        return int(self.counts[np.argmax(self.rates(seconds, fixed))])
+        rate: tokens per second that time brings otherwise; to go by it and not by the rate of this
+        round alone makes the whole answer fastest, since rounds with sure drafts pay for more.
+        """
+        passes = seconds(self.counts) + self.extra[self.counts - 1]
+        worth = self.expected[self.counts - 1] - rate * passes
+        best = int(np.argmax(worth))
+        return int(self.counts[best]), float(worth[best])
 
     def dearer(self, seconds: float) -> Sizes:
         """The same with so many seconds more, however many nodes there are."""
@@ -149,43 +137,40 @@ def worth_keeping(
     trees: Sequence[Tree],
     reached: Sequence[npt.NDArray[Any]],
     seconds: Seconds,
-    fixed: float,
+    rate: float,
     most: int,
     branching: Seconds | None = None,
 ) -> tuple[list[list[int]], int, Sizes]:
-    """The nodes of each tree that together promise most tokens per second, all roots among them.
+    """The nodes of each tree that are worth their time together, all roots among them.
 
     Besides how many these are, and what other numbers promise. reached: [N] each, as `reach` gives
-    it. seconds: of a target pass over n rows. fixed: seconds of the round beside it. most: nodes.
-    branching: what branches add to a pass, see `never`; None for nothing.
+    it. seconds: of a target pass over n rows. rate: as of `Sizes.best`. most: nodes. branching:
+    what branches add to a pass, see `never`; None for nothing.
     """
-    sizes = Sizes.of_trees(reached, most, branching)
+    sizes = Sizes.of(reached, most, branching)
+    count, worth = sizes.best(seconds, rate)
     if branching is not None:
-        if len(trees) > 1:
-            chains = [_likeliest_chain(*pair) for pair in zip(trees, reached, strict=True)]
-            bare = [
-                np.where(kept, chances, 0.0) for kept, chances in zip(chains, reached, strict=True)
-            ]
-            chain = Sizes.of_trees(bare, min(most, sum(int(kept.sum()) for kept in chains)))
-        else:
-            chain = Sizes.of_chain(trees[0], reached[0], most)
-        if chain.rates(seconds, fixed).max() > sizes.rates(seconds, fixed).max():
-            sizes = chain
-            if len(trees) == 1:
-                count = chain.best(seconds, fixed)
-                last = chain.ends[count - 1]
-                return [np.flatnonzero(trees[0].ancestors[last]).tolist()], count, chain
-    count = sizes.best(seconds, fixed)
-    kept = np.sort(sizes.ends[:count])
+        bare = [
+            np.where(_likeliest_chain(tree, chances, most), chances, 0.0)
+            for tree, chances in zip(trees, reached, strict=True)
+        ]
+        chains = Sizes.of(bare, min(most, sum(map(np.count_nonzero, bare))))
+        longest, without = chains.best(seconds, rate)
+        if without > worth:
+            sizes, count = chains, longest
+    kept = np.sort(sizes.order[:count])
     borders = pairwise(np.cumsum([0, *map(len, reached)]))
     return [(kept[(kept >= a) & (kept < b)] - a).tolist() for a, b in borders], count, sizes
 
 
-def _likeliest_chain(tree: Tree, reached: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[N] whether a node is on the path with most expected tokens."""
-    chains = Sizes.of_chain(tree, reached, len(tree))
-    kept: npt.NDArray[Any] = tree.ancestors[chains.ends[int(chains.expected.argmax())]]
-    return kept
+def _likeliest_chain(tree: Tree, reached: npt.NDArray[Any], most: int) -> npt.NDArray[np.bool_]:
+    """[N] whether a node is on the path of up to `most` nodes with most expected tokens."""
+    sums = reached.copy()
+    for node in range(1, len(tree)):
+        sums[node] += sums[tree.parents[node]]
+    short = np.array(tree.depths) < most
+    path: npt.NDArray[np.bool_] = tree.ancestors[int(np.argmax(np.where(short, sums, 0.0)))]
+    return path
 
 
 def never(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:

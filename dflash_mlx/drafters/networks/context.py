@@ -70,7 +70,7 @@ class DraftContext:
         return self.cache.refill_from(length)
 
     def trim(self, length: int) -> None:
-        self.cache.trim(length)
+        self.cache.rewind(length)
 
     @property
     def kind(self) -> Kind:

@@ -20,12 +20,10 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
 from dflash_mlx.drafters.growth.rank import TOP_K
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, check_block_size
-from dflash_mlx.drafters.plan import plan
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, Plan, check_block_size
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TokenContext
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 Known = dict[int, int]  # tokens of a block that are fixed, by their places
@@ -189,27 +187,21 @@ class MaskedOptions(Options):
         """Which tokens each pass fixes."""
         return Denoising(self.steps or 1)
 
-    @property
-    def samples(self) -> int | None:
-        """Draws of the block that become the tree, None for a tree of the likeliest tokens."""
-        return None
-
     def grow(self, config: DecodeConfig, nodes: int) -> tuple[Grow, int]:
         """What makes a tree of the draft, and from how many tokens of every position."""
         return partial(likeliest, nodes=nodes), TOP_K
 
 
-def _make(pair: Pair, config: DecodeConfig) -> Drafter:
-    model = cast(MaskedModel, pair.of(FAMILY)[0])
-    options, size = cast(MaskedOptions, config.options), config.block_size
-    denoising, how = options.denoising, plan(METHOD, pair, config, options.samples)
+def _make(how: Plan) -> Drafter:
+    model = cast(MaskedModel, how.pair.of(FAMILY)[0])
+    options, size = cast(MaskedOptions, how.config.options), how.config.block_size
+    denoising = options.denoising
     if how.drawn and denoising.in_order:
-        weighed = size is None
-        return how.follow(DrawnSpecDiff(model, size, denoising, config.sampling, weighed))
+        return DrawnSpecDiff(model, size, denoising, how.config.sampling, weighed=size is None)
     grow: tuple[Grow, int] = partial(likeliest, nodes=model.block_size), 1
     if not how.chain:
-        grow = options.grow(config, how.nodes)
-    return how.follow(SpecDiff(model, size, denoising, *grow))
+        grow = options.grow(how.config, how.nodes)
+    return SpecDiff(model, size, denoising, *grow)
 
 
 METHOD = Method(

@@ -69,11 +69,11 @@ class TokenContext(DraftContext):
         self._tokens = [tokens]
         if length >= self._cache.length or self._cache.refill_from(length) == length:
             self._text = self._text[: max(0, length - self._cache.length)]
-            self._cache.trim(length)
+            self._cache.rewind(length)
         else:
             start = self._reached_from(length)
             self._text = self._text[:0]
-            self._cache.trim(start)
+            self._cache.rewind(start)
             self.take_in(tokens[start:])
 
     def fork(self) -> TokenContext:

@@ -12,12 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from dflash_mlx.drafters.networks.fields import DraftConfig, cap, flag, stored, whole
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
 
 
@@ -68,7 +66,7 @@ class Network(nn.Module):
     def read(self, x: mx.array, cache: SequenceCache) -> None:
         """Commit the text with embeddings x [1, n, d]; the last layer only has to remember it."""
         x = x.astype(self.norm.weight.dtype)
-        cache.extend(Block(x.shape[1]))
+        cache.begin(Block(x.shape[1]))
         *before, (last, last_cache) = zip(self.layers, cache.layers, strict=True)
         for layer, layer_cache in before:
             x = layer(x, layer_cache.make_mask(x.shape[1]), layer_cache)
@@ -82,26 +80,15 @@ class Network(nn.Module):
         others are a block, whose keys and values are used and discarded.
         """
         x = x.astype(self.norm.weight.dtype)  # another than the target's where that one overflows
-        cache.extend(Block(x.shape[1]))
+        cache.begin(Block(x.shape[1]))
         masks: dict[int | None, mx.array | None] = {}
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             window = layer_cache.window
             if window not in masks:
-                masks[window] = _mask(x.shape[1], text, layer_cache)
+                masks[window] = layer_cache.block_mask(text)
             x = layer(x, masks[window], layer_cache)
         if text:
             cache.commit(range(text))
         else:
             cache.discard()
         return self.norm(x)  # type: ignore[no-any-return]
-
-
-def _mask(rows: int, text: int, cache: LayerCache) -> mx.array | None:
-    """What each row sees of what is committed and of the pass; None for everything."""
-    if cache.window is None and not text:
-        return None
-    apart = np.arange(rows)[:, None] - np.arange(rows)
-    inside = (apart >= 0) | (np.arange(rows)[:, None] >= text)
-    if cache.window is not None:
-        inside &= np.abs(apart) < cache.window
-    return cache.attention_mask(inside, cache.window)

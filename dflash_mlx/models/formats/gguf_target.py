@@ -67,13 +67,14 @@ def load_gguf(
     architecture, or made with a feature that is not supported.
     """
     floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
-    model, tokenizer, config = open_gguf(path, floating)
+    model, metadata, config = _open(path, floating)
     if dequantize:
         model = dequantize_model(model)
     if share is not None:
         share(model)
-    mx.eval(model.parameters())
-    return model, tokenizer, config
+    mx.async_eval(model.parameters())  # MLX reads while Python makes the tokenizer
+    with _usable(path):
+        return model, _tokenizer(metadata), config
 
 
 def open_gguf(
@@ -83,6 +84,12 @@ def open_gguf(
 
     dtype: of what is not packed, instead of that of the scales.
     """
+    model, metadata, config = _open(path, dtype)
+    with _usable(path):
+        return model, _tokenizer(metadata), config
+
+
+def _open(path: Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Metadata, dict[str, Any]]:
     tensors, metadata = read_file(path)
     with _usable(path):
         config = _config(metadata, tied="output.weight" not in tensors)
@@ -93,7 +100,7 @@ def open_gguf(
             raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
         model = llama.Model(llama.ModelArgs.from_dict(config))
         _fill(model, _named_for(model, tensors, config), dtype)
-        return model, _tokenizer(metadata), config
+        return model, metadata, config
 
 
 def read_config(path: Path) -> dict[str, Any]:

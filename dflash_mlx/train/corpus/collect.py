@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,13 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus.answers import Answers, Done, Job
+from dflash_mlx.train.corpus.answers import Answers, Job
 from dflash_mlx.train.corpus.rows import (
     CorpusFile,
     CorpusHeader,
     CorpusRow,
     open_corpus,
-    read_row,
+    parse,
     tokenizer_fingerprint,
 )
 from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
@@ -68,14 +68,13 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
             ranks.check_alike(own | asdict(header))
         file.begin(header)
         collection = Collection(pair, config, file)
-        share = WHOLE if ranks is None else share_with(ranks, file)
-        missing, begin = collection.ask(prompts, share), time.perf_counter()
+        missing, begin = collection.ask(prompts, ranks), time.perf_counter()
         with tqdm(total=missing, unit="row", miniters=0) as bar:
             for rows in collection.run():
                 bar.set_postfix_str(collection.progress(time.perf_counter() - begin), refresh=False)
                 bar.update(rows)
         if ranks is not None:
-            collection.finishes.update(row.finish for row in join_parts(ranks, file, header))
+            join_parts(ranks, file)
     print(collection.report())
 
 
@@ -148,18 +147,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Share:
-    """Every `step`th prompt from number `first` on. done: ids that another file has."""
-
-    first: int = 0
-    step: int = 1
-    done: frozenset[str] = frozenset()
-
-
-WHOLE = Share()
-
-
 def part_of(out: Path, ranks: Ranks | None) -> Path:
     """The file that this process writes: beside `out`, where it is not the first."""
     if ranks is None or ranks.rank == 0:
@@ -167,29 +154,21 @@ def part_of(out: Path, ranks: Ranks | None) -> Path:
     return out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")
 
 
-def share_with(ranks: Ranks, file: CorpusFile) -> Share:
-    """What of the prompts is this process's to answer."""
-    done = ranks.share([row.id for row in file.rows])
-    return Share(ranks.rank, ranks.size, frozenset(done if ranks.rank else ()))
-
-
-def join_parts(ranks: Ranks, file: CorpusFile, header: CorpusHeader) -> list[CorpusRow]:
-    """Append what the others have answered, rank by rank; returns it.
+def join_parts(ranks: Ranks, file: CorpusFile) -> None:
+    """Append what the others have answered, rank by rank.
 
     Their files are removed only when it is in the first one's.
     """
-    _, *lines = file.path.read_text(encoding="utf-8").splitlines()
-    known, joined = file.ids(), []
-    for answered in ranks.gather(lines if ranks.rank else []):
-        for line in answered if ranks.rank == 0 else ():
-            row = read_row(line, file.path, header.vocab_size)
+    own = file.path.read_text(encoding="utf-8") if ranks.rank else ""
+    known = {row.id for row in file.rows}
+    for text in ranks.gather(own):
+        for row in parse(file.path, text.encode())[1] if ranks.rank == 0 else ():
             if row.id not in known:
                 file.append(row)
-                joined.append(row)
+                known.add(row.id)
     ranks.share()  # the first has written it
     if ranks.rank:
         file.path.unlink()
-    return joined
 
 
 class Collection:
@@ -201,27 +180,26 @@ class Collection:
 
     def __init__(self, pair: Pair, config: CorpusConfig, file: CorpusFile) -> None:
         self.answers = Answers(pair, config.method, config.batch_size)
-        self.finishes = Counter(row.finish for row in file.rows)
         self._skipped = 0  # prompts that are too long
         self._pair, self._config, self._file = pair, config, file
         self._turns: TurnWriter | None = None  # where the model writes them itself
 
-    def ask(self, prompts: Sequence[dict[str, Any]], share: Share = WHOLE) -> int:
-        """Queue what `share` of `prompts` (rows of `read_prompts`) still lacks; returns how many.
+    def ask(self, prompts: Sequence[dict[str, Any]], ranks: Ranks | None = None) -> int:
+        """Queue which of `prompts` (rows of `read_prompts`) lack an answer; returns how many.
 
-        With `config.self_prompt` the model writes user turns until so many are answered. Raises
-        DFlashError for an id that comes twice or was given to another prompt, and where no prompt
-        fits the context.
+        Of several ranks each takes its share. With `config.self_prompt` the model writes user turns
+        until so many are answered. Raises DFlashError for an id that comes twice or was given to
+        another prompt, and where no prompt fits the context.
         """
         if self._config.self_prompt is None:
-            jobs = [self._job(prompt) for prompt in self._missing(prompts, share)]
+            jobs = [self._job(prompt) for prompt in self._missing(prompts, ranks)]
         else:
             self._turns = TurnWriter(self._pair, self._config, self._file.rows)
             jobs = self._turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
         self.answers.waiting.extend(jobs)
         return len(jobs)
 
-    def _missing(self, prompts: Sequence[dict[str, Any]], share: Share) -> list[CorpusRow]:
+    def _missing(self, prompts: Sequence[dict[str, Any]], ranks: Ranks | None) -> list[CorpusRow]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
         limit = self._config.limit
@@ -244,25 +222,26 @@ class Collection:
                     f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
                     "give prompts ids of their own, or name another file with --out",
                 )
-        own = fitting[share.first :: share.step]
-        return [prompt for prompt in own if prompt.id not in done.keys() | share.done]
+        if ranks is not None:
+            fitting = fitting[ranks.rank :: ranks.size]
+            done |= dict.fromkeys(ranks.share([*done]), ())
+        return [prompt for prompt in fitting if prompt.id not in done]
 
     def run(self) -> Iterator[int]:
         """Decode all that is queued; yields how many rows each step has put into the file."""
         for finished in self.answers.run():
-            yield sum(self._finish(done) for done in finished)
+            yield sum(self._finish(job) for job in finished)
 
-    def _finish(self, done: Done) -> bool:
+    def _finish(self, job: Job) -> bool:
         """Append an answer; queue what a user turn asks for, or another where it is no good."""
-        asked, waiting = done.job.key, self.answers.waiting
-        if self._turns is not None and not isinstance(asked, CorpusRow):
-            if (prompt := self._turns.prompt(done)) is None:
+        waiting = self.answers.waiting
+        if self._turns is not None and not isinstance(job.key, CorpusRow):
+            if (prompt := self._turns.prompt(job)) is None:
                 waiting.extend(self._turns.start(1))
             else:
                 waiting.appendleft(self._job(prompt))
             return False
-        self._file.append(replace(asked, answer=done.tokens, finish=done.finish))
-        self.finishes[done.finish] += 1
+        self._file.append(replace(job.key, answer=tuple(job.tokens), finish=job.finish))
         return True
 
     def _job(self, asked: CorpusRow) -> Job:
@@ -278,15 +257,19 @@ class Collection:
             sampling=SamplingConfig(heat, top_p, seed=seed),
         )
 
+    @property
+    def _looped(self) -> int:
+        return sum(row.finish == "loop" for row in self._file.rows)
+
     def progress(self, seconds: float) -> str:
         """What the run has come to by now, for its progress line."""
         rate, per_round = self.answers.generated / seconds, self.answers.tokens_per_round
-        looped = self.finishes["loop"] / max(self.finishes.total(), 1)
+        looped = self._looped / max(len(self._file.rows), 1)
         return f"{rate:.0f} tok/s, {per_round:.2f} tokens/round, {looped:.0%} looped"
 
     def report(self) -> str:
         """One line for people."""
-        parts = [f"{self.finishes.total()} rows, {self.finishes['loop']} cut where they looped"]
+        parts = [f"{len(self._file.rows)} rows, {self._looped} cut where they looped"]
         if self._skipped:
             parts.append(f"{self._skipped} prompts were longer than the context and left out")
         if self._turns is not None and (rejected := self._turns.rejected):

@@ -28,44 +28,32 @@ _MAKE_ANEW = "make the corpus again with python -m dflash_mlx.corpus"
 
 @dataclass(frozen=True)
 class CorpusHeader:
-    """What all rows of a file have in common.
-
-    tokenizer: its `tokenizer_fingerprint`. settings: all that decides the answers, and that a run
-    which continues the file must therefore share.
-    """
+    """What all rows of a file have in common."""
 
     model: str
     vocab_size: int
-    tokenizer: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str  # its `tokenizer_fingerprint`
+    settings: dict[str, Any] = field(default_factory=dict)  # all that decides the answers
 
     def as_line(self) -> str:
-        """The first line of a corpus file, without its newline."""
         return json.dumps({**_FORMAT, **asdict(self)})
 
 
 @dataclass(frozen=True)
 class CorpusRow:
-    """One answer of the target.
-
-    prompt: token ids through the chat template. answer: token ids, the stop token included where
-    the target ended by itself; none while it is awaited. finish: "stop", "length" (max_tokens),
-    "loop" (cut where it began to repeat itself) or "" (an older file does not say). messages: the
-    conversation, where the prompt is of the target's own making.
-    """
+    """One answer of the target."""
 
     id: str
     category: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...] = ()
+    prompt: tuple[int, ...]  # token ids through the chat template
+    answer: tuple[int, ...] = ()  # with the stop token; none while it is awaited
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    finish: str = ""
-    messages: tuple[dict[str, str], ...] = ()
+    finish: str = ""  # "stop", "length" (max_tokens), "loop" or "" (an older file does not say)
+    messages: tuple[dict[str, str], ...] = ()  # where the prompt is of the target's own making
 
     def as_line(self) -> str:
-        """A line of a corpus file, without its newline."""
         line = {_KEYS.get(name, name): value for name, value in vars(self).items()}
         if not self.messages:
             del line["messages"]
@@ -102,11 +90,6 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {  # by our name, of headers and row
 }
 
 
-def read_row(line: str, place: Path, vocab_size: int) -> CorpusRow:
-    """What another process has sent of its file `place`."""
-    return _row(place, 0, json.loads(line), vocab_size)
-
-
 def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) -> list[CorpusRow]:
     """The rows of a corpus file, plain or gzip.
 
@@ -120,7 +103,7 @@ def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) 
         contents = gzip.decompress(contents) if path.suffix == ".gz" else contents
     except (OSError, EOFError, zlib.error) as error:
         raise DFlashError(f"{path} cannot be read ({error})", "name a corpus file") from None
-    header, rows = _parse(path, contents, vocab_size)
+    header, rows = parse(path, contents, vocab_size)
     if not rows:
         raise DFlashError(f"{path} holds no rows", _MAKE_ANEW)
     if header is not None and tokenizer is not None:
@@ -128,10 +111,10 @@ def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) 
     return rows
 
 
-def _parse(
+def parse(
     path: Path, contents: bytes, vocab_size: int | None = None
 ) -> tuple[CorpusHeader | None, list[CorpusRow]]:
-    """The header, if any, and the rows in what has been read of `path`."""
+    """The header, if any, and the rows in what has been read of `path`; raises as `read_rows`."""
     lines, header, rows = contents.split(b"\n"), None, []
     for i, line in enumerate(lines, 1):
         try:
@@ -240,13 +223,13 @@ def open_corpus(path: Path) -> Iterator[CorpusFile]:
 class CorpusFile:
     """A corpus file, open for appending.
 
-    header, rows: what it held when it was opened. Nothing is written before `begin`.
+    header: what it held when it was opened. Nothing is written before `begin`.
     """
 
     def __init__(self, path: Path, file: io.FileIO, contents: bytes) -> None:
         self.path, self._file = path, file
         self._size = contents.rfind(b"\n") + 1  # without an incomplete last line
-        self.header, self.rows = _parse(path, contents[: self._size])
+        self.header, self.rows = parse(path, contents[: self._size])
 
     def begin(self, header: CorpusHeader) -> None:
         """Write the header of a new file, or check that `header` continues this one.
@@ -261,15 +244,15 @@ class CorpusFile:
             )
         self._file.truncate(self._size)
         if self.header is None:
-            self.append(header)
+            self._write(header.as_line())
 
-    def ids(self) -> set[str]:
-        """Of all rows that are in the file by now."""
-        return {row.id for row in _parse(self.path, self.path.read_bytes())[1]}
-
-    def append(self, line: CorpusHeader | CorpusRow) -> None:
+    def append(self, row: CorpusRow) -> None:
         """Write a row at once; where that fails the file is left as it was."""
-        data, written = line.as_line().encode() + b"\n", 0
+        self._write(row.as_line())
+        self.rows.append(row)
+
+    def _write(self, line: str) -> None:
+        data, written = line.encode() + b"\n", 0
         try:
             while written < len(data):
                 written += self._file.write(data[written:])

@@ -17,7 +17,7 @@ from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus.answers import Done, Job
+from dflash_mlx.train.corpus.answers import Job
 from dflash_mlx.train.corpus.rows import CorpusRow
 
 _MARK = "dflash4c7a1e"  # stands for the user's text
@@ -58,9 +58,9 @@ class TurnWriter:
             )
         return [self._job(n) for n in islice(self._numbers, turns)]
 
-    def prompt(self, done: Done) -> CorpusRow | None:
+    def prompt(self, done: Job) -> CorpusRow | None:
         """A row without an answer for a written turn; None for one that is no good or not new."""
-        n = done.job.key
+        n = done.key
         text = self._template.text(self._opening(n), done.tokens, done.finish)
         if text is not None and text not in self._seen:
             message = {"role": "user", "content": text}

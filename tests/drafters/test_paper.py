@@ -1,4 +1,4 @@
-"""The naive control draws whole blocks from the first draft's own law, and reproducibly."""
+"""What reproduces papers: D2SD's tree as published, and draws of whole blocks, merged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.growth.samples import log_softmax, merge_samples
-from dflash_mlx.drafters.resample import Resample
+from dflash_mlx.drafters.growth.grow import Choices, Ranked, follow, walk
+from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.paper import PaperGrowth, Resample, log_softmax, merge_samples
 from dflash_mlx.verifier.model import Target
 from support.decoding import behind, paths_of
 from support.drafter_formats import drafter_folder
@@ -22,8 +23,44 @@ from support.families import make_model
 
 
 def law(seed: int, positions: int, vocabulary: int) -> np.ndarray:
-    logits = np.random.default_rng(seed).normal(size=(positions, vocabulary)) * 1.5
+    logits = np.random.default_rng(seed).normal(size=(positions, vocabulary)) * 2
     return log_softmax(logits.astype(np.float32))
+
+
+def sure(*confidences: float) -> Choices:
+    """A first draft 0, 1, 2, ... that is so sure of each token."""
+    return follow(Ranked(np.arange(len(confidences))[:, None], np.log([[c] for c in confidences])))
+
+
+def test_published_branches_leave_the_first_draft_where_it_is_likeliest_to_be_rejected():
+    first = sure(0.9, 0.2, 0.5)  # r = 0.1, 0.72, 0.09, and 0.09 for all of it
+    posteriors = PaperGrowth(2).prefixes(first, {}, 3).values()
+    assert list(posteriors) == pytest.approx([0.72, 0.1, 0.09])
+    assert [*PaperGrowth(2).prefixes(first, {}, 2)] == [(0,), ()]
+    assert [*PaperGrowth(9).prefixes(first, {}, 2)] == [(0,), (), (0, 1)]
+    assert [*PaperGrowth(2).prefixes(first, {}, 3)] == [(0,), (), (0, 1, 2)], "and one extends it"
+
+
+def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_fail():
+    first, second = sure(0.9, 0.2), follow(Ranked(np.array([[7], [8]]), np.log([[0.9], [0.1]])))
+    # Behind (0,) the second goes on with 7, 8: r(0, 7) = 0.9 * 0.9 * 0.9
+    assert [*PaperGrowth(1).prefixes(first, {(0,): second}, 2)] == [(0, 7), (0, 1)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=40)
+def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count, more):
+    first = follow(rank(mx.array(law(seed, 6, 20)), 4))
+    prefixes = list(PaperGrowth(count).prefixes(first, {}, 5 + more))
+    lengths = {prefix: 6 + more - len(prefix) for prefix in prefixes}
+    second = {
+        p: follow(rank(mx.array(law(seed + i + 1, lengths[p], 20)), 4))
+        for i, p in enumerate(prefixes)
+    }
+    chains = [walk(first)[0], *((*prefix, *walk(draft)[0]) for prefix, draft in second.items())]
+    assert (more > 0) == (chains[0] in second), "a longer second block extends the whole draft"
+    expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
+    assert set(paths_of(PaperGrowth(count).tree(first, second))) == expected
 
 
 def leaves(tree: Tree) -> list[tuple[int, ...]]:
@@ -61,13 +98,6 @@ def test_tokens_that_the_drafter_excludes_are_never_drawn():
     for seed in range(50):
         tree = merge_samples(log_softmax(logits), 3, np.random.default_rng(seed))
         assert set(tree.drafted) <= {0, 2}
-
-
-def test_the_law_is_the_softmax():
-    logits = np.random.default_rng(0).normal(size=(4, 30)).astype(np.float32) * 40
-    expected = np.array(mx.log(mx.softmax(mx.array(logits), axis=-1)))
-    finite = np.isfinite(expected)
-    np.testing.assert_allclose(log_softmax(logits)[finite], expected[finite], atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,191 @@
+"""A conversation in neutral words, and its prompt, through the model's chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import TemplateError
+
+from dflash_mlx.core.template import reserved
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.text import opens_thought
+from dflash_mlx.models.tokens import unread_arguments
+from dflash_mlx.serve.errors import ApiError, refusal
+
+Json = dict[str, Any]
+
+_MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
+_THOUGHTLESS = {"enable_thinking": False, "reasoning_effort": "none"}  # of a template
+TEMPLATE_FAULTS = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError),
+)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What an API calls the fields that say of which form an answer is; {} is a tool's number."""
+
+    form: str
+    schema: str
+    parameters: str
+    strict: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation that any API asks to go on with, in the words that chat templates read."""
+
+    fields: Fields
+    messages: Sequence[Json]  # as OpenAI's, with contents of text and arguments as objects
+    tools: Sequence[Json] = ()  # that may be called, as OpenAI's
+    required: str | None = None  # the tool that has to be called, "" for any of them
+    one_call: bool = False  # the answer is over with its first call
+    schema: Mapping[str, Any] | None = None  # that the answer follows, None for words
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    named: Mapping[str, str] = field(default_factory=dict)  # fields of arguments with their own
+    hints: Mapping[str, Any] = field(default_factory=dict)  # arguments where they are read
+    go_on: bool = False  # the last message is the beginning of the answer
+
+    @property
+    def asks(self) -> bool:
+        """Whether the answer has to be of a form that only a grammar can promise."""
+        strict = any(tool["function"].get("strict") for tool in self.tools)
+        return strict or self.schema is not None or self.required is not None
+
+    @property
+    def told(self) -> list[Json]:
+        """The tools as the model is told of them: how they are kept is not its matter."""
+        return [
+            {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+            for tool in self.tools
+        ]
+
+
+def text_of(content: str | list[Any] | None) -> str:
+    """The text of a message, whose blocks follow each other without anything between them."""
+    if isinstance(content, str):
+        return content
+    return "".join(block.text for block in content or ())
+
+
+def call_of(name: str, arguments: str | Mapping[str, Any], identity: str) -> Json:
+    """An earlier tool call, as templates read it: with its arguments as an object."""
+    given: Any = arguments
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            given = arguments
+    inner = {"name": name, "arguments": given}
+    return {"id": identity, "type": "function", "function": inner}
+
+
+def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
+    """The prompt of a conversation; ApiError where the model or its template cannot take it."""
+    tokenizer, name = pair.tokenizer, pair.target.name
+    if not tokenizer.has_chat_template:
+        raise refusal("messages", f"need a chat template, and {name} has none", "use completions")
+    if chat.asks and chat.go_on:
+        step = "end with the user's, or leave the form of the answer to the model"
+        raise refusal("messages", "end with the assistant's words", step)
+    arguments = {**pair.template, **_arguments(pair, chat)}
+    arguments |= {"continue_final_message": True} if chat.go_on else {}
+    contents = [each.get("content") for each in chat.messages]
+    _check_length(pair, sum(len(each) for each in contents if isinstance(each, str)), "messages")
+    try:
+        text = tokenizer.apply_chat_template(
+            list(chat.messages), tokenize=False, add_generation_prompt=not chat.go_on, **arguments
+        )
+    except TEMPLATE_FAULTS as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        what = f"are not what the model's chat template takes ({said})"
+        raise refusal("messages", what, "let user and assistant take turns") from None
+    tokens = _encoded(pair, text, "messages", add_special_tokens=False)
+    if chat.asks and opens_thought(tokenizer, tokens):
+        what = f"{name} thinks first, and an answer whose form is given has no room"
+        raise ApiError(400, f"{what} for thoughts; leave the form to the model")
+    return tokens
+
+
+def text_prompt(pair: Pair, text: str) -> tuple[int, ...]:
+    """The prompt that a text is by itself."""
+    _check_length(pair, len(text), "prompt")
+    return _encoded(pair, text, "prompt")
+
+
+def check_tokens(pair: Pair, tokens: Sequence[int], field: str = "prompt") -> None:
+    """ApiError for tokens that the model does not have, or more than it takes."""
+    if (largest := max(tokens, default=0)) >= (known := len(pair.tokenizer)):
+        what = f"has the token {largest}, and the model {known} of them"
+        raise refusal(field, what, "send tokens of this model")
+    room = pair.target.context_length
+    if not tokens:
+        raise refusal(field, "is empty", "say something")
+    if len(tokens) >= room:
+        what = f"has {len(tokens)} tokens, and the model holds {room} with the answer"
+        raise refusal(field, what, "shorten it or begin a new conversation")
+
+
+def starts_with_space(tokenizer: Any, token: int) -> bool:
+    """Whether a token begins with a space, as tokenizers of both kinds write it."""
+    piece = tokenizer.convert_ids_to_tokens(token)
+    return isinstance(piece, str) and piece.startswith(("Ġ", "▁", " "))
+
+
+def check_text(text: str, field: str) -> None:
+    """ApiError for half a surrogate pair, which UTF-8 cannot hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise refusal(field, "has half a surrogate pair", "send whole characters") from None
+
+
+def _arguments(pair: Pair, chat: Chat) -> Json:
+    """Arguments of the chat template; where the form of an answer is given, nothing is thought."""
+    names = [*chat.arguments, *chat.hints, *_THOUGHTLESS, "tools"]
+    unread = {*unread_arguments(pair.tokenizer, names)}
+    for name, value in chat.arguments.items():
+        field = chat.named.get(name, f"chat_template_kwargs.{name[:80]}")
+        if not name.isidentifier() or reserved(name):
+            raise refusal(field, "is not for a request to say", "leave it out")
+        if name in unread:
+            raise refusal(field, "is nothing that the model's chat template reads", "leave it out")
+        if chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
+            what = "asks for thoughts, and an answer whose form is given has no room for them"
+            raise refusal(field, what, "turn them off, or leave the form to the model")
+    if chat.tools:
+        _check_tools(pair, "tools" not in unread)
+    found = {**({} if chat.asks else chat.hints), **chat.arguments}
+    found |= {"enable_thinking": False} if chat.asks else {}
+    found |= {"tools": chat.told} if chat.tools else {}
+    return {name: value for name, value in found.items() if name not in unread}
+
+
+def _check_tools(pair: Pair, are_read: bool) -> None:
+    """ApiError where the model's template or mlx-lm knows no tools."""
+    name = pair.target.name
+    if not are_read:
+        what = f"are nothing that the chat template of {name} reads"
+        raise refusal("tools", what, "leave them out, or serve a model that knows tools")
+    if not pair.tokenizer.has_tool_calling:
+        what = f"called by {name} come in a form that mlx-lm does not know"
+        raise refusal("tools", what, "leave them out, or serve another model")
+
+
+def _check_length(pair: Pair, characters: int, field: str) -> None:
+    """ApiError for a text that is too long whatever its tokens are."""
+    room = pair.target.context_length
+    if characters > room * _MOST_PER_TOKEN:
+        what = f"has {characters} characters, and the model's context {room} tokens"
+        raise refusal(field, what, "shorten it")
+
+
+def _encoded(pair: Pair, text: str, field: str, **more: Any) -> tuple[int, ...]:
+    check_text(text, field)
+    tokens = tuple(pair.tokenizer.encode(text, **more))
+    check_tokens(pair, tokens, field)
+    return tokens

@@ -1,0 +1,181 @@
+"""Recurrent mixers (gated delta nets, Mamba, short convolutions) as a target's passes call them.
+
+A recurrent state follows one path. So for a tree a mixer runs over all root-to-leaf paths at once,
+a batch of chains, from as many copies of the state before the pass; its matrix products, which are
+most of its work, see every node once. What they gave is noted until the commit, for calls that are
+run again over the rows that stay. Nothing of a mixer is written anew (compare the scans along trees
+of arXiv 2505.14969, 2608.20961).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from dflash_mlx.core.tree import Tree, rows_on
+from dflash_mlx.verifier.hooks import Hooks
+
+# Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
+# of its own. Only what the tests try is here.
+TREE_MIXERS = frozenset(
+    {
+        "falcon_h1", "gear", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+        "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_next",
+        "recurrent_gemma", "rwkv7",
+    }
+)  # fmt: skip
+# Other families with recurrent layers, whose mixers nobody tried on branches
+UNTRIED = frozenset(
+    {
+        "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "kimi_k3",
+        "longcat_flash_ngram", "mamba",
+    }
+)  # fmt: skip
+STATE = object()  # stands for the layer's state among the arguments of a kept call
+Noted = dict[int, list[mx.array]]  # by a product's number: what it gave, [1, rows, d] each
+
+
+@dataclass(frozen=True)
+class Paths:
+    """B paths of L rows, the shorter ones filled up at their ends."""
+
+    nodes: mx.array  # [B, L] the node in every place
+    places: mx.array  # [N] a place of every node, counted row by row
+
+    @classmethod
+    def of(cls, tree: Tree) -> Paths:
+        """From the root to each leaf of `tree`."""
+        leaves = sorted(set(range(len(tree))) - set(tree.parents))
+        nodes = np.tile(np.array(leaves)[:, None], max(tree.depths) + 1)
+        places = np.zeros(len(tree), np.int32)
+        for i, leaf in enumerate(leaves):
+            path = np.flatnonzero(tree.ancestors[leaf])
+            nodes[i, : len(path)] = path
+            places[path] = i * nodes.shape[1] + np.arange(len(path))
+        return cls(mx.array(nodes.astype(np.int32)), mx.array(places))
+
+    def spread(self, value: Any) -> Any:
+        """[1, N, ...] -> [B, L, ...]; whatever else, as it is."""
+        is_rows = isinstance(value, mx.array) and value.shape[:2] == (1, self.places.size)
+        return value[0][self.nodes] if is_rows else value
+
+    def collect(self, value: Any) -> Any:
+        """[B, L, ...] -> [1, N, ...], of each part of a tuple."""
+        if isinstance(value, tuple):
+            return tuple(map(self.collect, value))
+        is_rows = isinstance(value, mx.array) and value.shape[:2] == self.nodes.shape
+        return value.flatten(0, 1)[self.places][None] if is_rows else value
+
+    def copies(self, state: Sequence[mx.array | None]) -> list[mx.array | None]:
+        """A state [1, ...] for each path, [B, ...]."""
+        paths = self.nodes.shape[0]
+        return [a if a is None else mx.broadcast_to(a, (paths, *a.shape[1:])) for a in state]
+
+
+class Products:
+    """The linear modules of a model's mixers, which read most of their weights.
+
+    They can be given the places of paths and see nodes; and what they gave in a pass can be given
+    again for some of its rows, with no weight read a second time.
+    """
+
+    def __init__(self, mixers: Sequence[nn.Module]) -> None:
+        kinds = nn.Linear, nn.QuantizedLinear
+        self._modules = [m for mixer in mixers for m in mixer.modules() if isinstance(m, kinds)]
+        # Of the one mixer that is running, if it is to be noted or given again
+        self._paths: Paths | None = None
+        self._noted: Noted | None = None
+        self._known: Noted = {}
+
+    def hook(self, hooks: Hooks) -> None:
+        """Let them ask here."""
+        for i, module in enumerate(self._modules):
+            hooks.replace(module, "__call__", self._asking(i, type(module).__call__))
+
+    @contextmanager
+    def noted_in(self, noted: Noted, paths: Paths | None) -> Iterator[None]:
+        """Within it what they give is noted.
+
+        paths: their rows [B, L, d] stand for nodes, of which each is computed once.
+        """
+        self._noted, self._paths = noted, paths
+        try:
+            yield
+        finally:
+            self._noted = self._paths = None
+
+    @contextmanager
+    def given_again(self, noted: Noted, rows: int, kept: slice | mx.array) -> Iterator[None]:
+        """Within it they give the rows `kept` of what was noted of `rows`, and compute nothing."""
+        self._known = {
+            key: [y[:, kept] for y in given]
+            for key, given in noted.items()
+            if all(y.shape[:2] == (1, rows) for y in given)
+        }
+        try:
+            yield
+        finally:
+            self._known = {}
+
+    def _asking(self, i: int, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def product(module: nn.Module, x: mx.array) -> mx.array:
+            if known := self._known.get(i):
+                return known.pop(0)
+            noted, paths = self._noted, self._paths
+            if noted is None:
+                return forward(module, x)
+            on_paths = paths is not None and x.ndim == 3 and x.shape[:2] == paths.nodes.shape
+            y = forward(module, paths.collect(x) if paths and on_paths else x)
+            noted.setdefault(i, []).append(own(y))
+            return paths.spread(y) if paths and on_paths else y
+
+        return product
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a mixer in a pass: `run(*args, **kwargs)`, with the state of a layer in it."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    products: Products
+    layer: int = 0
+    noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What it was given."""
+        return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, mx.array)]
+
+    def again(self, state: Any, rows: int, path: Sequence[int]) -> None:
+        """Run it over those of its `rows` rows that are on `path`; what it returns is dropped.
+
+        A row on a path has the same rows before it as in the pass, so what products gave for it
+        holds: only convolutions and the recurrence itself are computed again.
+        """
+        kept = rows_on(path)
+
+        def part(arg: Any) -> Any:
+            if isinstance(arg, mx.array) and arg.shape[:2] == (1, rows):
+                return arg[:, kept]
+            return state if arg is STATE else arg
+
+        with self.products.given_again(self.noted, rows, kept):
+            self.on(part)
+
+    def on(self, change: Callable[[Any], Any]) -> Any:
+        """Run it with its arguments changed, the state's place among them."""
+        kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
+        return self.run(*map(change, self.args), **kwargs)
+
+
+def own(value: Any) -> Any:
+    """An array's data under a name of its own: MLX's `+=` changes an array for all who have it."""
+    return value[:] if isinstance(value, mx.array) and value.ndim else value
