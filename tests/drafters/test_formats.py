@@ -16,24 +16,28 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dflash.network import ConvolvedLayer
+from dflash_mlx.drafters.dflash.network import ConvolvedLayer, NetworkConfig
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
+from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash2
+from support.converted import assert_same_tensors
 from support.decoding import answer, feed, open_with, start
 from support.drafter_formats import (
     DRAFT_IDS,
     FORMATS,
     HALVES,
+    SCALES,
     WIDTH,
     expected_logits,
     speculators,
+    version_1,
+    write_shards,
 )
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import write_drafter_folder
+from support.reference_dflash import random_drafter, write_drafter_folder
 
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
@@ -169,31 +173,101 @@ def test_the_published_second_version_has_the_tensors_that_its_config_asks_for()
     assert reference_dflash2.shapes(raw) == shapes
 
 
-def test_tap_ids_of_speculators_number_hidden_states_unless_the_config_gives_layers_itself():
-    config = FILES.parse_config(speculators(), "tiny")
-    (note,) = config.notes
-    assert config.aux_layers == (0, 2)
-    assert "aux_hidden_state_layer_ids [1, 3]" in note and "layers [0, 2]" in note
-    config = FILES.parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
-    assert (config.aux_layers, config.notes) == ((1, 2), ())
+# Fields
 
 
-# Conversion to our folders
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_path, name):
-    subject = drafting(name)
-    drafter = FILES.read_drafter(subject.folder)
-    assert drafter.tensors.keys() == subject.tensors.keys() - {"t2d", "verifier_norm.weight"}
-    save_network(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
-    assert FILES.read_config(tmp_path) == drafter.config
-    assert "auto_map" not in FILES.read_drafter(tmp_path).raw
-    saved = FILES.read_drafter(tmp_path).tensors
-    for part, array in drafter.tensors.items():
-        if mx.issubdtype(array.dtype, mx.floating):
-            array = array.astype(mx.bfloat16)
-        assert mx.array_equal(saved[part], array), part
+def parse(raw: dict[str, Any]) -> NetworkConfig:
+    return FILES.parse_config(raw, "test")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("write", [write_drafter_folder, write_shards])
+@pytest.mark.parametrize(
+    ("attention_bias", "dtype"), [(False, mx.float32), (True, mx.float32), (False, mx.bfloat16)]
+)
+def test_weights_come_back_in_the_type_of_the_target(tmp_path, write, attention_bias, dtype):
+    raw = version_1(attention_bias=attention_bias)
+    written = random_drafter(raw)
+    if attention_bias:
+        for layer in range(raw["num_hidden_layers"]):
+            for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items():
+                bias = np.arange(rows, dtype=np.float32)
+                written[f"layers.{layer}.self_attn.{name}_proj.bias"] = bias
+    folder = write(tmp_path, raw, written)
+    read = parameters_of(FILES.load_network(folder, FILES.read_config(folder), dtype))
+    expected = {name: mx.array(tensor).astype(dtype) for name, tensor in written.items()}
+    assert_same_tensors(read, expected)
+
+
+def lacking(*names: str, **changes: Any) -> dict[str, Any]:
+    return {k: v for k, v in version_1(**changes).items() if k not in names}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rope"),
+    [
+        (None, {"rope_type": "default", "rope_theta": 5e5}),
+        (YARN, {**YARN, "rope_theta": 5e5}),
+        (
+            {"type": "linear", "factor": 2.0},
+            {"rope_type": "linear", "type": "linear", "factor": 2.0},
+        ),
+    ],
+)
+def test_rope_is_read_in_both_layouts(scaling, rope):
+    expected = parse(version_1(rope_theta=5e5, rope_scaling=scaling))
+    assert expected.rope == {"rope_theta": 5e5, **rope}
+    given = {**(scaling or {}), **rope, "rope_theta": 5e5}
+    newer = lacking("rope_theta", "rope_scaling", rope_parameters=given)
+    assert parse(newer) == expected
+
+
+INSIDE = {"block_size": 6}
+ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+LIBRARY = speculators(transformer_layer_config={"rope_parameters": ROPES, **SLIDING})
+
+
+@pytest.mark.parametrize(
+    ("raw", "fields"),
+    [
+        (version_1(), {"block_size": 8, "final_logit_softcapping": None, "notes": ()}),
+        (version_1(dflash_config=INSIDE), {"block_size": 6}),
+        (lacking("block_size", dflash_config=INSIDE), {"block_size": 6}),
+        (lacking("head_dim", "num_key_value_heads"), {"head_dim": 16, "num_key_value_heads": 4}),
+        (lacking("attention_bias"), {"attention_bias": False}),
+        (version_1(), {"input_embedding_scale": 1.0, "output_multiplier": 1.0}),
+        (version_1(dflash_config=SCALES), SCALES),
+        (version_1(final_logit_softcapping=9.0), {"final_logit_softcapping": 9.0}),
+        (LIBRARY, {"rope": {"rope_theta": 2e4, "rope_type": "default"}}),
+    ],
+)
+def test_fields_are_read_in_each_of_their_places_and_follow_from_others(raw, fields):
+    read = parse(raw)
+    assert {name: getattr(read, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows", "causal"),
+    [
+        (version_1(), (None, None), (False, False)),
+        (version_1(is_causal=True), (None, None), (True, True)),
+        (version_1(dflash_config={"causal": True}), (None, None), (True, True)),
+        (version_1(dflash_config={"causal": True}, is_causal=False), (None,) * 2, (False, False)),
+        (version_1(**SLIDING), (6, None), (True, False)),
+        (version_1(**SLIDING, is_causal=True), (6, None), (True, True)),
+        (version_1(**SLIDING, is_causal=False), (6, None), (False, False)),
+        (version_1(layer_types=None, sliding_window=6), (None, None), (False, False)),
+        (LIBRARY, (6, None), (True, False)),
+        ({**LIBRARY, "sliding_window_non_causal": True}, (6, None), (False, False)),
+        ({**LIBRARY, "sliding_window_non_causal": None}, (6, None), (True, False)),
+    ],
+)
+def test_windows_and_causality_follow_from_layer_types_and_flags(raw, windows, causal):
+    read = parse(raw)
+    assert (read.layer_windows, read.layer_causal) == (windows, causal)
 
 
 # Decoding
