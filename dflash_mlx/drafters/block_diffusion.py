@@ -5,7 +5,6 @@ A chain (arXiv 2602.06036), drawn or not, or DDTree's prefix tree (arXiv 2604.12
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,8 +19,8 @@ from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import best_first
 from dflash_mlx.drafters.growth.rank import TOP_K
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, Plan, check_block_size
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
@@ -36,34 +35,14 @@ def block_models(pair: Pair) -> list[BlockModel]:
     return [cast(BlockModel, model) for model in pair.of(FAMILY)]
 
 
-class OneDraft(EachAlone):
-    """A drafter that makes its tree from one pass over one block.
-
-    block_size: gamma, 2 up to the size the drafter was trained for (its default).
-    Raises DFlashError for another size.
-    """
+class OneDraft(BlockDrafter):
+    """A drafter that makes its tree from one pass over one block."""
 
     name = "dflash"
-    rounds_ahead = 0
+    _model: BlockModel
 
-    def __init__(self, model: BlockModel, block_size: int | None = None) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size = block_size or model.block_size
-        self.aux_layers = model.aux_layers
-        self._model = model
-
-    def new_context(self) -> FeatureContext:
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        rows = min(self.block_size, remaining)
-        if rows == 1:
-            return Proposal(Tree.chain())
-        return self.draft_block(state, contexts_of(state)[0], rows)
-
-    @abstractmethod
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
-        """The tree of a block of `rows` >= 2 rows, the anchor included."""
+    def context_of(self, state: State) -> FeatureContext:
+        return contexts_of(state)[0]
 
 
 class BlockDiffusion(OneDraft):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.constraint import FORCED
-from dflash_mlx.engine.drafter import Drafter
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
 from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.state import State
 
 MOST_NODES = 48  # of a tree that the budget then cuts
 MOST_BRANCHES, USUAL_BRANCHES = 32, ("1", "2", "4", "6", "8")
@@ -104,3 +107,39 @@ def check_block_size(block_size: int | None, most: int, option: str = "block_siz
             f"choose 2 to {most}",
             option,
         )
+
+
+class BlockDrafter(EachAlone):
+    """A drafter that makes its tree from one block of its model.
+
+    block_size: tokens of the longest path, the anchor included, 2 up to the model's (its default).
+    Raises DFlashError for another size.
+    """
+
+    name: str
+    rounds_ahead = 0
+
+    def __init__(self, model: Any, block_size: int | None = None) -> None:
+        check_block_size(block_size, model.block_size)
+        self.block_size: int = block_size or model.block_size
+        self.aux_layers: tuple[int, ...] = model.aux_layers
+        self._model = model
+
+    def new_context(self) -> Any:
+        """An empty context for one sequence."""
+        return self._model.new_context()
+
+    def draft(self, state: State, remaining: int) -> Proposal:
+        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
+        rows = min(self.block_size, remaining)
+        if rows == 1:
+            return Proposal(Tree.chain())
+        return self.draft_block(state, self.context_of(state), rows)
+
+    def context_of(self, state: State) -> Any:
+        """What its model remembers of a sequence."""
+        return state.context
+
+    @abstractmethod
+    def draft_block(self, state: State, context: Any, rows: int) -> Proposal:
+        """The tree of a block of `rows` >= 2 rows, the anchor included."""

@@ -25,6 +25,7 @@ class ToyMasked:
     """
 
     family, mask = "specdiff", VOCABULARY
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, seed: int, block_size: int = 4, strength: float = 1.5) -> None:
         rng, size = np.random.default_rng(seed), block_size

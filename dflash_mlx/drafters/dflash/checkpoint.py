@@ -22,7 +22,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.block_model import FAMILY as FAMILY
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.network import ConvolutionConfig, Network, NetworkConfig
 from dflash_mlx.drafters.dflash.paths import MarkovConfig, SelectorConfig

@@ -23,42 +23,24 @@ from dflash_mlx.drafters.method import (
     LOOKUP,
     MOST_BRANCHES,
     USUAL_BRANCHES,
+    BlockDrafter,
     Method,
     Plan,
-    check_block_size,
 )
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
 BRANCHES = 8  # tokens that continue a path, and paths that are continued at a time
 
 
-class Eagle(EachAlone):
-    """A drafter that makes its tree by passes that continue each other.
-
-    block_size: tokens of the longest path, the anchor included, 2 up to the model's (its default).
-    Raises DFlashError for another size.
-    """
+class Eagle(BlockDrafter):
+    """A drafter that makes its tree by passes that continue each other."""
 
     name = FAMILY
-    rounds_ahead = 0
+    _model: EagleModel
 
-    def __init__(self, model: EagleModel, block_size: int | None = None) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size = block_size or model.block_size
-        self.aux_layers = model.aux_layers
-        self._model = model
-
-    def new_context(self) -> EagleContext:
-        """An empty context for one sequence."""
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
-        rows = min(self.block_size, remaining)
-        if rows == 1:
-            return Proposal(Tree.chain())
-        return self.grow(state, self._model.begin(cast(EagleContext, state.context)), rows)
+    def draft_block(self, state: State, context: EagleContext, rows: int) -> Proposal:
+        return self.grow(state, self._model.begin(context), rows)
 
     @abstractmethod
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:

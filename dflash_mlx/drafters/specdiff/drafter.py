@@ -20,10 +20,10 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
 from dflash_mlx.drafters.growth.rank import TOP_K
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, Method, Plan, check_block_size
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TokenContext
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
 Known = dict[int, int]  # tokens of a block that are fixed, by their places
@@ -72,40 +72,26 @@ def denoise(look: Look, places: Sequence[int], how: Denoising) -> Ranked:
     return Ranked(np.stack(tokens), np.stack(logprobs))
 
 
-class SpecDiff(EachAlone):
+class SpecDiff(BlockDrafter):
     """SpecDiff (arXiv 2408.05636): a block of masks behind the anchor, denoised by itself.
 
-    block_size: 2 up to the size the drafter was trained for (its default); DFlashError for another.
     grow: makes a tree of what is drafted, from the `width` likeliest tokens of every position.
     """
 
-    name = "specdiff"
-    aux_layers: tuple[int, ...] = ()
-    rounds_ahead = 0
+    name = FAMILY
+    _model: MaskedModel
 
     def __init__(
         self, model: MaskedModel, block_size: int | None, how: Denoising, grow: Grow, width: int
     ) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size = block_size or model.block_size
-        self._model, self._how, self._grow, self._width = model, how, grow, width
+        super().__init__(model, block_size)
+        self._how, self._grow, self._width = how, grow, width
 
-    def new_context(self) -> TokenContext:
-        """An empty context for one sequence."""
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
-        rows = min(self.block_size, remaining)
-        return Proposal(Tree.chain()) if rows == 1 else self.draft_block(state, rows)
-
-    def draft_block(self, state: State, rows: int) -> Proposal:
-        """The tree of a block of `rows` >= 2 rows, the anchor included."""
-        context, model = cast(TokenContext, state.context), self._model
-
+    def draft_block(self, state: State, context: TokenContext, rows: int) -> Proposal:
         def look(known: Known, masked: list[int]) -> Ranked:
-            hidden = [known.get(place, model.mask) for place in range(1, rows)]
-            return model.ranked(context, _block(state, mx.array(hidden)), masked, self._width)
+            hidden = [known.get(place, self._model.mask) for place in range(1, rows)]
+            block = _block(state, mx.array(hidden))
+            return self._model.ranked(context, block, masked, self._width)
 
         return Proposal(self._grow(denoise(look, range(1, rows), self._how), state.position))
 
@@ -129,16 +115,18 @@ class DrawnSpecDiff(SpecDiff):
         super().__init__(model, block_size, how, lambda ranked, position: Tree.chain(), 1)
         self._drawing = Drawing(sampling, weighed)
 
-    def draft_block(self, state: State, rows: int) -> Proposal:
+    def draft_block(self, state: State, context: TokenContext, rows: int) -> Proposal:
         """A chain that knows what it was drawn from."""
-        return self._drawing.proposal(state, *self.drawn(state, rows))
+        return self._drawing.proposal(state, *self.drawn(state, context, rows))
 
-    def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
+    def drawn(
+        self, state: State, context: TokenContext, rows: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
         """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
 
         sure: [rows - 1] the largest probabilities in the first pass.
         """
-        context, steps = cast(TokenContext, state.context), self._how.steps
+        steps = self._how.steps
         keys = mx.random.split(self._drawing.key(state), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
         sure: mx.array | None = None
