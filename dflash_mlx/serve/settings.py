@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import (
-    check_value,
+    check_values,
     option,
     require,
     require_positive,
@@ -80,9 +80,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         require_possible(self)
-        for each in fields(self):
-            if "range" in each.metadata:
-                check_value(each, getattr(self, each.name))
+        check_values(self)
         require_positive(self, "body_mb", "idle")
         require(self.grace < float("inf"), "grace", self.grace, "a finite number")
         if self.memory_gb is not None:

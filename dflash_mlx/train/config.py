@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.core.config import AUTO, HOTTEST, MOST_ROWS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import (
-    check_value,
+    check_values,
     option,
     require,
     require_positive,
@@ -35,8 +35,7 @@ class _Checked:
 
     def __post_init__(self) -> None:
         require_possible(self)
-        for each in fields(self):  # type: ignore[arg-type]
-            check_value(each, getattr(self, each.name))
+        check_values(self)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.block_diffusion import BestFirst
-from dflash_mlx.verifier import passes, recurrent
+from dflash_mlx.verifier import mixers, recurrent
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer
 from support.families import make_model
@@ -62,7 +62,7 @@ def test_mixers_that_follow_no_paths_break_the_law(target, monkeypatch):
     def as_a_chain(layer, paths, call):
         state = recurrent.RecurrentLayer(len(layer.cache), 0)
         state.cache = list(layer.cache)
-        return call.on(lambda arg: state if arg is passes.STATE else arg)
+        return call.on(lambda arg: state if arg is mixers.STATE else arg)
 
     monkeypatch.setattr(recurrent.RecurrentLayer, "along", as_a_chain)
     assert distance(target, 1.0) > 3.5
