@@ -29,14 +29,13 @@ from dflash_mlx.drafters.networks.tensors import (
     FLOATING,
     Arrays,
     check_vocabulary,
-    filled,
     in_words,
     parameters_of,
     read_headers,
     read_json,
     stored_config,
-    unpacked,
 )
+from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.model import Target
 
@@ -89,7 +88,10 @@ class FileFormat:
 
     def settle(self, network: Any, config: Any) -> Any:
         """The network as it is used, evaluated; on a CPU without packed matrices, slow there."""
-        network = network if config.quantization is None else unpacked(network)
+        if config.quantization is not None and cpu_math.applies():
+            from mlx_lm.utils import dequantize_model  # takes seconds
+
+            network = dequantize_model(network)
         mx.eval(network.parameters())
         return network
 
@@ -224,7 +226,8 @@ class FileFormat:
         bits: pack the matrices of a network that is not packed yet (see `quantize_network`). Raises
         as `read_tensors` does.
         """
-        network = filled(self.build(config, str(folder)), self.read_tensors(folder, config))
+        network = self.build(config, str(folder))
+        network.load_weights([*self.read_tensors(folder, config).items()])
         network.set_dtype(dtype)
         if bits is not None and config.quantization is None:
             quantize_network(network, bits)
@@ -253,7 +256,8 @@ class DrafterFolder:
 
     def network(self) -> Any:
         """The network with these tensors; nothing is evaluated, nothing cast."""
-        return filled(self.files.build(self.config, "config.json"), self.tensors)
+        network = self.files.build(self.config, "config.json")
+        return network.load_weights([*self.tensors.items()])
 
     def converted(
         self, dtype: mx.Dtype | None, bits: int | None, group_size: int | None

@@ -82,9 +82,8 @@ class BlockModel(BoundModel[FeatureContext]):
         assert self._links is not None
         states = self._states(Ask(context, anchor, rows))
         logits, ids = self._head.logits(states, context.words)
-        return self._links.candidates(
-            states, logits, anchor, None if ids is None else mx.array(ids)
-        )
+        known = None if ids is None else mx.array(ids)
+        return self._links.candidates(states, logits, anchor, known)
 
     def choices(self, asks: Sequence[Ask], width: int) -> list[list[Choices]]:
         """What can follow each prefix of each block; of all in one pass, and waits for it.
@@ -93,7 +92,8 @@ class BlockModel(BoundModel[FeatureContext]):
         """
         if not asks:
             return []
-        states = self._all_states(asks)
+        joins = self.module.joins
+        states = self._together(asks) if joins else [self._states(ask) for ask in asks]
         logits = self._head.logits_of_all(states, [ask.context.words for ask in asks])
         of_each = zip(asks, states, logits, strict=True)
         if self._links is None:
@@ -121,17 +121,10 @@ class BlockModel(BoundModel[FeatureContext]):
 
         found, end = [], 0
         for prefix in ask.prefixes:
-            anchor = ask.anchor
-            before = mx.array(list(prefix[-1:]), anchor.dtype) if prefix else anchor
+            before = mx.array([*prefix[-1:]], ask.anchor.dtype) if prefix else ask.anchor
             part = slice(end, end := end + ask.rows - 1 - len(prefix))
             found.append(links.linked(states[part], logits[part], before, known, rank))
         return found
-
-    def _all_states(self, asks: Sequence[Ask]) -> list[mx.array]:
-        """[n, d] final states of the rows that draft, for each block."""
-        if not self.module.joins:
-            return [self._together([ask])[0] for ask in asks]
-        return self._together(asks)
 
     def _states(self, ask: Ask) -> mx.array:
         return self._together([ask])[0]

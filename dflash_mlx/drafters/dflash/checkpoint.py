@@ -129,12 +129,10 @@ def _check_kind(raw: Fields, method: Fields) -> None:
 
 
 def _second_version(fields: Fields) -> dict[str, Any]:
-    taps, group = size(fields, "conv_kernel_size"), size(fields, "conv_group_size")
-    rank, top_k = size(fields, "selector_rank"), size(fields, "selector_top_k")
-    return {
-        "convolution": ConvolutionConfig(taps, group),
-        "selector": SelectorConfig(rank, top_k),
-    }
+    names = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+    taps, group, rank, top_k = (size(fields, name) for name in names)
+    convolution, selector = ConvolutionConfig(taps, group), SelectorConfig(rank, top_k)
+    return {"convolution": convolution, "selector": selector}
 
 
 def _markov(fields: Fields) -> MarkovConfig | None:

@@ -40,7 +40,7 @@ from dflash_mlx.drafters.networks.fields import (
     too_large,
     whole,
 )
-from dflash_mlx.drafters.networks.layers import Layer
+from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import Forest, SequenceCache
@@ -180,29 +180,20 @@ class ConvolvedLayer(Layer):
         return x + self.mlp_conv.after(self.mlp(inner), after, branches)
 
 
-class Network(nn.Module):
+class Network(DraftNetwork):
     """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
 
-    Its parameters have the names of the tensors in a drafter folder. embed_tokens, lm_head, d2t
-    (what to add to a draft id for the target's), candidate_selector, markov_head, confidence_head:
-    only where the config asks for them.
+    Its parameters have the names of the tensors in a drafter folder.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         d = config.hidden_size
         self.fc = nn.Linear(len(config.aux_layers) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
         layer = Layer if config.convolution is None else ConvolvedLayer
         self.layers = [layer(config) for _ in config.layer_windows]
-        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self._causal = config.layer_causal
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, d)
-        if config.own_head:
-            self.lm_head = nn.Linear(d, config.drafted, bias=False)
-        if config.draft_vocab_size is not None:
-            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
         if (markov := config.markov) is not None:

@@ -8,10 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.eagle3.network import Network
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.context import DraftContext
-from dflash_mlx.drafters.networks.head import DraftHead
 from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
@@ -96,7 +94,7 @@ class EagleModel(BoundModel[EagleContext]):
 
     def begin(self, context: EagleContext) -> Draft:
         """A draft behind the context, with no row yet."""
-        return Draft(self.module, self._table, self._head, context)
+        return Draft(self, context)
 
 
 class Draft:
@@ -107,14 +105,8 @@ class Draft:
     behind the context's until the next draft.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        embed: Callable[[mx.array], mx.array],
-        head: DraftHead,
-        context: EagleContext,
-    ) -> None:
-        self._network, self._embed, self._head = network, embed, head
+    def __init__(self, model: EagleModel, context: EagleContext) -> None:
+        self._network, self._embed, self._head = model.module, model._table, model._head
         self._cache, self._words = context.cache, context.words
         self._states = context.last  # [1 + N, d]: h of the last committed token, then of all rows
         self._parents: list[int] = []
@@ -143,4 +135,5 @@ class Draft:
         final, states = self._network(x[None], h[None], mask, layer)
         self._cache.discard()
         self._states = mx.concatenate([self._states, states[0]])
-        return final[0].astype(x.dtype)  # the head's, where the network computes in another
+        logits_of: mx.array = final[0].astype(x.dtype)  # the head's, where the network has another
+        return logits_of

@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.drafters.networks.fields import DraftConfig, flag, stored, too_large
-from dflash_mlx.drafters.networks.layers import MLP, Attention
+from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -114,30 +114,19 @@ class Layer(nn.Module):
         return y + self.mlp(self.post_attention_layernorm(y))
 
 
-class Network(nn.Module):
-    """Its parameters have the names of the tensors in a raw folder.
-
-    embed_tokens, lm_head, d2t (what to add to a draft id for the target's), input_norm and fc_norm:
-    only where the config asks for them.
-    """
+class Network(DraftNetwork):
+    """Its parameters have the names of the tensors in a raw folder."""
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         d, width, eps = config.hidden_size, config.target_hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(config.features * width, d, bias=False)
         self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(d, eps)
         self._norm_output = config.norm_output
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(config.features * width, eps)
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(width, eps) for _ in range(config.features)]
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, d)
-        if config.own_head:
-            self.lm_head = nn.Linear(d, config.drafted, bias=False)
-        if config.draft_vocab_size is not None:
-            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
 
     def fuse(self, features: mx.array) -> mx.array:
         """States h [..., d] from the target's features [..., m*D]."""

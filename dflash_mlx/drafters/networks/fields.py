@@ -192,6 +192,7 @@ class DraftConfig:
     output_multiplier: float = 1.0  # of final states
     own_embedding: bool = stored(flag, False)  # else the target's
     own_head: bool = stored(flag, False)
+    tied: bool = False  # whether its own head is its embedding
     quantization: Quantization | None = stored(quantization, None)  # of the weights in its files
     notes: tuple[str, ...] = stored(  # what reading or converting the file had to assume
         lambda raw, name: listed(raw.get(name) or [], name, str), ()

@@ -92,6 +92,21 @@ class MLP(nn.Module):
         return self.down_proj(nn.silu(gate) * up)
 
 
+class DraftNetwork(nn.Module):
+    """What every draft network has: its last norm, and what it brings in its target's place."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, d)
+        if config.own_head and not config.tied:
+            self.lm_head = nn.Linear(d, config.drafted, bias=False)
+        if config.draft_vocab_size is not None:
+            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)  # to add to a draft id
+
+
 class Layer(nn.Module):
     """Pre-norm decoder layer: Qwen3's with head_norms, Llama's and Qwen2's without."""
 

@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.quantized import quantization_of
-from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import TensorHeader, read_header
 
@@ -27,21 +26,6 @@ _KINDS: dict[str | mx.Dtype, str] = {  # of dtypes, as files name them and as ML
 }  # fmt: skip
 
 Arrays = dict[str, mx.array]
-
-
-def unpacked(network: Any) -> Any:
-    """The network; on a CPU without packed matrices, which are slow there."""
-    if cpu_math.applies():
-        from mlx_lm.utils import dequantize_model  # takes seconds
-
-        network = dequantize_model(network)
-    return network
-
-
-def filled(network: Any, tensors: Arrays) -> Any:
-    """`network` with these tensors; nothing is evaluated, nothing cast."""
-    network.load_weights(list(tensors.items()))
-    return network
 
 
 def save_network(folder: Path, network: nn.Module, raw: dict[str, Any]) -> None:
@@ -99,19 +83,14 @@ def check_vocabulary(
     folder: Path, vocabulary: int, d2t: npt.NDArray[np.int64], t2d: mx.array | None
 ) -> None:
     """Raise DFlashError unless the draft ids lead to different ids of the target, those of t2d."""
-    ids, problem = np.arange(len(d2t)) + d2t, ""
-    outside = np.flatnonzero((ids < 0) | (ids >= vocabulary))
-    if len(outside):
-        problem = (
-            f"d2t in {folder} leads from draft token {outside[0]} to {ids[outside[0]]}, but the "
-            f"vocabulary has {vocabulary}"
-        )
-    elif (different := len(np.unique(ids))) < len(ids):
-        problem = f"d2t in {folder} leads from {len(ids)} draft tokens to only {different} tokens"
-    elif t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), np.sort(ids)):
-        problem = (
-            f"t2d in {folder} marks {int(t2d.sum())} tokens, which are not the {len(ids)} that "
-            "d2t leads to"
-        )
-    if problem:
-        raise DFlashError(problem, DOWNLOAD_AGAIN)
+    ids = np.arange(len(d2t)) + d2t
+    for token, to in enumerate(ids):
+        if not 0 <= to < vocabulary:
+            what = f"d2t in {folder} leads from draft token {token} to {to}, but the vocabulary has"
+            raise DFlashError(f"{what} {vocabulary}", DOWNLOAD_AGAIN)
+    if (different := len(np.unique(ids))) < len(ids):
+        what = f"d2t in {folder} leads from {len(ids)} draft tokens to only {different} tokens"
+        raise DFlashError(what, DOWNLOAD_AGAIN)
+    if t2d is not None and not np.array_equal(np.flatnonzero(np.array(t2d)), np.sort(ids)):
+        what = f"t2d in {folder} marks {int(t2d.sum())} tokens, which are not the {len(ids)} that "
+        raise DFlashError(f"{what}d2t leads to", DOWNLOAD_AGAIN)

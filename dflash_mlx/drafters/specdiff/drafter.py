@@ -116,17 +116,14 @@ class DrawnSpecDiff(SpecDiff):
         self._drawing = Drawing(sampling, weighed)
 
     def draft_block(self, state: State, context: TokenContext, rows: int) -> Proposal:
-        """A chain that knows what it was drawn from."""
-        return self._drawing.proposal(state, *self.drawn(state, context, rows))
+        return self._drawing.proposal(state, *self.drawn(state, rows))
 
-    def drawn(
-        self, state: State, context: TokenContext, rows: int
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
         """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
 
         sure: [rows - 1] the largest probabilities in the first pass.
         """
-        steps = self._how.steps
+        context, steps = cast(TokenContext, state.context), self._how.steps
         keys = mx.random.split(self._drawing.key(state), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
         sure: mx.array | None = None

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from dflash_mlx.drafters.networks.fields import DraftConfig, cap, flag, stored, whole
-from dflash_mlx.drafters.networks.layers import Layer
+from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.sequence import SequenceCache
 
@@ -30,7 +29,7 @@ class NetworkConfig(DraftConfig):
     head_norms: bool = stored(flag)  # of queries and keys
     logits_shifted: bool = stored(flag)  # whether a row's logits are for the position behind it
     final_logit_softcapping: float | None = stored(cap, None)
-    tied: bool = stored(  # whether its own head is its embedding
+    tied: bool = stored(
         lambda raw, _: flag(raw, "own_head") and flag(raw, "tie_word_embeddings"), False
     )
 
@@ -47,21 +46,12 @@ class NetworkConfig(DraftConfig):
         }
 
 
-class Network(nn.Module):
-    """Its parameters have the names of the tensors in a drafter folder.
-
-    embed_tokens, lm_head: only where the config asks for them.
-    """
+class Network(DraftNetwork):
+    """Its parameters have the names of the tensors in a drafter folder."""
 
     def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
-        d, size = config.hidden_size, config.vocab_size
+        super().__init__(config)
         self.layers = [Layer(config, config.head_norms) for _ in config.layer_windows]
-        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(size, d)
-        if config.own_head and not config.tied:
-            self.lm_head = nn.Linear(d, size, bias=False)
 
     def read(self, x: mx.array, cache: SequenceCache) -> None:
         """Commit the text with embeddings x [1, n, d]; the last layer only has to remember it."""
