@@ -9,13 +9,17 @@ element by element. The first position's predecessor is the anchor.
 every token b. A second head says how likely the position's token is to be accepted after a,
 c_t(a) = sigmoid(w [h_t; A[a]] + w_0). It was trained for the mass that the drafter's law and the
 target's have in common.
+
+Both have `candidates` for chains, drawn ones too, and `linked` for trees, with `top_k` tokens at
+every position, which waits for the pass. hidden: [n, d] final states of consecutive positions.
+logits: [n, v] of the same, before this head. anchor: [1] the token before the first. ids: [v] the
+tokens that logits are for, None for all of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -63,29 +67,6 @@ class Candidates:
 
 
 Rank = Callable[[mx.array], Ranked]  # the likeliest tokens of each row of logits [n, v]
-
-
-class Links(Protocol):
-    """A head that knows the token before each position.
-
-    hidden: [n, d] final states of consecutive positions. logits: [n, v] of the same, before this
-    head. anchor: [1] the token before the first. ids: [v] the tokens that logits are for, None for
-    all of the vocabulary.
-    """
-
-    @property
-    def top_k(self) -> int:
-        """Tokens that a position of a tree can offer."""
-
-    def candidates(
-        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None
-    ) -> Candidates:
-        """What chains go through, drawn ones too."""
-
-    def linked(
-        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None, rank: Rank
-    ) -> Linked:
-        """What trees go through, `top_k` at every position; waits for the pass."""
 
 
 def predecessors(tokens: mx.array, anchor: mx.array) -> mx.array:
@@ -243,3 +224,6 @@ class MarkovLinks:
 def _behind(anchor: mx.array, tokens: mx.array) -> mx.array:
     """[n] what precedes each of the tokens [n] of a path."""
     return mx.concatenate([anchor, tokens[:-1].astype(anchor.dtype)])
+
+
+Links = CandidateSelector | MarkovLinks

@@ -37,7 +37,6 @@ class DraftContext:
 
     @property
     def contexts(self) -> tuple[DraftContext, ...]:
-        """One per network."""
         return (self,)
 
     @property
@@ -51,7 +50,6 @@ class DraftContext:
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
         return self._cache.length + self._rows
 
     @property

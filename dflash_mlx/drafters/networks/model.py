@@ -53,7 +53,6 @@ class BoundModel(Generic[_Context]):
 
     @property
     def block_size(self) -> int:
-        """Rows that it was trained for, the anchor included."""
         return self.config.block_size  # type: ignore[no-any-return]
 
     @abstractmethod
@@ -61,7 +60,6 @@ class BoundModel(Generic[_Context]):
         """A context of these parts: the network, its empty caches, and the active vocabulary."""
 
     def new_context(self) -> _Context:
-        """An empty context for one sequence."""
         windows = self.config.layer_windows
         layers = [LayerCache(window, self.kernels, self._kv_bits) for window in windows]
         return self.context(self.module, SequenceCache(layers), self._head.new_active())
