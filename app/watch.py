@@ -1,10 +1,19 @@
-"""`dflash-serve --watch`: what a server is doing, on the terminal."""
+"""`dflash-serve --watch`: a server in a process of its own, and what it does, on the terminal."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
@@ -12,13 +21,15 @@ from textual.filter import LineFilter
 from textual.widgets import Digits, Footer, Static
 
 from dflash_chat.figures import counted, sparkline, speed
-from dflash_chat.served import Look, Served
 from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.themes import DARK, LIGHT
 from dflash_mlx.cli import options as cli
 from dflash_mlx.client import amount
 from dflash_mlx.serve import command
 
+_ADDRESS = re.compile(r" at (http://\S+:\d+),")
+_LINE = re.compile(r"^(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_PATIENCE = 2.0  # seconds for one look
 _PAUSE = 0.5  # seconds between looks
 _KEPT = 60  # speeds in the line
 
@@ -34,6 +45,86 @@ def watch(argv: Sequence[str]) -> None:
     for line in list(served.lines)[-3:] if code else ():
         cli.say(line)
     cli.end_program(code)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a server had counted at a time."""
+
+    at: float  # seconds on any clock
+    counted: Mapping[str, float]  # figures of /metrics by name, those with labels added up
+
+    def of(self, name: str) -> float:
+        """A figure, 0 where it is not known."""
+        return self.counted.get(f"dflash_{name}", 0.0)
+
+    def share(self, part: str, whole: str) -> float | None:
+        """One figure as a share of another; None before there is any."""
+        return self.of(part) / self.of(whole) if self.of(whole) else None
+
+    def rate(self, name: str, before: Look) -> float:
+        """How much of it came in a second since another look."""
+        seconds = self.at - before.at
+        return max(0.0, self.of(name) - before.of(name)) / seconds if seconds > 0 else 0.0
+
+
+class Served:
+    """`python -m dflash_mlx.serve` with these words."""
+
+    def __init__(self, words: Sequence[str], key: str | None) -> None:
+        self.lines: deque[str] = deque(maxlen=200)  # the last that it said on stderr
+        self.address = ""  # where it is; "" before it listens
+        self._key = key  # that it asks for
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dflash_mlx.serve", *words, "--watched"],
+            stdin=subprocess.PIPE,  # whose end it takes for the end of the view
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl+C is for the view, which ends the server in order
+        )
+        threading.Thread(target=self._listen, name="served", daemon=True).start()
+
+    def look(self) -> Look | None:
+        """Its figures now; None where it does not answer."""
+        if not self.address:
+            return None
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
+        request = Request(self.address + "/metrics", headers=headers)
+        try:
+            with urlopen(request, timeout=_PATIENCE) as response:
+                page = response.read().decode()
+        except (URLError, OSError, ValueError):
+            return None
+        return Look(time.monotonic(), read_metrics(page))
+
+    def end(self) -> None:
+        """Ask it to finish; asked again, at once."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            for part in line.rstrip("\n").split("\r"):
+                if found := _ADDRESS.search(part):
+                    self.address = reachable(found[1])
+                if part:
+                    self.lines.append(part)
+
+
+def reachable(address: str) -> str:
+    """An address that this machine can ask, where a server listens on all of its addresses."""
+    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
+def read_metrics(page: str) -> dict[str, float]:
+    """The figures of a page for Prometheus by name; those that differ in labels are added up."""
+    found: dict[str, float] = {}
+    for name, value in _LINE.findall(page):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 class WatchApp(App[None]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -75,7 +76,7 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     api.state.service = service
     for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
         for path, answer in paths.items():
-            api.add_api_route(path, answer, methods=[method], response_class=Response)
+            api.add_api_route(path, answer, methods=[method])
     config, most = service.config, int(service.config.body_mb * 10**6)
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
@@ -121,7 +122,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
         told = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"the request is no JSON object ({str(told)[:200]})")
     said = str(problem["msg"])[:300]
-    return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}", field)
+    given = "" if problem["type"] == "missing" else f", not {reprlib.repr(problem['input'])}"
+    return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 
 
 def _place(problem: Json, body: Any) -> list[str | int]:

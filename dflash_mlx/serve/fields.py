@@ -98,9 +98,8 @@ def decoding(
 
     Where a seed was given, each has one of its own. ApiError for what does not go together.
     """
-    names = body.names
     for i, text in enumerate(body.stops):
-        check_text(text, f"{names.get('stop', 'stop')}[{i}]")
+        check_text(text, f"{body.names.get('stop', 'stop')}[{i}]")
     asked = body.model_dump(include={*Sampled.model_fields}, exclude_none=True)
     try:
         config = replace(
@@ -112,7 +111,7 @@ def decoding(
             logprobs=body.tops,
         )
     except DFlashError as error:
-        raise of_settings(error, names) from None
+        raise of_settings(error, body.names) from None
     if (seed := config.sampling.seed) is None:
         return [config] * body.answers
     seeds = [(seed + i) % 2**32 for i in range(body.answers)]

@@ -44,7 +44,6 @@ class Metrics:
         self._responses.labels(path, str(status)).inc()
 
     def busy(self, decoding: int, waiting: int) -> None:
-        """How many answers are in the making."""
         self._decoding.set(decoding)
         self._waiting.set(waiting)
 

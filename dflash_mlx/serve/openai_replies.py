@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -59,6 +60,7 @@ class ChatWriter:
     ping = b": alive\n\n"
     # Of ids; `object` of a whole response, and of a chunk.
     prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
 
     def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
         self._tokenizer, self._body, self._replies = service.pair.tokenizer, body, replies
@@ -71,17 +73,18 @@ class ChatWriter:
         self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
 
     def start(self) -> bytes:
-        first = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(_event(self.of(self.choice(reply, first))) for reply in self._replies)
+        return b""
 
     def part(self, reply: Reply, part: Part) -> bytes:
-        return _event(self.of(self.choice(reply, self.added(reply, part))))
+        begin = self._begin(reply) if part is reply.parts[0] else b""
+        return begin + _event(self.of(self.choice(reply, self.added(reply, part))))
 
     def end(self, reply: Reply) -> bytes:
+        begin = self._begin(reply) if not reply.parts else b""
         last = self.of(self.choice(reply, self.added(reply, None), _REASONS[reply.reason]))
         if not all(each.reason for each in self._replies):
-            return _event(last)
-        done = _event({**last, "dflash": figures(self._replies)})
+            return begin + _event(last)
+        done = begin + _event({**last, "dflash": figures(self._replies)})
         options = self._body.stream_options
         if options is not None and options.include_usage:  # without a choice, as clients expect
             done += _event({**self.of(), "usage": self._usage()})
@@ -89,6 +92,11 @@ class ChatWriter:
 
     def error(self, error: ApiError) -> bytes:
         return _event(body_of(error, ""))
+
+    def _begin(self, reply: Reply) -> bytes:
+        """The first chunk of an answer; its tokens are told by the next."""
+        none = {"finish_reason": None, "logprobs": None}
+        return _event(self.of({"index": reply.index, **self.first, **none})) if self.first else b""
 
     def whole(self) -> Json:
         every = [self.choice(r, self.complete(r), _REASONS[r.reason]) for r in self._replies]
@@ -160,9 +168,7 @@ class TextWriter(ChatWriter):
     """Writes answers down as choices, each a text."""
 
     prefix, kind, chunk = "cmpl", "text_completion", "text_completion"
-
-    def start(self) -> bytes:
-        return b""
+    first: ClassVar[Json] = {}
 
     def added(self, reply: Reply, part: Part | None) -> Json:
         return {"text": "" if part is None else part.text}

@@ -83,7 +83,7 @@ class ResponseStream:
         while self._waiting:
             await self._came.wait()
             self._came.clear()
-            for _, said in self._news:
+            for _, said in self._news if self._waiting else ():
                 if isinstance(said, Exception):
                     raise self._queue.as_api_error(said)
 
@@ -118,7 +118,6 @@ class ResponseStream:
             timer.cancel()
 
     def hear(self, reply: Reply, said: object) -> None:
-        """Take in what the thread said."""
         if isinstance(said, Begun):
             self._waiting -= 1
         elif isinstance(said, (Delta, Exception)):

@@ -33,7 +33,6 @@ from dflash_mlx.session.responder import prefix_cache
 from dflash_mlx.session.scheduler import Scheduler
 
 PROGRAM = "dflash-serve"
-_BACKLOG = 2048  # connections that wait to be taken in, as uvicorn has it
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -94,7 +93,7 @@ async def _until_signal(
     if service.config.watched:
         stop.at_end_of(sys.stdin.fileno(), loop)
     with stop.on_signals(loop):
-        place.listen(_BACKLOG)
+        place.listen(2048)  # the backlog that uvicorn has
         cli.say(told)
         await serve(service, place, noted, stop)
 
@@ -156,7 +155,6 @@ class Stop:
 
     @contextlib.contextmanager
     def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """While this lasts."""
         # A rank that waits for another hears nothing; SIGTERM is how a launcher ends it.
         kinds = _SIGNALS[:1] if launched() else _SIGNALS
         before = {each: signal.getsignal(each) for each in kinds}

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import (
-    check_values,
-    option,
-    require,
-    require_positive,
-    require_possible,
-)
+from dflash_mlx.core.option import ABOVE_0, check_values, option, require
 
 LOCAL = "localhost"
 MOST_ANSWERS = 16  # of one request
@@ -61,15 +55,17 @@ class ServeConfig:
     memory_gb: float | None = option(
         None,
         "gigabytes for the caches of all answers (default: half of what the model leaves free)",
+        least=ABOVE_0,
         type=float,
     )
-    body_mb: float = option(16.0, "megabytes that a request may have", type=float)
+    body_mb: float = option(16.0, "megabytes that a request may have", least=ABOVE_0, type=float)
     messages: int = option(4096, "messages that a conversation may have", least=1, type=int)
     connections: int = option(512, "connections that may be open", least=1, type=int)
     idle: float = option(
         60.0,
         "seconds that a client may take to send its request, to go on reading its answer, or to "
         "ask again on an open connection",
+        least=ABOVE_0,
         type=float,
     )
     grace: float = option(
@@ -79,12 +75,7 @@ class ServeConfig:
     watched: bool = False
 
     def __post_init__(self) -> None:
-        require_possible(self)
         check_values(self)
-        require_positive(self, "body_mb", "idle")
-        require(self.grace < float("inf"), "grace", self.grace, "a finite number")
-        if self.memory_gb is not None:
-            require_positive(self, "memory_gb")
         for origin in self.allow_origin:
             scheme, _, rest = origin.partition("://")
             known = scheme in ("http", "https") and rest and "/" not in rest

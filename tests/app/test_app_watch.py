@@ -9,8 +9,7 @@ import sys
 import pytest
 from textual.widgets import Static
 
-from dflash_chat.served import Look, Served, reachable, read_metrics
-from dflash_chat.watch import WatchApp, rows
+from dflash_chat.watch import Look, Served, WatchApp, reachable, read_metrics, rows
 from support.app_scripts import until
 
 PAGE = """# HELP dflash_tokens_total Tokens of answers
@@ -74,7 +73,7 @@ def served(monkeypatch):
     def instead(words, **more):
         return real([sys.executable, "-c", say], **more)
 
-    monkeypatch.setattr("dflash_chat.served.subprocess.Popen", instead)
+    monkeypatch.setattr("dflash_chat.watch.subprocess.Popen", instead)
     server = Ended(PAGE)
     yield server
     server.process.kill()

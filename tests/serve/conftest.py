@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from support.serving import serving, speak
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(speak, name=("alias",)) as server:
+        yield server
+
 
 @pytest.fixture(scope="module")
 def client(server):

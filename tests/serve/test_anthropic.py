@@ -5,29 +5,7 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from support.serving import (
-    MESSAGES,
-    MODEL,
-    ROLE,
-    TEMPLATE,
-    actor_pair,
-    message_body,
-    serving,
-    user,
-)
-
-WORDS = "Once upon a time there was an answer."
-THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
-
-
-def act(prompt: str) -> str:
-    return THOUGHT if prompt.endswith("think") else WORDS
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving(act) as server:
-        yield server
+from support.serving import MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
 
 
 def ask(other, text="hello", **more):
@@ -74,7 +52,7 @@ def test_thoughts_are_blocks_of_their_own(other):
 
 
 def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(other, server):
-    on = server.post(MESSAGES, message_body(thinking={"type": "enabled"}))
+    on = server.message(thinking={"type": "enabled"})
     assert [block["type"] for block in on.json()["content"]] == ["thinking"]
     assert ask(other, thinking={"type": "disabled"}).content[0].text == WORDS
     with pytest.raises(anthropic.BadRequestError, match="thinking.budget_tokens"):
@@ -107,7 +85,7 @@ def test_blocks_reach_the_template_as_its_messages():
     talk = [*user("a"), said, {"role": "user", "content": results}]
     system = [{"type": "text", "text": "be short", **cached}]
     with serving(lambda prompt: seen.append(prompt) or "so") as server:
-        assert server.post(MESSAGES, message_body(messages=talk, system=system)).status_code == 200
+        assert server.message(messages=talk, system=system).status_code == 200
     call = "<think>hm</think><tool_call>f</tool_call>"
     assert seen[0] == f"[system]be short[user]a[assistant]{call}[tool]Error: no[user]go on"
 
@@ -116,7 +94,7 @@ def test_blocks_reach_the_template_as_its_messages():
 def test_effort_goes_to_a_template_that_reads_it_and_is_no_error_elsewhere(reads, shown):
     seen = []
     with serving(actor_pair(lambda p: seen.append(p) or "so", reads + TEMPLATE)) as server:
-        found = server.post(MESSAGES, message_body("a", output_config={"effort": "high"}))
+        found = server.message("a", output_config={"effort": "high"})
     assert found.status_code == 200 and seen[0] == f"{shown}[user]a"
 
 

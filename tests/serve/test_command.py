@@ -98,7 +98,7 @@ def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp
             assert CLIENT.get(url + "/health").json() == {"status": "ok"}
             with CLIENT.stream("POST", url + CHAT, json=body) as response:
                 lines = response.iter_lines()
-                next(lines)
+                next(line for line in lines if '"delta":{"content":"' in line)
                 running.send_signal(last)
                 if last == signal.SIGTERM:
                     assert "shutting down" in [line for line in lines if line][-1]

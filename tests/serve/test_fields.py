@@ -110,12 +110,12 @@ def test_fields_that_ask_for_nothing_are_taken(server):
         **{"store": False, "user": "me", "metadata": {"a": "b"}, "parallel_tool_calls": True},
         **{"max_tokens": 9, "max_completion_tokens": 9, "logprobs": False, "tools": None},
     }
-    found = server.post(CHAT, chat_body(**nothing)).json()
+    found = server.chat(**nothing).json()
     assert found["choices"][0]["message"]["content"] == "so"
 
 
 def test_two_lengths_that_differ_are_refused(server):
-    found = server.post(CHAT, chat_body(max_tokens=5, max_completion_tokens=6))
+    found = server.chat(max_tokens=5, max_completion_tokens=6)
     assert (found.status_code, found.json()["error"]["param"]) == (400, "max_tokens")
 
 
@@ -134,5 +134,5 @@ def test_a_request_says_how_tokens_are_drawn_and_the_server_what_it_does_not_say
 
 def test_a_field_of_a_server_that_decodes_exactly_is_refused_as_its_setting_is():
     with serving(lambda prompt: "so", DecodeConfig("none", exact=True)) as server:
-        found = server.post(CHAT, chat_body(temperature=1.0))
+        found = server.chat(temperature=1.0)
     assert (found.status_code, found.json()["error"]["param"]) == (400, "exact")

@@ -26,6 +26,7 @@ from support.serving import (
     user,
 )
 
+PAGE = "https://chat.example"
 LOCAL = ("127.0.0.1", "[::1]:80", "localhost", "LOCALHOST:8080")
 
 
@@ -37,8 +38,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def locked():
-    page = "https://chat.example"
-    with serving(lambda prompt: "so", key="s3cret", allow_origin=(page,)) as server:
+    with serving(lambda prompt: "so", key="s3cret", allow_origin=(PAGE,)) as server:
         yield server
 
 
@@ -46,30 +46,30 @@ def text(body: object) -> bytes:
     return json.dumps(body).encode()
 
 
+def asking(**fields: object) -> bytes:
+    return text(chat_body(**fields))
+
+
 DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000
+FUNCTION = {"name": "f", "parameters": {"x": 5}}
 HOSTILE = {
-    "no JSON": b"{",
-    "nothing": b"",
-    "a number": b"5",
-    "a list": b"[]",
-    "invalid UTF-8": text(chat_body("hello"))[:-2] + b"\xff\xfe}",
+    **{"no JSON": b"{", "nothing": b"", "a number": b"5", "a list": b"[]"},
+    "invalid UTF-8": asking()[:-2] + b"\xff\xfe}",
     "deep JSON": DEEP,
-    "deep JSON in a field": text(chat_body(chat_template_kwargs={"x": 1})).replace(b"1", DEEP),
-    "deep JSON in a tool": text(
-        chat_body(tools=[{"type": "function", "function": {"name": "f", "parameters": {"x": 5}}}])
-    ).replace(b"5", DEEP),
-    "half a surrogate pair": text(chat_body("\ud800")),
-    "half a pair in a tool": text(
-        chat_body(tools=[{"type": "function", "function": {"name": "\udfff"}}])
+    "deep JSON in a field": asking(chat_template_kwargs={"x": 1}).replace(b"1", DEEP),
+    "deep JSON in a tool": asking(tools=[{"type": "function", "function": FUNCTION}]).replace(
+        b"5", DEEP
     ),
-    "half a pair in a stop text": text(chat_body(stop=["\ud800"])),
-    "half a pair in a name": text(chat_body(model="\ud800")),
-    "half a pair in a key": text(chat_body(**{"\ud800": 1})),
-    "NaN": text(chat_body(temperature=float("nan"))),
-    "infinity": text(chat_body(temperature=float("inf"))),
-    "a number of 9,000 digits": text(chat_body(seed="X")).replace(b'"X"', b"9" * 9000),
-    "10,000 stop texts": text(chat_body(stop=[str(i) for i in range(10_000)])),
-    "10,000 messages": text(chat_body(messages=user("a") * 10_000)),
+    "half a surrogate pair": asking(messages=user("\ud800")),
+    "half a pair in a tool": asking(tools=[{"type": "function", "function": {"name": "\udfff"}}]),
+    "half a pair in a stop text": asking(stop=["\ud800"]),
+    "half a pair in a name": asking(model="\ud800"),
+    "half a pair in a key": asking(**{"\ud800": 1}),
+    "NaN": asking(temperature=float("nan")),
+    "infinity": asking(temperature=float("inf")),
+    "a number of 9,000 digits": asking(seed="X").replace(b'"X"', b"9" * 9000),
+    "10,000 stop texts": asking(stop=[str(i) for i in range(10_000)]),
+    "10,000 messages": asking(messages=user("a") * 10_000),
     "a prompt of tokens that are none": text({"model": MODEL, "prompt": [2**70]}),
 }
 
@@ -90,16 +90,12 @@ def test_a_body_that_is_too_large_is_not_read_to_its_end(server, size):
         while True:
             yield b" " * 10_000
 
-    headers = {"Content-Type": "application/json"}
-    headers |= {"Content-Length": str(10**12)} if size == "stated" else {}
-    found = None
+    headers = {"Content-Length": str(10**12)} if size == "stated" else {}
+    headers["Content-Type"] = "application/json"
     with contextlib.suppress(httpx.WriteError):
         found = CLIENT.post(server.url + CHAT, content=endless(), headers=headers)
-    assert found is None or (found.status_code, "0.2 MB" in found.json()["error"]["message"]) == (
-        413,
-        True,
-    )
-    assert server.post(CHAT, chat_body(max_tokens=1)).status_code == 200
+        assert found.status_code == 413 and "0.2 MB" in found.json()["error"]["message"]
+    assert server.chat(max_tokens=1).status_code == 200
 
 
 def test_only_this_machine_is_asked_for_and_no_name_that_was_made_to_lead_here(server):
@@ -110,22 +106,22 @@ def test_only_this_machine_is_asked_for_and_no_name_that_was_made_to_lead_here(s
         assert server.get("/health", headers={"Host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:1"])
-def test_web_pages_are_refused_unless_they_are_named(server, origin):
-    found = server.post(CHAT, chat_body(), headers={"Origin": origin})
-    assert (found.status_code, "error" in found.json()) == (403, True)
-    assert "access-control-allow-origin" not in found.headers
+def test_web_pages_are_refused_unless_they_are_named(server):
+    for origin in ("http://evil.example", "null", "http://localhost:1"):
+        found = server.post(CHAT, chat_body(), headers={"Origin": origin})
+        assert (found.status_code, "error" in found.json()) == (403, True)
+        assert "access-control-allow-origin" not in found.headers
 
 
 def test_a_page_that_is_named_may_ask_and_is_told_so(locked):
-    page, asks = "https://chat.example", {"Access-Control-Request-Method": "POST"}
-    asked = locked.get(CHAT, "OPTIONS", headers={"Origin": page, **asks})
-    key = {"Origin": page, "Authorization": "Bearer s3cret"}
+    asks = {"Access-Control-Request-Method": "POST"}
+    asked = locked.get(CHAT, "OPTIONS", headers={"Origin": PAGE, **asks})
+    key = {"Origin": PAGE, "Authorization": "Bearer s3cret"}
     found = locked.post(CHAT, chat_body(), headers=key)
     other = locked.get(CHAT, "OPTIONS", headers={"Origin": "https://x.example", **asks})
     assert (asked.status_code, found.status_code, other.status_code) == (200, 200, 403)
-    assert asked.headers["access-control-allow-origin"] == page
-    assert found.headers["access-control-allow-origin"] == page
+    assert asked.headers["access-control-allow-origin"] == PAGE
+    assert found.headers["access-control-allow-origin"] == PAGE
 
 
 def test_a_simple_form_of_a_page_is_no_request(server):
@@ -133,26 +129,18 @@ def test_a_simple_form_of_a_page_is_no_request(server):
     assert found.status_code == 400
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": "Bearer wrong"},
-        {"Authorization": "Basic s3cret"},
-        {"Authorization": "Bearer s3cret2"},
-        {"x-api-key": ""},
-        {"x-api-key": "S3CRET"},
-        {"x-api-key": b"\xff\xfe"},
-        {"x-api-key": "s" * 60_000},
-    ],
-)
-def test_a_missing_or_wrong_key_is_refused(locked, headers):
-    for path in (CHAT, MESSAGES):
-        found = locked.post(path, chat_body(), headers=headers)
-        assert found.status_code in (401, 400)  # 400: a head that is longer than any may be
-        assert "s3cret" not in found.text and "error" in found.json()
-        if path == MESSAGES and found.status_code == 401:
-            assert found.json()["error"]["type"] == "authentication_error"
+def test_a_missing_or_wrong_key_is_refused(locked):
+    wrong = [
+        *({"Authorization": key} for key in ("Bearer wrong", "Basic s3cret", "Bearer s3cret2")),
+        *({"x-api-key": key} for key in ("", "S3CRET", b"\xff\xfe", "s" * 60_000)),
+    ]
+    for headers in ({}, *wrong):
+        for path in (CHAT, MESSAGES):
+            found = locked.post(path, chat_body(), headers=headers)
+            assert found.status_code in (401, 400)  # 400: a head that is longer than any may be
+            assert "s3cret" not in found.text and "error" in found.json()
+            if path == MESSAGES and found.status_code == 401:
+                assert found.json()["error"]["type"] == "authentication_error"
 
 
 def test_the_right_key_opens_both_ways_and_health_needs_none(locked):
@@ -169,32 +157,29 @@ def test_a_key_is_compared_as_a_digest_in_constant_time_and_not_kept(monkeypatch
     both = lambda *pair: (compared.append(pair), compare(*pair))[1]  # noqa: E731
     monkeypatch.setattr(guard.hmac, "compare_digest", both)
     check, headers = guard.key_check("k" * 64), [(b"x-api-key", key.encode())]
-    right = contextlib.nullcontext() if key == "k" * 64 else pytest.raises(ApiError)
-    with right:
+    with contextlib.nullcontext() if key == "k" * 64 else pytest.raises(ApiError):
         check({"type": "http", "path": "/", "headers": headers})
     assert [[len(each) for each in pair] for pair in compared] == [[32, 32], [32, 32]]
     assert not any("k" * 64 in str(cell.cell_contents) for cell in check.__closure__)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
-        b"GET /" + b"a" * 100_000,
-        b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000,
-    ],
-    ids=["version", "TLS", "two hosts", "length", "a long line", "many headers"],
-)
+HEADS = {
+    "version": b"GET / HTTP/9.9\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "length": b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
+    "a long line": b"GET /" + b"a" * 100_000,
+    "many headers": b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 20_000,
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_what_is_no_http_is_refused_in_json(server, head):
     with connected(server) as place:
         with contextlib.suppress(OSError):
             place.sendall(head)
         said = read_all(place)
-    assert said.startswith(b"HTTP/1.1 4")
-    assert b'"error"' in said
+    assert said.startswith(b"HTTP/1.1 4") and b'"error"' in said
 
 
 def connected(server) -> socket.socket:
@@ -209,15 +194,14 @@ def read_all(place: socket.socket) -> bytes:
     return said
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [b"", b"POST /v1/messages HTTP/1.1\r\nHo", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    ids=["nothing", "half a head", "one request and no other"],
-)
-def test_a_connection_that_does_nothing_is_closed(server, sent):
-    with connected(server) as place:
-        place.sendall(sent)
-        read_all(place)  # returns when the server has closed it
+def test_connections_that_do_nothing_are_closed(server):
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        places = [stack.enter_context(connected(server)) for _ in range(3)]
+        for place, sent in zip(places, (b"", whole[:30], whole), strict=True):
+            place.sendall(sent)
+        for place in places:
+            read_all(place)  # returns when the server has closed it
 
 
 def test_a_head_that_comes_byte_by_byte_gets_no_more_time(server):
@@ -263,7 +247,7 @@ def test_a_reader_that_stands_still_is_left_and_others_go_on():
             place.connect(("127.0.0.1", server.port))
             place.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             server.until(lambda: len(server.queue) == 1)
-            assert server.post(CHAT, chat_body(max_tokens=3)).status_code == 200
+            assert server.chat(max_tokens=3).status_code == 200
             server.until(lambda: len(server.queue) == 0)
 
 

@@ -7,23 +7,9 @@ import json
 import openai
 import pytest
 
-from support.serving import CHAT, MODEL, ROLE, ask, serving, user
+from support.serving import CHAT, MODEL, ROLE, WORDS, ask, serving, user
 
 PROMPT = "[user]a" + ROLE
-WORDS = "Once upon a time there was an answer."
-THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
-
-
-def act(prompt: str) -> str:
-    """What is said to a conversation, by its last words."""
-    said = prompt.rpartition("[user]")[2]
-    return {"think": THOUGHT, "": ""}.get(said, WORDS)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving(act, name=("alias",)) as server:
-        yield server
 
 
 def test_an_answer_comes_whole_with_its_usage_and_figures(client):

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.serve.settings import ServeConfig
-from support.serving import CHAT, MESSAGES, actor_pair, chat_body, message_body, serving
+from support.serving import CHAT, MESSAGES, actor_pair, chat_body, message_body, said, serving
 
 
 @pytest.fixture
@@ -38,29 +38,25 @@ def begun(server) -> int:
     return len(server.worker._open)
 
 
-def said(response) -> str:
-    return response.json()["choices"][0]["message"]["content"]
-
-
 def test_answers_that_find_no_place_wait_and_further_ones_are_told_when_to_come_back(pair, threads):
     with serving(pair, parallel=1, queue=1) as server:
         pair.target.gate.clear()
-        found = [threads.submit(server.post, CHAT, chat_body()) for _ in range(2)]
+        found = [threads.submit(server.chat) for _ in range(2)]
         server.until(lambda: len(server.queue) == 2)
         assert server.queue.waiting == 1 and begun(server) <= 2
-        refused = server.post(CHAT, chat_body())
+        refused = server.chat()
         assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
-        for other in (refused, server.post(MESSAGES, message_body())):
+        for other in (refused, server.message()):
             assert other.json()["error"]["type"] == "rate_limit_error"
         pair.target.gate.set()
         assert [said(each.result(20)) for each in found] == ["so", "so"]
-        assert server.post(CHAT, chat_body()).status_code == 200
+        assert server.chat().status_code == 200
 
 
 def test_no_more_answers_than_allowed_are_decoded_at_once(pair, threads):
     with serving(pair, parallel=2, queue=9) as server:
         with streaming(server), streaming(server):
-            waiting = threads.submit(server.post, CHAT, chat_body())
+            waiting = threads.submit(server.chat)
             scheduler = server.worker._scheduler
             server.until(lambda: len(scheduler.waiting) == 1)
             assert len(scheduler.running) == 2
@@ -108,7 +104,7 @@ def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
             return sequence
 
         scheduler.submit = failing
-        found = server.post(CHAT, chat_body())
+        found = server.chat()
         assert (found.status_code, found.json()["error"]["type"]) == (500, "server_error")
         with server.streaming(CHAT, chat_body()) as lines:
             last = [*lines][-1]
@@ -121,16 +117,16 @@ def test_a_fault_of_the_engine_ends_what_runs_and_new_answers_come(pair):
     with serving(pair, faults=True) as server:
         scheduler = server.worker._scheduler
         scheduler.step = lambda: 1 / 0
-        assert server.post(CHAT, chat_body()).status_code == 500
+        assert server.chat().status_code == 500
         assert server.worker._scheduler is not scheduler
-        assert server.post(CHAT, chat_body()).status_code == 200
+        assert server.chat().status_code == 200
 
 
 def test_an_answer_that_does_not_fit_into_memory_is_refused_in_words(pair):
     with serving(pair) as server:
         server.worker._scheduler.memory = 1
         server.worker._scheduler.bytes_of = lambda drafter, tokens: 9 * 10**9
-        found = server.post(CHAT, chat_body(stream=True))
+        found = server.chat(stream=True)
     assert found.status_code == 400 and "9.00 GB" in found.json()["error"]["message"]
 
 
@@ -139,7 +135,7 @@ def test_at_the_end_nobody_is_let_in_and_answers_finish(pair, threads):
         pair.target.gate.clear()
         with httpx.Client(base_url=server.url) as kept:
             assert kept.get("/health").status_code == 200
-            found = threads.submit(server.post, CHAT, chat_body())
+            found = threads.submit(server.chat)
             server.until(lambda: len(server.queue) == 1)
             server.end()
             server.until(lambda: server.queue._closing)
@@ -166,8 +162,8 @@ def test_what_does_not_finish_in_time_is_ended_by_an_error_that_says_so(pair, pa
 
 def test_figures_are_told_to_prometheus(pair):
     with serving(pair) as server:
-        server.post(CHAT, chat_body())
-        server.post(CHAT, chat_body(n=0))
+        server.chat()
+        server.chat(n=0)
         server.get("/no/such/path")
         page = server.get("/metrics").text
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))

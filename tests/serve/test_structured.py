@@ -15,14 +15,11 @@ from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
 from support.schemas import conforms
 from support.serving import (
-    CHAT,
-    MESSAGES,
     MODEL,
     TEMPLATE,
     actor_pair,
     ask,
-    chat_body,
-    message_body,
+    said,
     serving,
     user,
 )
@@ -193,26 +190,20 @@ def test_the_other_api_has_schemas_and_forced_tools_too(other, stream):
 
 def test_drafts_and_grammars_go_together_in_both_apis():
     """Lookups draft what the conversation says; behind it the grammar draws the line."""
-    said = '{"name": "abcde", "ok": true}'
+    name = '{"name": "abcde", "ok": true}'
     last = '{"count": 30}'  # whose end is forced
-    pair = actor_pair(lambda prompt: said if said in prompt else last, CALLS)
-    asked, tools = f"say {said}", [{"name": "pick", "input_schema": COLOUR}]
+    pair = actor_pair(lambda prompt: name if name in prompt else last, CALLS)
+    asked, tools = f"say {name}", [{"name": "pick", "input_schema": COLOUR}]
     with serving(pair, DecodeConfig("auto", max_tokens=300)) as server:
-
-        def post(path, body):
-            return server.post(path, body).json()
-
-        whole = post(CHAT, chat_body(asked, response_format=form(NAME)))
-        free = post(CHAT, chat_body(asked))
-        ends = post(CHAT, chat_body(response_format=form(COUNT)))
-        other = post(MESSAGES, message_body(asked, output_config=format_of(NAME)))
-        call = post(MESSAGES, message_body(asked, tools=tools, tool_choice={"type": "any"}))
-    assert whole["choices"][0]["message"]["content"] == other["content"][0]["text"] == said
-    assert free["choices"][0]["message"]["content"] == said
-    assert ends["choices"][0]["message"]["content"] == last
-    assert conforms(call["content"][0]["input"], COLOUR)
+        whole = server.chat(asked, response_format=form(NAME))
+        free, ends = server.chat(asked), server.chat(response_format=form(COUNT))
+        other = server.message(asked, output_config=format_of(NAME))
+        call = server.message(asked, tools=tools, tool_choice={"type": "any"})
+    assert said(whole) == said(free) == other.json()["content"][0]["text"] == name
+    assert said(ends) == last
+    assert conforms(call.json()["content"][0]["input"], COLOUR)
     for answer in (whole, free, other, call, ends):
-        metrics = answer["dflash"]
+        metrics = answer.json()["dflash"]
         assert (metrics["method"], metrics["acceptance_length"] > 1) == ("ngram", True)
         assert "no choice" not in (metrics["parked"] or "")  # what is forced was not parked
 
@@ -221,114 +212,98 @@ def format_of(schema):
     return {"format": {"type": "json_schema", "schema": schema}}
 
 
-CHAT_REFUSED = [
-    ({"response_format": form(BAD)}, "response_format.json_schema.schema", "numbre"),
-    ({"response_format": form({"type": "array", "uniqueItems": True})},
-     "response_format.json_schema.schema", "uniqueItems"),
-    ({"response_format": form(5)}, "response_format.json_schema.schema", "dict"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
-    ({"response_format": form(COUNT, colour=1)}, "response_format.json_schema.colour", ""),
-    ({"response_format": form({"const": "\ud800"})}, "response_format.json_schema.schema", ""),
-    ({"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": "required"},
-     "tools[1].function.parameters", "numbre"),
-    ({"tools": [tool("b", {"type": "string"})], "tool_choice": "required"},
-     "tools[0].function.parameters", "string"),
-    ({"tools": [tool("b", BAD, strict=True)]}, "tools[0].function.parameters", "numbre"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
-     "tool_choice", "'no'"),
-    ({"response_format": form(COUNT), "chat_template_kwargs": {"enable_thinking": True}},
-     "chat_template_kwargs.enable_thinking", "thoughts"),
-]  # fmt: skip
+SCHEMA, TOOL = "response_format.json_schema.schema", "tools[{}].function.parameters"
+NAMED = {"type": "function", "function": {"name": "no"}}
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+CHAT_REFUSED = [  # the field, what is said of it, and the request
+    (SCHEMA, "numbre", {"response_format": form(BAD)}),
+    (SCHEMA, "uniqueItems", {"response_format": form({"type": "array", "uniqueItems": True})}),
+    (SCHEMA, "dict", {"response_format": form(5)}),
+    (SCHEMA, "", {"response_format": form({"const": "\ud800"})}),
+    ("response_format.json_schema", "missing", {"response_format": {"type": "json_schema"}}),
+    ("response_format.json_schema.colour", "", {"response_format": form(COUNT, colour=1)}),
+    (TOOL.format(1), "numbre", {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": "required"}),
+    (TOOL.format(0), "string", {"tools": [tool("b", {"type": "string"}, strict=True)]}),
+    (TOOL.format(0), "numbre", {"tools": [tool("b", BAD, strict=True)]}),
+    ("tool_choice", "'no'", {"tools": TOOLS, "tool_choice": NAMED}),
+    ("chat_template_kwargs.enable_thinking", "", {"response_format": form(COUNT), **THINKS}),
+]
+SAID = [*user("a"), {"role": "assistant", "content": "b"}]
+WRONG, RIGHT = ({"name": "a", "input_schema": schema} for schema in (BAD, COUNT))
+MESSAGE_REFUSED = [
+    ("output_config.format.schema", {"output_config": format_of(BAD)}),
+    ("tools[0].input_schema", {"tools": [WRONG], "tool_choice": {"type": "any"}}),
+    ("tool_choice", {"tools": [RIGHT], "tool_choice": {"type": "tool"}}),
+    ("tool_choice", {"tool_choice": {"type": "any"}}),
+    ("thinking", {"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}),
+    ("messages", {"output_config": format_of(COUNT), "messages": SAID}),
+]
 
 
-@pytest.mark.parametrize(("more", "field", "said"), CHAT_REFUSED)
-def test_what_is_no_schema_is_refused_by_its_field(server, more, field, said):
-    found = server.post(CHAT, chat_body(**more))
+@pytest.mark.parametrize(("field", "told", "more"), CHAT_REFUSED)
+def test_what_is_no_schema_is_refused_by_its_field(server, field, told, more):
+    found = server.chat(**more)
     error = found.json()["error"]
     assert (found.status_code, error["param"]) == (400, field), error
-    assert field in error["message"] and said in error["message"]
+    assert field in error["message"] and told in error["message"]
     assert len(error["message"]) < 700
 
 
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"output_config": format_of(BAD)}, "output_config.format.schema"),
-        ({"tools": [{"name": "a", "input_schema": BAD}], "tool_choice": {"type": "any"}},
-         "tools[0].input_schema"),
-        ({"tools": [{"name": "a", "input_schema": COUNT}], "tool_choice": {"type": "tool"}},
-         "tool_choice"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}, "thinking"),
-        ({"output_config": format_of(COUNT),
-          "messages": [*user("a"), {"role": "assistant", "content": "b"}]}, "messages"),
-    ],
-)  # fmt: skip
-def test_the_other_api_refuses_by_its_own_fields(server, more, field):
-    found = server.post(MESSAGES, message_body(**more))
+@pytest.mark.parametrize(("field", "more"), MESSAGE_REFUSED)
+def test_the_other_api_refuses_by_its_own_fields(server, field, more):
+    found = server.message(**more)
     assert found.status_code == 400
     assert found.json()["error"]["message"].startswith(field), found.text
 
 
 def test_without_llguidance_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
+    any_object, call = {"type": "json_object"}, {"tools": TOOLS, "tool_choice": "required"}
     with serving(actor_pair(act, CALLS)) as server:  # where no grammar was compiled before
-        for more in ({"response_format": {"type": "json_object"}},
-                     {"tools": TOOLS, "tool_choice": "required"}):  # fmt: skip
-            found = server.post(CHAT, chat_body(**more))
+        for found in (server.chat(response_format=any_object), server.chat(**call)):
             assert found.status_code == 400
-            assert "llguidance" in found.json()["error"]["message"]
-            assert "`structured`" in found.json()["error"]["message"]
-        assert server.post(CHAT, chat_body()).status_code == 200
+            assert "llguidance" in found.text and "`structured`" in found.text
+        assert server.chat().status_code == 200
 
 
 def test_a_template_whose_calls_are_no_json_refuses_those_that_must_come():
+    asked = [("tool_choice", "required"), ("tool_choice", ADD), ("response_format", form(COUNT))]
     with serving(act) as server:
-        for more in ({"tool_choice": "required"}, {"tool_choice": ADD},
-                     {"response_format": form(COUNT)}):  # fmt: skip
-            found = server.post(CHAT, chat_body(tools=TOOLS, **more))
-            assert (found.status_code, found.json()["error"]["param"]) == (400, *more)
-            assert "no plain JSON" in found.json()["error"]["message"]
+        for field, value in asked:
+            found = server.chat(tools=TOOLS, **{field: value})
+            assert (found.status_code, found.json()["error"]["param"]) == (400, field)
+            assert "no plain JSON" in found.text
 
 
-def test_a_thinking_template_does_not_think_where_a_form_is_given():
-    thinks = CALLS.replace("{% if enable_thinking %}", "{% if enable_thinking != false %}")
-    with serving(actor_pair(act, thinks), USUAL) as server:
-        found = server.post(CHAT, chat_body(response_format=form(COUNT)))
-    message = found.json()["choices"][0]["message"]
-    assert "reasoning_content" not in message
-    assert conforms(json.loads(message["content"]), COUNT)
-
-
-def test_a_template_that_always_opens_a_thought_refuses_forms():
-    thinks = CALLS.replace("{% if enable_thinking %}<think>{% endif %}", "<think>")
-    with serving(actor_pair(act, thinks)) as server:
-        found = server.post(CHAT, chat_body(response_format=form(COUNT)))
-    assert found.status_code == 400 and "thinks first" in found.json()["error"]["message"]
+def test_a_template_that_thinks_does_not_where_a_form_is_given_or_refuses_it():
+    may = CALLS.replace("{% if enable_thinking %}", "{% if enable_thinking != false %}")
+    must = CALLS.replace("{% if enable_thinking %}<think>{% endif %}", "<think>")
+    with serving(actor_pair(act, may), USUAL) as server:
+        found = server.chat(response_format=form(COUNT))
+    assert "reasoning_content" not in found.text and conforms(json.loads(said(found)), COUNT)
+    with serving(actor_pair(act, must)) as server:
+        found = server.chat(response_format=form(COUNT))
+    assert found.status_code == 400 and "thinks first" in found.text
 
 
 def test_effort_is_refused_where_a_form_is_given():
     place, high = "chat_template_kwargs", {"reasoning_effort": "high"}
+    asked = {"reasoning_effort": high, f"{place}.reasoning_effort": {place: high}}
     with serving(actor_pair(act, CALLS + "{{ reasoning_effort }}"), USUAL) as server:
-        for more, field in (
-            (high, "reasoning_effort"),
-            ({place: high}, f"{place}.reasoning_effort"),
-        ):
-            found = server.post(CHAT, chat_body(response_format=form(COUNT), **more))
+        for field, more in asked.items():
+            found = server.chat(response_format=form(COUNT), **more)
             assert (found.status_code, found.json()["error"]["param"]) == (400, field)
-            assert server.post(CHAT, chat_body(**more)).status_code == 200
-        none = chat_body(response_format=form(COUNT), reasoning_effort="none")
-        assert server.post(CHAT, none).status_code == 200
+            assert server.chat(**more).status_code == 200
+        found = server.chat(response_format=form(COUNT), reasoning_effort="none")
+        assert found.status_code == 200
 
 
 def test_a_model_is_not_told_that_a_tool_is_strict():
     shown = CALLS.replace("{{ t.function.name }}", "{{ t | tojson }}")
     act = lambda prompt: "so" if "strict" in prompt else "not so"  # noqa: E731
     with serving(actor_pair(act, shown)) as server:
-        found = server.post(CHAT, chat_body(tools=STRICT))
-        theirs = [{"name": "add", "input_schema": COUNT, "strict": True}]
-        other = server.post(MESSAGES, message_body(tools=theirs))
-    assert found.json()["choices"][0]["message"]["content"] == "not so"
+        assert said(server.chat(tools=STRICT)) == "not so"
+        other = server.message(tools=[{**RIGHT, "strict": True}])
     assert other.json()["content"][0]["text"] == "not so"
 
 

@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from support.models import TEMPLATE as PLAIN_TEMPLATE
-from support.serving import CHAT, MODEL, actor_pair, chat_body, serving, user
+from support.serving import MODEL, WORDS, actor_pair, serving, speak, user
 
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"name": "add", "description": "adds", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": ADD}
-
-
-def act(prompt: str) -> str:
-    if "[tool]3" in prompt:
-        return "It is 3."
-    said = prompt.rpartition("[user]")[2]
-    if said == "two":
-        return f"First.\n{CALL}\n{CALL}"
-    return f"Let me see.{CALL}" if "[tools]add" in prompt else "No tools."
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving(act) as server:
-        yield server
 
 
 def ask(client, messages, **more):
@@ -64,12 +46,12 @@ def test_one_call_ends_the_answer_where_only_one_is_wanted(client):
 
 def test_a_model_is_not_told_of_tools_that_it_must_not_use(client):
     choice = ask(client, "what is 1 + 2", tool_choice="none").choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("No tools.", "stop")
+    assert (choice.message.content, choice.finish_reason) == (WORDS, "stop")
 
 
 def test_a_model_whose_template_knows_no_tools_refuses_them():
-    with serving(actor_pair(act, PLAIN_TEMPLATE)) as server:
-        found = server.post(CHAT, chat_body("a", tools=[TOOL]))
+    with serving(actor_pair(speak, PLAIN_TEMPLATE)) as server:
+        found = server.chat("a", tools=[TOOL])
     assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import schemathesis
@@ -13,20 +11,11 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.core.errors import InvalidSchema
 
-from dflash_mlx.core.config import DecodeConfig
-from support.serving import MODEL, Server, actor_pair, serving
+from support.serving import MODEL, Server
 
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 HASTE = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=SLOW)
 OURS = st.sampled_from([MODEL, MODEL, MODEL, "another"])
-
-
-@contextmanager
-def fuzzed_server() -> Iterator[Server]:
-    """One whose model says a word or two, and that no fault may happen in."""
-    pair = actor_pair(lambda prompt: "so", context_length=2000)
-    with serving(pair, DecodeConfig("none", max_tokens=3)) as server:
-        yield server
 
 
 def attack(server: Server, each: int, number: int = 0) -> Counter[str]:

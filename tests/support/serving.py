@@ -58,22 +58,34 @@ TEMPLATE = (
     + "{% if enable_thinking %}<think>{% endif %}{% endif %}"
 )
 
+WORDS = "Once upon a time there was an answer."
+THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
+
 Act = Callable[[str], str]
+
+
+def speak(prompt: str) -> str:
+    """What is said to a conversation, by its last words and the tools that it may use."""
+    said, tools = prompt.rpartition("[user]")[2], "[tools]add" in prompt
+    if "[tool]3" in prompt:
+        return "It is 3."
+    called = {"two": f"First.\n{CALL}\n{CALL}"}.get(said, f"Let me see.{CALL}")
+    return called if tools else {"think": THOUGHT, "": ""}.get(said, WORDS)
 
 
 class Actor(ToyTarget):
     """Answers a conversation, as the template above writes it, with what `act` makes of it.
 
-    Every other token is so unlikely that it is not even drawn at any temperature. gate: where it is
-    not set, passes wait.
+    Every other token is so unlikely that it is not even drawn at any temperature.
     """
 
     name, pass_times, noise = MODEL, PassTimes((1, 96), (1.0, 1.5)), None
     vocab_size = 97
 
     def __init__(self, tokenizer: Any, act: Act, context_length: int = 4000) -> None:
-        self.context_length, self.gate = context_length, threading.Event()
-        self.passes = 0
+        self.context_length, self.passes = context_length, 0
+        self.gate = threading.Event()  # where it is not set, passes wait
         self.gate.set()
         self._tokenizer, self._act = tokenizer, act
 
@@ -109,7 +121,6 @@ def _tokenizer(template: str | None) -> Any:
 
 
 def actor_pair(act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
-    """A pair without drafters whose target is an `Actor`."""
     tokenizer = _tokenizer(template)
     return Pair(Actor(tokenizer, act, **more), tokenizer)
 
@@ -128,20 +139,19 @@ class Server:
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._ready = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.loop, self.stop = asyncio.new_event_loop(), Stop()
+        self.thread = threading.Thread(target=self._run)
         self.thread.start()
-        assert self._ready.wait(10)
 
     def _fault(self, error: Exception) -> ApiError:
         self.faults.append(error)
         print(f"fault: {error!r}")
         return ApiError(500, f"fault: {error!r}")
 
-    async def _run(self) -> None:
-        self.loop, self.stop = asyncio.get_running_loop(), Stop()
-        self._ready.set()
-        await serve(self.service, self.place, self._fault, self.stop)
+    def _run(self) -> None:
+        work = serve(self.service, self.place, self._fault, self.stop)
+        self.loop.run_until_complete(work)
+        self.loop.close()
 
     def end(self) -> None:
         """As a signal to end."""
@@ -159,14 +169,18 @@ class Server:
         waiting.result()
 
     def get(self, path: str, method: str = "GET", **more: Any) -> httpx.Response:
-        """The response to a request on a connection of its own."""
         return CLIENT.request(method, self.url + path, **more)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        """The same with this body as JSON, or bytes as they are."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **more.pop("headers", {})}
         return self.get(path, "POST", content=content, headers=headers, **more)
+
+    def chat(self, text: str = "hello", **more: Any) -> httpx.Response:
+        return self.post(CHAT, chat_body(text, **more))
+
+    def message(self, text: str = "hello", **more: Any) -> httpx.Response:
+        return self.post(MESSAGES, message_body(text, **more))
 
     @contextmanager
     def streaming(self, path: str, body: Any) -> Iterator[Iterator[str]]:
@@ -198,22 +212,22 @@ def serving(
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """A conversation that begins."""
     return [{"role": "user", "content": text}]
 
 
+def said(response: httpx.Response) -> str:
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
 def chat_body(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """A small request for a chat completion."""
     return {"model": MODEL, "messages": user(text), **more}
 
 
 def message_body(text: str = "hello", **more: Any) -> dict[str, Any]:
-    """The same for a message of Anthropic's API."""
     return {**chat_body(text), "max_tokens": 300, **more}
 
 
 def ask(client: Any, text: str = "hello", **more: Any) -> Any:
-    """A completion from a client of the openai package."""
     return client.chat.completions.create(model=MODEL, messages=user(text), **more)
 
 
