@@ -68,8 +68,9 @@ class ToyCache:
     def nearest(self, length: int) -> int:
         return min(length, self.length)
 
-    def trim(self, length: int) -> None:
+    def rewind(self, length: int) -> int:
         del self.tokens[length:]
+        return self.length
 
     kind, nbytes = (), 0
 
