@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -74,11 +73,6 @@ class Visibility:
     def low(self) -> int:
         """The first key that any row sees, where it is one of the prefix."""
         return min(self.starts)
-
-    @cached_property
-    def plans(self) -> dict[Any, Any]:
-        """What a kernel has settled for these rows, by the shapes of its arrays."""
-        return {}
 
     @cached_property
     def mask(self) -> mx.array | str | None:

@@ -45,7 +45,6 @@ class Accepted:
         return (*drafts, _value(self.token))
 
     def wait(self) -> Accepted:
-        """Return when the tokens are known."""
         _ = self.tokens
         return self
 

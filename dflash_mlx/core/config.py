@@ -97,7 +97,6 @@ class PairConfig:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """`template` as names and values."""
         return parse_template(self.template)
 
 

@@ -31,7 +31,6 @@ class Checked:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that keep the model from being used."""
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def raise_first(self) -> None:

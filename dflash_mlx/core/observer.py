@@ -30,11 +30,9 @@ class RoundTimer(Observer):
         self._last = time.perf_counter()
 
     def start(self) -> None:
-        """Set the clock."""
         self._last = time.perf_counter()
 
     def mark(self, term: str) -> None:
-        """Attribute the time since the last mark."""
         now = time.perf_counter()
         self.seconds[term] += now - self._last
         self._last = now

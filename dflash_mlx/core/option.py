@@ -60,7 +60,6 @@ class Given:
 
     @classmethod
     def of(cls, **values: Any) -> Given:
-        """These."""
         return cls(tuple(values.items()))
 
 
@@ -119,25 +118,3 @@ def require(condition: bool, name: str, value: Any, allowed: str) -> None:
     """Raise DFlashError that the setting `name` is `value`, unless the condition holds."""
     if not condition:
         raise DFlashError(f"{name} is {value!r}", f"choose {allowed}", name)
-
-
-def require_least(settings: Any, least: int, *names: str) -> None:
-    """`require` that settings, where they are given, are at least so much."""
-    for name in names:
-        value = getattr(settings, name)
-        require(value is None or value >= least, name, value, f"{least} or more")
-
-
-def require_positive(settings: Any, *names: str) -> None:
-    """`require` that settings are finite and above 0."""
-    for name in names:
-        value = getattr(settings, name)
-        require(0 < value < float("inf"), name, value, "a finite number above 0")
-
-
-def require_possible(settings: Any) -> None:
-    """`require` that no whole number is too large to compute with; seeds have their own range."""
-    for name in (f.name for f in fields(settings) if f.name != "seed"):
-        value = getattr(settings, name)
-        fits = not isinstance(value, int) or value <= LARGEST
-        require(fits, name, value, f"at most {LARGEST}")

@@ -46,7 +46,6 @@ class Sampler:
         return mx.softmax(tempered(self.adjusted(logits, history), self.config), axis=-1)
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
-        """Logits [V] as the tokens before them change them."""
         return penalise(logits, history, self.config)
 
     def known(self, history: Sequence[int], best: Callable[[], int]) -> int | None:

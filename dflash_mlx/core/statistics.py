@@ -37,7 +37,6 @@ class Statistics:
     near_ties: NearTies | None = None  # what `--exact` took, None without it
 
     def add_round(self, accepted: Accepted, mode: str = "") -> None:
-        """Count a round, and its mode where one was chosen."""
         self.rounds += 1
         self.drafted.update(set(accepted.tree.depths) - {0})
         self.accepted.update(range(1, len(accepted.path)))
@@ -68,7 +67,6 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafted positions that were accepted."""
         drafted = self.drafted.total()
         return self.accepted.total() / drafted if drafted else 0.0
 
@@ -78,7 +76,6 @@ class Statistics:
         return [self.accepted[k] / self.drafted[k] for k in sorted(self.drafted)]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: counts, seconds, and the derived numbers."""
         near_ties = asdict(self.near_ties or NearTies())
         return {
             **{name: getattr(self, name) for name in _TOLD},

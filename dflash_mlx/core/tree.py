@@ -63,12 +63,10 @@ class Tree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node but the last has exactly one child."""
         return self.parents == tuple(range(-1, len(self) - 1))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Distance of each node from the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -91,11 +89,9 @@ class Tree:
 
     @property
     def is_known(self) -> bool:
-        """Whether nobody has to wait for the drafted tokens."""
         return not isinstance(self.drafts, mx.array) or "drafted" in vars(self)
 
     def wait(self) -> None:
-        """Return when the drafted tokens are known."""
         _ = self.drafted
 
     def ids(self, anchor: mx.array) -> mx.array:
@@ -136,11 +132,9 @@ class Tree:
         return Tree(drafted, tuple(parents), tuple(known), tuple(sources))
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, if there is one."""
         return self._children.get((node, token))
 
     def has_children(self, node: int) -> bool:
-        """Whether any node hangs below `node`."""
         return node in self.parents
 
     @cached_property

@@ -35,27 +35,19 @@ def block_models(pair: Pair) -> list[BlockModel]:
     return [cast(BlockModel, model) for model in pair.of(FAMILY)]
 
 
-class OneDraft(BlockDrafter):
-    """A drafter that makes its tree from one pass over one block."""
-
-    name = "dflash"
-    _model: BlockModel
-
-    def context_of(self, state: State) -> FeatureContext:
-        return contexts_of(state)[0]
-
-
-class BlockDiffusion(OneDraft):
+class BlockDiffusion(BlockDrafter[BlockModel]):
     """[anchor, mask, ..., mask] -> gamma - 1 tokens in one pass."""
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+    name = "dflash"
+
+    def draft_block(self, state: State, rows: int) -> Proposal:
         """The block's most likely tokens as a chain, which may still be on its way."""
+        context = contexts_of(state)[0]
         tokens = self.likeliest(context, state.anchor, rows).astype(state.anchor.dtype)
         mx.async_eval(tokens)
         return Proposal(Tree.chain(tokens))
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
-        """Tokens [rows - 1], each the likeliest at its position."""
         return self._model.likeliest(context, anchor, rows)
 
 
@@ -67,7 +59,7 @@ class SelectedPath(BlockDiffusion):
         return candidates.at(candidates.likeliest()[0])
 
 
-class BestFirst(OneDraft):
+class BestFirst(BlockDrafter[BlockModel]):
     """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
 
     Of a linked drafter (DFlash 2, DSpark) every token's probability is that after the one before.
@@ -83,7 +75,6 @@ class BestFirst(OneDraft):
         self._nodes, self._width = nodes, width
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
-        """Trees of up to `nodes` nodes, from one pass over all blocks."""
         asks = [
             Ask(contexts_of(state)[0], state.anchor, min(self.block_size, remaining))
             for state, remaining in zip(states, rooms, strict=True)
@@ -94,7 +85,7 @@ class BestFirst(OneDraft):
             for ask in asks
         ]
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
+    def draft_block(self, state: State, rows: int) -> Proposal:
         return self.draft_all([state], [rows])[0]
 
 
@@ -107,8 +98,10 @@ class RankedChain(BestFirst):
         super().__init__(model, None, nodes=model.block_size, width=1)
 
 
-class DrawnBlock(OneDraft):
+class DrawnBlock(BlockDrafter[BlockModel]):
     """Every token drawn from the drafter's distribution, for rejection sampling."""
+
+    name = "dflash"
 
     def __init__(
         self,
@@ -120,9 +113,8 @@ class DrawnBlock(OneDraft):
         super().__init__(model, block_size)
         self._drawing = Drawing(sampling, weighed)
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
-        """A chain that knows what it was drawn from."""
-        drawn = self.drawn(context, state.anchor, rows, self._drawing.key(state))
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        drawn = self.drawn(contexts_of(state)[0], state.anchor, rows, self._drawing.key(state))
         return self._drawing.proposal(state, *drawn)
 
     def drawn(

@@ -46,6 +46,7 @@ class Scope:
     """What may be proposed."""
 
     sources: tuple[str, ...] = ()  # names of where drafted tokens come from
+    drafts: bool = True  # the drafter is run; otherwise lookups alone
     looks_up: bool = True  # n-gram continuations join every tree, and a plain round, at no cost
     chains: bool = False  # nothing else is verified
 
@@ -73,26 +74,25 @@ class BatchBudget:
     unlucky drafts must not park what pays. What was learned, and whether plain rounds run unseen,
     holds for all its sequences; what several take and bring together is learned by their number.
 
-    model: whose name and context this has. drafters: by name; they share that context, and their
-    trees know log-probabilities. times: None where no pass was timed; then trees have `SAFE` rows
-    until a round tells how long they take. clock: seconds.
+    drafter: its trees know log-probabilities. times: None where no pass was timed; then trees have
+    `SAFE` rows until a round tells how long they take. clock: seconds.
     """
 
     def __init__(
         self,
-        model: Drafter,
-        drafters: dict[str, Drafter],
+        drafter: Drafter,
         times: PassTimes | None,
         scope: Scope = Scope(),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._model, self._drafters = model, drafters
-        self.name, self.aux_layers = model.name, model.aux_layers
+        self.drafter, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
         self._scope, self.clock = scope, clock
         self.newest: Callable[[], PassTimes | None] = lambda: times  # may have been timed since
         self._times, rounds = times, RoundTimes(times)
         one_row = rounds.plain(1, ())
-        arms = [Arm(_PLAIN, 1.0, one_row), *(Arm(label, 2.0, one_row) for label in drafters)]
+        arms = [Arm(_PLAIN, 1.0, one_row)]
+        if scope.drafts:
+            arms.append(Arm("draft", 2.0, one_row))
         # of one sequence, or of an earlier session
         self.experience = Experience(arms, Reliability(scope.sources), rounds)
         self._together: dict[int, Experience] = {}
@@ -101,14 +101,12 @@ class BatchBudget:
 
     @property
     def rounds_ahead(self) -> int:
-        """One while plain rounds follow each other unseen, else none."""
         return 1 if self._blind else 0
 
     def new_context(self) -> Context:
-        return self._model.new_context()
+        return self.drafter.new_context()
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
-        """A part of each sequence's tree, so that all bring most tokens per second together."""
         now = self.clock() - sum(state.paused for state in states)
         one, known = len(states), self._known(len(states))
         self._learn(known, states, now)
@@ -150,7 +148,7 @@ class BatchBudget:
         contexts = _contexts(states)
         plain.planned = Average(known.times.plain(len(states), contexts))
         for arm in drafts:
-            arm.plan(partial(known.times.of, contexts=contexts), known.rate)
+            arm.plan(partial(known.times.of, contexts=contexts))
         if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
@@ -161,9 +159,9 @@ class BatchBudget:
 
         A second pass follows where it pays.
         """
-        drafter, drafts = self._drafters.get(arm.name), [Proposal(Tree.chain())] * len(states)
-        start, rate, second = self.clock(), known.rate, known.second
-        if drafter is not None:
+        drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
+        start, rate, second = self.clock(), known.best.rate, known.second
+        if arm.name != _PLAIN:
             drafts = _begin(drafter, states, share)
             for draft in drafts:
                 draft.tree.wait()
@@ -213,7 +211,6 @@ class BatchBudget:
         drafts: Sequence[Proposal],
         before: float,
     ) -> Cut:
-        """The nodes that promise most tokens per second together, all roots among them."""
         times, trees, contexts = known.times, [draft.tree for draft in drafts], _contexts(states)
         seconds = partial(times.of, contexts=contexts)
         if sum(map(len, trees)) == len(trees):
@@ -224,7 +221,7 @@ class BatchBudget:
             most = min(most, max(SAFE, len(trees)))
         reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
         kept, count, sizes = worth_keeping(
-            trees, reached, seconds, known.rate, most, self._branching(times)
+            trees, reached, seconds, before, most, self._branching(times)
         )
         expected = sum(float(part[nodes].sum()) for part, nodes in zip(reached, kept, strict=True))
         parts = [draft.part(nodes) for draft, nodes in zip(drafts, kept, strict=True)]
@@ -277,7 +274,6 @@ def _contexts(states: Sequence[State]) -> list[int]:
 
 
 def _begin(drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
-    """What the drafter proposes, of two passes the first."""
     if isinstance(drafter, TwoPass):
         return [*drafter.begin(states, [min(state.remaining, share) for state in states])]
     return drafter.propose(states, share * len(states))
@@ -296,11 +292,10 @@ def within_budget(
         pair.calibrate(again=True)
     elif target.pass_times is None:
         target.pass_times = stored_times(target)
-    drafters = {"draft": drafter} if method.family else {}
-    sources = tuple(source.name for source in method.sources)
-    looks_up = config.lookup or not method.family
-    scope = Scope(sources, looks_up, chains or not target.takes_trees)
-    budget = BatchBudget(drafter, drafters, target.pass_times, scope)
+    drafts, sources = bool(method.family), tuple(source.name for source in method.sources)
+    looks_up = config.lookup or not drafts
+    scope = Scope(sources, drafts, looks_up, chains or not target.takes_trees)
+    budget = BatchBudget(drafter, target.pass_times, scope)
     budget.newest = lambda: target.pass_times
     settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1, lookup=looks_up)
     settings = replace(settings, structure=StructureConfig())

@@ -35,11 +35,9 @@ class Average:
 
     @property
     def mean(self) -> float:
-        """Of the last values that it remembers."""
         return self._total / self._weight
 
     def add(self, value: float) -> None:
-        """Take in one more."""
         self._total = self._total * self._keep + value
         self._weight = self._weight * self._keep + 1
 
@@ -57,7 +55,6 @@ class DraftTimes:
 
     @property
     def known(self) -> bool:
-        """Whether there was one."""
         return bool(self._latest)
 
     def of(self, branches: Any = 1) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
@@ -24,11 +24,10 @@ from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
     DRAFT,
     LOOKUP,
-    MOST_BRANCHES,
     SECOND_DRAFT,
-    USUAL_BRANCHES,
     Method,
     Plan,
+    branches_option,
     check_block_size,
 )
 from dflash_mlx.drafters.networks.context import DualContext
@@ -67,11 +66,9 @@ class JointGrowth:
         return likeliest(root | likeliest(found, self._branches - 1), self._branches)
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
-        """The likeliest prefixes, each token as the best informed drafts see it."""
         return best_first(self._both(first, second), self._nodes, second)
 
     def _both(self, first: Choices, second: Drafts) -> Choices:
-        """Choices from the draft with the longest prefix in common, and from the first."""
         longest = max(map(len, second), default=-1)
 
         def choices(path: Path) -> Offers | None:
@@ -125,7 +122,6 @@ class DualDiffusion(TwoPass):
 
     @property
     def _ends(self) -> tuple[BlockModel, BlockModel]:
-        """What drafts first, and what continues it."""
         return self._models[0], self._models[-1]
 
     def new_context(self) -> DualContext:
@@ -172,7 +168,6 @@ class DualDiffusion(TwoPass):
     def second(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[dict[Path, Choices]]:
-        """For each sequence what the second drafter offers after each of so many prefixes."""
         chosen = [list(draft.branches)[:n] for draft, n in zip(drafts, counts, strict=True)]
         return self.behind(states, drafts, chosen)
 
@@ -196,15 +191,10 @@ class DualDiffusion(TwoPass):
 class DualOptions(Options):
     """The options of `d2sd`."""
 
-    branches: int | None = option(
-        None,
+    branches: int | None = branches_option(
         f"prefixes that the second drafter continues (default: {BRANCHES}); makes auto d2sd where "
         "the target can verify trees",
-        label="Branches",
-        least=1,
-        most=MOST_BRANCHES,
-        usual=USUAL_BRANCHES,
-        type=int,
+        "Branches",
     )
     second_block_size: int | None = option(
         None,
@@ -222,15 +212,9 @@ class DualOptions(Options):
         """How trees grow, before any of them is cut."""
         return JointGrowth(self.branches or BRANCHES, how.nodes)
 
-    def drafter(
-        self,
-        first: BlockModel,
-        second: BlockModel | None,
-        growth: Growth,
-        sizes: Sequence[int | None],
-    ) -> DualDiffusion:
-        """The drafter with these options."""
-        return DualDiffusion(first, second, growth, sizes)
+    def drafter(self, *parts: Any) -> DualDiffusion:
+        """What `DualDiffusion` makes of these parts."""
+        return DualDiffusion(*parts)
 
 
 def _make(how: Plan) -> Drafter:

@@ -36,7 +36,6 @@ class Instead:
     def of(
         cls, trees: Sequence[Tree], drafts: Sequence[FirstDraft], counts: Sequence[int], rows: float
     ) -> Instead:
-        """Where so many branches of each draft were gone on with."""
         pairs = zip(drafts, counts, strict=True)
         mass = sum(sum([*draft.branches.values()][:count]) for draft, count in pairs)
         return cls(trees, mass, rows)
@@ -90,7 +89,6 @@ class SecondPass:
         return [chosen.count(i) for i in range(len(drafts))], tried
 
     def learn(self, instead: Instead, accepted: Sequence[Accepted]) -> None:
-        """Take in what a pass has brought."""
         self.gain.add(instead.gain(accepted) - instead.rows)
         self.mass.add(instead.mass)
 
@@ -113,10 +111,10 @@ class Arm:
         self.planned.add(planned)
         self._promises.append(sizes)
 
-    def plan(self, seconds: Callable[[Any], Any], rate: float) -> None:
+    def plan(self, seconds: Callable[[Any], Any]) -> None:
         """Expect of an answer what the last drafts would promise behind its context."""
         fixed = float(self.drafts.of())
-        best = [(sizes, sizes.best(seconds, rate)[0]) for sizes in self._promises]
+        best = [(sizes, sizes.best(seconds, fixed)[0]) for sizes in self._promises]
         if best:
             self.tokens.fade(mean(float(sizes.expected[n - 1]) for sizes, n in best))
             self.planned.fade(mean(fixed + sizes.cost(seconds, n) for sizes, n in best))
@@ -125,12 +123,10 @@ class Arm:
 
     @property
     def seconds(self) -> float:
-        """Expected per round, on a machine that does nothing else."""
         return self.planned.mean * self.bias.mean
 
     @property
     def rate(self) -> float:
-        """Expected tokens per second."""
         return self.tokens.mean / self.seconds
 
     def loss(self, rate: float) -> float:
@@ -156,7 +152,6 @@ class Cut:
 
     @property
     def rows(self) -> int:
-        """Of the pass."""
         return sum(len(part.tree) for part in self.parts)
 
 
@@ -169,18 +164,8 @@ class Experience:
     times: RoundTimes
     second: SecondPass = field(default_factory=SecondPass)
 
-    def __post_init__(self) -> None:
-        plain = self.arms[0]
-        self._tokens, self._seconds = Average(plain.tokens.mean), Average(plain.seconds)
-
-    @property
-    def rate(self) -> float:
-        """Expected tokens per second of the latest rounds, on a machine that does nothing else."""
-        return self._tokens.mean / self._seconds.mean
-
     @property
     def best(self) -> Arm:
-        """The arm with most expected tokens per second."""
         return max(self.arms, key=lambda arm: arm.rate)
 
     def choose(self) -> tuple[Arm, tuple[tuple[str, float], ...], bool]:
@@ -194,12 +179,9 @@ class Experience:
         return best, rates, False
 
     def spent(self, arm: Arm, cut: Cut, took: float) -> None:
-        """Take in the seconds of a round."""
         drafted, machine = cut.drafts or arm is not self.arms[0], self.times.machine.mean
         seconds = self.times.learn(cut.rows, drafted, cut.before, took, cut.seconds)
         arm.bias.add(seconds / (cut.seconds * machine))
-        self._tokens.add(cut.tokens)
-        self._seconds.add(seconds / machine)
         self.second.waited += took
         for other in self.arms:
             other.waited = 0.0 if other is arm else other.waited + took

@@ -5,21 +5,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import Options
+from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
 from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
-from dflash_mlx.engine.pair import Capabilities, Pair
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair
+from dflash_mlx.engine.state import Context, State
 
 MOST_NODES = 48  # of a tree that the budget then cuts
-MOST_BRANCHES, USUAL_BRANCHES = 32, ("1", "2", "4", "6", "8")
+MOST_BRANCHES = 32
+
+Model = TypeVar("Model", bound=DraftModel)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,6 @@ class Plan:
 
     @property
     def nodes(self) -> int:
-        """The most nodes of a tree, its root included."""
         return self.config.budget or MOST_NODES
 
 
@@ -90,13 +91,51 @@ class Method:
 
     @property
     def own(self) -> dict[str, Field[Any]]:
-        """Its own options by name."""
         return {option.name: option for option in fields(self.options)}
 
     def called(self, capabilities: Capabilities) -> str:
         """The label with what a pair can draft with."""
         lone = self.lone_label and capabilities.count(self.family) == 1
         return self.lone_label if lone else self.label
+
+
+class BlockDrafter(EachAlone, Generic[Model]):
+    """A drafter whose trees are no deeper than the block that its model was trained for.
+
+    block_size: 2 up to that size, which is its default; DFlashError for another.
+    """
+
+    rounds_ahead = 0
+
+    def __init__(self, model: Model, block_size: int | None = None) -> None:
+        check_block_size(block_size, model.block_size)
+        self.block_size = block_size or model.block_size
+        self.aux_layers = model.aux_layers
+        self._model = model
+
+    def new_context(self) -> Context:
+        return self._model.new_context()
+
+    def draft(self, state: State, remaining: int) -> Proposal:
+        rows = min(self.block_size, remaining)
+        return Proposal(Tree.chain()) if rows == 1 else self.draft_block(state, rows)
+
+    @abstractmethod
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        """A tree whose paths have up to `rows` >= 2 tokens, the anchor included."""
+
+
+def branches_option(help: str, label: str = "") -> Any:
+    """The option `branches` of a method."""
+    return option(
+        None,
+        help,
+        label=label,
+        least=1,
+        most=MOST_BRANCHES,
+        usual=("1", "2", "4", "6", "8"),
+        type=int,
+    )
 
 
 def check_block_size(block_size: int | None, most: int, option: str = "block_size") -> None:
@@ -107,39 +146,3 @@ def check_block_size(block_size: int | None, most: int, option: str = "block_siz
             f"choose 2 to {most}",
             option,
         )
-
-
-class BlockDrafter(EachAlone):
-    """A drafter that makes its tree from one block of its model.
-
-    block_size: tokens of the longest path, the anchor included, 2 up to the model's (its default).
-    Raises DFlashError for another size.
-    """
-
-    name: str
-    rounds_ahead = 0
-
-    def __init__(self, model: Any, block_size: int | None = None) -> None:
-        check_block_size(block_size, model.block_size)
-        self.block_size: int = block_size or model.block_size
-        self.aux_layers: tuple[int, ...] = model.aux_layers
-        self._model = model
-
-    def new_context(self) -> Any:
-        """An empty context for one sequence."""
-        return self._model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
-        """A tree no deeper than the block and `remaining` allow; its root alone where that is 1."""
-        rows = min(self.block_size, remaining)
-        if rows == 1:
-            return Proposal(Tree.chain())
-        return self.draft_block(state, self.context_of(state), rows)
-
-    def context_of(self, state: State) -> Any:
-        """What its model remembers of a sequence."""
-        return state.context
-
-    @abstractmethod
-    def draft_block(self, state: State, context: Any, rows: int) -> Proposal:
-        """The tree of a block of `rows` >= 2 rows, the anchor included."""

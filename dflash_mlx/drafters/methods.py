@@ -13,13 +13,7 @@ from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
 from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.method import (
-    GRAMMAR,
-    Method,
-    Plan,
-    TokenSource,
-    check_block_size,
-)
+from dflash_mlx.drafters.method import GRAMMAR, Method, Plan, TokenSource, check_block_size
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Capabilities, Pair
@@ -152,7 +146,6 @@ def _takes(method: Method, setting: str) -> bool:
 
 
 def _offered(setting: str) -> list[str]:
-    """The methods of `--method` that a setting belongs to."""
     return [name for name in takers(setting) if not METHODS[name].is_control]
 
 
@@ -184,7 +177,6 @@ def _auto(config: DecodeConfig, capabilities: Capabilities) -> Method:
 
 
 def _serves(method: Method, capabilities: Capabilities) -> bool:
-    """Whether `auto` may be this method with such a pair."""
     drafted = not method.family or capabilities.count(method.family) > 0
     return method.preference > 0 and drafted and (capabilities.trees or not method.needs_trees)
 
@@ -290,5 +282,5 @@ def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     drafter = method.make(how)
     if how.fixed:
         return drafter
-    only_chains = how.drawn or not (method.has_budget or method.needs_trees)
-    return within_budget(drafter, method, pair, config, only_chains)
+    takes_trees = method.has_budget or method.needs_trees or not method.family
+    return within_budget(drafter, method, pair, config, how.drawn or not takes_trees)

@@ -17,13 +17,9 @@ from dflash_mlx.verifier.saved import Saved
 class NoContext:
     """Remembers nothing and needs nothing, so it is up to date at any length."""
 
-    @property
-    def length(self) -> int:
-        return sys.maxsize
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return []
+    length = sys.maxsize
+    arrays: list[mx.array] = []
+    kind: Kind = ((), ())
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
         pass
@@ -33,10 +29,6 @@ class NoContext:
 
     def trim(self, length: int) -> None:
         pass
-
-    @property
-    def kind(self) -> Kind:
-        return (), ()
 
     def fork(self) -> NoContext:
         return self

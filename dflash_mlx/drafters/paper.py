@@ -16,16 +16,10 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import dual_diffusion
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, OneDraft, block_models
-from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel, FeatureContext
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, block_models, contexts_of
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dual_diffusion import (
-    BRANCHES,
-    Drafts,
-    DualDiffusion,
-    DualOptions,
-    Growth,
-)
+from dflash_mlx.drafters.dual_diffusion import BRANCHES, Drafts, DualDiffusion, DualOptions, Growth
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
@@ -38,7 +32,7 @@ from dflash_mlx.drafters.growth.grow import (
     walk,
 )
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
-from dflash_mlx.drafters.method import DRAFT, MOST_BRANCHES, USUAL_BRANCHES, Method, Plan
+from dflash_mlx.drafters.method import DRAFT, BlockDrafter, Method, Plan, branches_option
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
@@ -83,11 +77,9 @@ class PaperGrowth:
         return likeliest(chosen, len(chosen))
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
-        """The first draft and its continuations, merged."""
         return Tree.of_chains(self._chains(first, second))
 
     def _chains(self, first: Choices, second: Drafts) -> list[Chain]:
-        """The first draft, then the branches, all from the root on."""
         chains: list[Chain] = [(*walk(first), FIRST)]
         for prefix, choices in second.items():
             if choices is first:  # a drafter that continues itself
@@ -109,7 +101,6 @@ class AblatedDual(DualDiffusion):
     levels = 2
 
     def ablated(self, levels: int, extends: bool = True) -> AblatedDual:
-        """Itself, with these."""
         self.levels = levels
         self._longest = self._sizes[1] if extends else min(self._sizes)
         return self
@@ -236,14 +227,7 @@ class ScheduledOptions(MaskedOptions):
         "90 % sure",
         choices=SCHEDULES,
     )
-    branches: int | None = option(
-        None,
-        "samples of the draft, merged to a tree",
-        least=1,
-        most=MOST_BRANCHES,
-        usual=USUAL_BRANCHES,
-        type=int,
-    )
+    branches: int | None = branches_option("samples of the draft, merged to a tree")
 
     @property
     def denoising(self) -> Scheduled:
@@ -266,7 +250,7 @@ class ScheduledOptions(MaskedOptions):
         return partial(sampled, samples=self.branches, seed=seed, nodes=nodes), SAMPLED_FROM
 
 
-class Resample(OneDraft):
+class Resample(BlockDrafter[BlockModel]):
     """One DFlash pass; its likeliest block and `samples` draws of the block, merged to a tree.
 
     The control that says what D2SD's second drafter is worth. A draw takes a token at every
@@ -280,24 +264,17 @@ class Resample(OneDraft):
         super().__init__(model, block_size)
         self._samples, self._seed = samples, seed
 
-    def draft_block(self, state: State, context: FeatureContext, rows: int) -> Proposal:
-        logits = np.array(self._model.logits(context, state.anchor, rows).astype(mx.float32))
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        logits = self._model.logits(contexts_of(state)[0], state.anchor, rows).astype(mx.float32)
         generator = np.random.default_rng((self._seed, state.position))
-        return Proposal(merge_samples(log_softmax(logits), self._samples, generator))
+        return Proposal(merge_samples(log_softmax(np.array(logits)), self._samples, generator))
 
 
 @dataclass(frozen=True)
 class ResampleOptions(Options):
     """The options of `resample`."""
 
-    branches: int | None = option(
-        None,
-        f"draws of the block (default: {BRANCHES})",
-        least=1,
-        most=MOST_BRANCHES,
-        usual=USUAL_BRANCHES,
-        type=int,
-    )
+    branches: int | None = branches_option(f"draws of the block (default: {BRANCHES})")
 
 
 def _make_resample(how: Plan) -> Drafter:

@@ -29,7 +29,6 @@ class TwoPass(EachAlone):
         return self.draft_all([state], [remaining])[0]
 
     def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
-        """The trees of both passes, no deeper than `rooms` allow."""
         drafts = self.begin(states, rooms)
         return self.second_pass(states, drafts, [len(draft.branches) for draft in drafts])
 

@@ -16,16 +16,12 @@ _WINDOW = 16  # steps whose sequences are sorted by length among themselves
 
 @dataclass(frozen=True)
 class TextTokens:
-    """A training sequence: its tokens [L], where the answer begins, and what the target prefers.
+    """A training sequence, and what the target prefers after each of its tokens."""
 
-    likely: [L, K], the target's most likely next tokens after every token, greedy choice first.
-    shares: [L, K], their probabilities.
-    """
-
-    tokens: Array
+    tokens: Array  # [L]
     prompt_length: int
-    likely: Array
-    shares: Array
+    likely: Array  # [L, K], the most likely next tokens, greedy choice first
+    shares: Array  # [L, K], their probabilities
 
     @property
     def anchors(self) -> Array:
@@ -35,24 +31,17 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A blocks of each of S sequences.
+    """A blocks of each of S sequences."""
 
-    rows: [S], which sequences. anchors: [S, A]. tokens: [S, A, B], the true ones, 0 where the
-    text has ended. prefixes: [S, A], how many drafts after the anchor are visible. likely, shares:
-    [S, A, B, K], the tokens that the target finds likeliest at each position, its greedy choice
-    first, and their probabilities. supervised: [S, A, B], where these are known: behind the
-    prefix, up to and with the first choice that the text does not follow. revealed: [S, A, B],
-    tokens that are visible besides, None for none.
-    """
-
-    rows: Array
-    anchors: Array
-    tokens: Array
-    prefixes: Array
-    likely: Array
-    shares: Array
+    rows: Array  # [S], which sequences
+    anchors: Array  # [S, A]
+    tokens: Array  # [S, A, B], the true ones, 0 where the text has ended
+    prefixes: Array  # [S, A], how many drafts after the anchor are visible
+    likely: Array  # [S, A, B, K], what the target finds likeliest there, greedy choice first
+    shares: Array  # [S, A, B, K], their probabilities
+    # [S, A, B], where these are known: up to and with the first choice not followed by the text.
     supervised: Array
-    revealed: Array | None = None
+    revealed: Array | None = None  # [S, A, B], tokens that are visible besides
 
     @property
     def labels(self) -> Array:
@@ -71,20 +60,18 @@ class BlockSampler:
     """Blocks of a step, a function of (seed, step) alone, so that a resumed run sees the same.
 
     An epoch splits each sequence's anchors, shuffled, into groups of A (the last one filled up with
-    repeats), shuffles the groups and takes S of them a step, of texts of like length. shape: S and
-    A. prefix_base: beta of the law Pr(l = j) ~ beta^j of visible prefixes,
-    j = least_prefix .. B - 2 (D2SD, arXiv 2606.04446); None for DFlash, whose prefixes are 0.
-    reveal_share: of the blocks, which show each of their tokens with a probability 1 - t,
-    t ~ U(0, 1), as masked diffusion does. short_share: of the steps, whose blocks are half as long:
-    the first drafts decide most, and cost less so.
+    repeats), shuffles the groups and takes S of them a step, of texts of like length.
     """
 
     texts: Sequence[TextTokens]
     block_size: int
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # S and A
     seed: int
+    # beta of the law Pr(l = j) ~ beta^j of visible prefixes, j = least_prefix .. B - 2 (D2SD, arXiv
+    # 2606.04446); None for DFlash, whose prefixes are 0.
     prefix_base: float | None = None
-    short_share: float = 0.0
+    short_share: float = 0.0  # of the steps, whose blocks are half as long
+    # Of the blocks, which show each of their tokens with a probability 1 - t, t ~ U(0, 1).
     reveal_share: float = 0.0
     least_prefix: int = 0
 
@@ -96,7 +83,6 @@ class BlockSampler:
         self._epoch = -1
 
     def blocks(self, step: int) -> Blocks:
-        """The blocks of step 0, 1, ..."""
         epoch, within = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._shuffle(epoch)
@@ -115,7 +101,6 @@ class BlockSampler:
         return self._reveal(blocks, rng) if self.reveal_share else blocks
 
     def _reveal(self, blocks: Blocks, rng: np.random.Generator) -> Blocks:
-        """With some of their texts' tokens shown; these teach nothing."""
         shape = *blocks.anchors.shape, 1
         masked = np.where(rng.random(shape) < self.reveal_share, rng.random(shape), 1.0)
         ends = np.array([len(self.texts[row].tokens) for row in blocks.rows])[:, None, None]
@@ -139,7 +124,6 @@ class BlockSampler:
         return -(-len(text.anchors) // self._anchors)
 
     def _choose(self, text: TextTokens, wanted: int, rng: np.random.Generator) -> Array:
-        """An epoch's anchors of a text, about `wanted`."""
         return rng.permutation(text.anchors)
 
     def _by_length(self, order: Array, rng: np.random.Generator) -> Array:

@@ -56,11 +56,7 @@ class Acceptance:
 
 
 def in_words(by_position: Iterable[float], by_prefix: Sequence[float]) -> str:
-    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ...
-
-    by_prefix: mean number of right drafts after a kept prefix of 0, 1, ... tokens, told where there
-    are several.
-    """
+    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ...; see `Record`."""
     shares = " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
     told = f"{1 + by_prefix[0]:.3f} tokens/round | by position {shares}"
     lengths = " ".join(f"{length:.2f}" for length in by_prefix)
@@ -133,10 +129,8 @@ def main(argv: Sequence[str]) -> None:
     cli.check_output(arguments.json)
     data = cli.read_options(arguments, DataConfig)
     pair = load_target(cli.read_pair_config(arguments).model)
-    drafters = {
-        name: read_trainee(resolve_folder(name, "drafter"), pair.target)
-        for name in arguments.drafter
-    }
+    folders = {name: resolve_folder(name, "drafter") for name in arguments.drafter}
+    drafters = {name: read_trainee(folder, pair.target) for name, folder in folders.items()}
     aux_layers = {drafter.config.aux_layers for drafter in drafters.values()}
     if len(aux_layers) > 1:
         raise DFlashError("the drafters read different layers", "compare them one by one")

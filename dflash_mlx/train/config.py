@@ -7,14 +7,9 @@ from typing import Any
 
 from dflash_mlx.core.config import AUTO, HOTTEST, MOST_ROWS
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import (
-    check_values,
-    option,
-    require,
-    require_positive,
-    require_possible,
-)
+from dflash_mlx.core.option import ABOVE_0, check_values, option
 
+ENDLESS = float("inf")
 TRAIN_MODES = ("dflash", "variable-prefix", "specdiff", "eagle3")
 
 
@@ -22,8 +17,8 @@ def _count(default: int | None, help: str, least: int = 1, most: int | None = No
     return option(default, help, type=int, least=least, most=most)
 
 
-def _number(default: float | None, help: str) -> Any:
-    return option(default, help, type=float)
+def _number(default: float | None, help: str, most: float | None = None) -> Any:
+    return option(default, help, type=float, least=ABOVE_0, most=most)
 
 
 def _share(default: float, help: str) -> Any:
@@ -34,7 +29,6 @@ class _Checked:
     """Settings whose fields carry what they may be."""
 
     def __post_init__(self) -> None:
-        require_possible(self)
         check_values(self)
 
 
@@ -44,7 +38,7 @@ class StepConfig(_Checked):
 
     weight_decay: float = option(0.01, "AdamW's decay of the weights", type=float, least=0)
     clip: float = _number(1.0, "largest norm of a gradient")
-    minutes: float | None = _number(None, "train for so long, over all runs together")
+    minutes: float | None = _number(None, "train for so long, over all runs together", ENDLESS)
     steps: int | None = _count(None, "train for so many steps, over all runs together")
     sequences: int = _count(8, "sequences per step")
     anchors: int = _count(32, "blocks per sequence and step")
@@ -63,10 +57,6 @@ class StepConfig(_Checked):
     warmup: int = _count(100, "steps until the peak", 0)
     held_out: int = _count(50, "keep every so many-th row of a corpus for measuring", 2)
     seed: int = _count(0, "decides first weights, anchors, prefixes and order", 0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "learning_rate", "clip", "prefix_base")
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ class TrainConfig(StepConfig):
     loss: str = option("dpace", "how positions in a block are weighted", choices=("dpace", "decay"))
     soft: float = _share(0.5, "how much of every label is the target's own distribution")
     tau: float = _number(4.0, "decay loss: positions until the weight is 1/e")
-    alpha: float = _number(0.5, "dpace loss: smoothing of the confidences")
+    alpha: float = _number(0.5, "dpace loss: smoothing of the confidences", 1)
     least_prefix: int = _count(
         0, "variable-prefix: tokens behind the anchor that are visible at least", 0
     )
@@ -102,10 +92,6 @@ class TrainConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "tau", "evaluate_minutes")
-        endless_ok = self.minutes is None or self.minutes > 0
-        require(endless_ok, "minutes", self.minutes, "a number above 0")
-        require(0 < self.alpha <= 1, "alpha", self.alpha, "a number above 0 and up to 1")
         if (self.minutes is None) == (self.steps is None):
             ends = "no end" if self.steps is None else "two ends"
             raise DFlashError(f"the training has {ends}", "give either --minutes or --steps")
@@ -122,18 +108,14 @@ class SelectorTraining(StepConfig):
     learning_rate: float = _number(1e-2, "AdamW's peak")
     warmup: int = _count(50, "steps until the peak", 0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "minutes")
-
 
 @dataclass(frozen=True)
 class CorpusConfig(_Checked):
     """How the target's own answers are collected, as training data for drafters."""
 
     greedy_share: float = _share(0.5, "share of prompts answered greedily")
-    temperature: float = _number(0.6, "of the other answers")
-    top_p: float = _number(0.95, "of the other answers")
+    temperature: float = _number(0.6, "of the other answers", HOTTEST)
+    top_p: float = _number(0.95, "of the other answers", 1)
     max_tokens: int = _count(220, "cut answers after this many tokens")
     batch_size: int = _count(128, "answers decoded at once")
     method: str = option(
@@ -152,16 +134,6 @@ class CorpusConfig(_Checked):
     opening: tuple[str, ...] = option(
         (), "how a user turn begins; may be given several times, taken in turn", action="append"
     )
-    self_temperature: float = _number(0.9, "of the user turns that the model writes")
-    self_top_p: float = _number(0.95, "of the user turns that the model writes")
+    self_temperature: float = _number(0.9, "of the user turns that the model writes", HOTTEST)
+    self_top_p: float = _number(0.95, "of the user turns that the model writes", 1)
     self_max_tokens: int = _count(200, "drop user turns that are longer")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("temperature", "self_temperature"):
-            value = getattr(self, name)
-            require(0 < value <= HOTTEST, name, value, f"a number above 0 and up to {HOTTEST:g}")
-        for name in ("top_p", "self_top_p"):
-            value = getattr(self, name)
-            require(0 < value <= 1, name, value, "a number above 0 and up to 1")
-        require(not isinstance(self.opening, str), "opening", self.opening, "a tuple of texts")

@@ -1,33 +1,58 @@
-"""From corpus files to what a trainer reads: texts, their features, and which are held out."""
+"""From corpus files to what a trainer reads: texts, and the target's features.
+
+What it thinks is computed once and kept on disk. A folder is named by what it holds, so that it
+never holds anything else: a .safetensors file per sequence of T tokens, with `features` [T, m*d]
+(the bits of bfloat16), `choices` [T, 2 * CHOICES] (the target's most likely next tokens after every
+token, with their probabilities) and, in its metadata, a CRC-32 of each. A file is complete before
+it takes its name, so an interrupted build goes on where it stopped.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import sys
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 import platformdirs
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from dflash_mlx.core.config import option
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import ABOVE_0, check_values, option, require
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.ranks import launched
+from dflash_mlx.system import cpu_math
+from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
-from dflash_mlx.train.features import FeatureCache, target_fingerprint, vocabulary_size
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+
+CHOICES = 8  # next tokens that are kept
+CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
+
+_VERSION = 3  # of the files
+_ROWS = 64  # of logits that are sorted at once
+_BYTES = 2  # of a bfloat16
+_CHUNK = 512  # tokens per target pass
+_BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
 
 
 @dataclass(frozen=True)
 class Text(TextTokens):
-    """A row of a corpus. number: in its file. cache, place: where its features are, if any."""
+    """A row of a corpus."""
 
     row: CorpusRow
-    number: int
-    cache: FeatureCache | None = None
-    place: int = 0
+    number: int  # in its file
+    cache: FeatureCache | None = None  # where its features are, if any
+    place: int = 0  # in that
 
     @classmethod
     def of(cls, row: CorpusRow, number: int, cache: FeatureCache, place: int) -> Text:
@@ -47,19 +72,16 @@ class Text(TextTokens):
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of corpora. name: tells corpora, targets and taps apart."""
+    """Rows of corpora."""
 
-    name: str
+    name: str  # tells corpora, targets and taps apart
     texts: list[Text]
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def features(self, chosen: Array, starts: Array, length: int) -> mx.array:
-        """[S, length, m*d] float32 of the texts `chosen` [S] from token `starts` [S] on.
-
-        Zeros after their ends.
-        """
+        """[S, length, m*d] float32 from token `starts` [S] of texts [S] on; zeros after the end."""
         parts = []
         for i, start in zip(chosen, starts.tolist(), strict=True):
             text = self.texts[i]
@@ -69,7 +91,7 @@ class Texts:
         return mx.stack(parts)
 
     def tokens(self, chosen: Array, start: int, length: int) -> Array:
-        """[S, length] tokens of the texts `chosen` [S] from `start` on; 0 after their ends."""
+        """[S, length] tokens from `start` of texts [S] on; 0 after the end."""
         result = np.zeros((len(chosen), length), np.int64)
         for row, i in zip(result, chosen, strict=True):
             tokens = self.texts[i].tokens[start : start + length]
@@ -77,18 +99,15 @@ class Texts:
         return result
 
     def greedy(self) -> Texts:
-        """Those that are the target's greedy answers."""
         return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])
 
     def split(self, held_out: int) -> tuple[Texts, Texts]:
-        """What to train on, and what to measure with.
+        """What to train on, and what to measure with: rows 0, held_out, ... of every file.
 
-        Rows 0, held_out, 2 held_out, ... of every file are kept out of training. Only the greedy
-        ones among them, if there are any, measure: of the others only the first draft could be
-        judged. Raises DFlashError when nothing is left to train on.
+        Only the greedy ones among these, if there are any, measure: of the others only the first
+        draft could be judged. Raises DFlashError when nothing is left to train on.
         """
-        if held_out < 2:
-            raise DFlashError(f"held_out is {held_out}", "choose 2 or more", "held_out")
+        require(held_out >= 2, "held_out", held_out, "2 or more")
         train = replace(self, texts=[text for text in self.texts if text.number % held_out])
         kept = replace(self, texts=[text for text in self.texts if not text.number % held_out])
         if not len(train):
@@ -108,14 +127,12 @@ class DataConfig:
         "where the target's features are kept (default: with this user's other caches)",
         type=Path,
     )
-    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float)
+    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float, least=ABOVE_0)
 
     def __post_init__(self) -> None:
+        check_values(self)
         if not self.corpus:
             raise DFlashError("there is no corpus", "name a file or several with --corpus")
-        if not 0 < self.cache_gb < float("inf"):
-            problem = f"cache_gb is {self.cache_gb}"
-            raise DFlashError(problem, "choose a number above 0", "cache_gb")
 
 
 def read_texts(config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:
@@ -146,8 +163,9 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     if not aux_layers:
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
         _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
-        name = f"{path.name}:{digest(greedy)}:{target_fingerprint(pair.target)[:12]}"
-        return Texts(name, greedy)
+        crc = zlib.crc32(b"".join(text.tokens.tobytes() for text in greedy))
+        target = target_fingerprint(pair.target)[:12]
+        return Texts(f"{path.name}:{len(greedy)}-{crc:08x}:{target}", greedy)
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
     place, limit = cache / path.name.partition(".")[0], int(config.cache_gb * 1e9)
@@ -162,12 +180,147 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     return Texts(f"{features.folder.name}:{len(texts)}", texts)  # with less room, other texts
 
 
-def digest(texts: list[Text]) -> str:
-    """Tells texts apart."""
-    tokens = b"".join(text.tokens.tobytes() for text in texts)
-    return f"{len(texts)}-{zlib.crc32(tokens):08x}"
-
-
 def _tell(path: Path, rows: int, why: str) -> None:
     if rows:
         print(f"{path}: rows left out: {rows}, {why}", file=sys.stderr)
+
+
+class FeatureCache:
+    """Features and most likely next tokens of sequences on disk.
+
+    Raises DFlashError where there is no room for the first one; later ones are left out.
+    """
+
+    def __init__(
+        self,
+        place: Path,  # of the folder, whose name goes on with a digest of all but the limit
+        sequences: Sequence[Sequence[int]],
+        target: Target,
+        aux_layers: tuple[int, ...],  # 0-based, m of them
+        limit: int,  # bytes of features
+    ) -> None:
+        self._target, self._aux_layers = target, aux_layers
+        ends = np.cumsum([len(tokens) for tokens in sequences], dtype=np.int64)
+        bytes_each = len(aux_layers) * hidden_width(target) * _BYTES
+        self._sequences = sequences[: int((ends * bytes_each <= limit).sum())]
+        if not len(self):
+            raise DFlashError(
+                f"{limit} bytes have no room for the features of the first sequence",
+                "give more with --cache-gb",
+            )
+        identity = _VERSION, target_fingerprint(target), aux_layers, list(map(list, sequences))
+        digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
+        self.folder = place.with_name(f"{place.name}-{digest}")
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def missing(self) -> list[int]:
+        return [i for i in range(len(self)) if not self._file(i).exists()]
+
+    def fill(self) -> Iterator[int]:
+        """Compute what is missing; yields the tokens of every sequence that is done.
+
+        Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
+        while another process is at it; those of one start wait for each other.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("wb") as locked:
+            try:
+                wait = 0 if launched() else fcntl.LOCK_NB
+                fcntl.flock(locked, fcntl.LOCK_EX | wait)
+            except OSError:
+                raise DFlashError(
+                    f"another process is computing the features in {self.folder}", "wait for it"
+                ) from None
+            remove_partial(self.folder)
+            self._target.tap(self._aux_layers)
+            for i in self.missing:
+                kept = self._compute(self._sequences[i])
+                sums = {name: _checksum(np.array(array)) for name, array in kept.items()}
+                replace_safetensors(self._file(i), kept, sums)
+                yield len(self._sequences[i])
+
+    def features(self, i: int) -> mx.array:
+        """Features [T, m*d] (bfloat16) of sequence i; DFlashError when they are damaged."""
+        return mx.array(self._read(i, "features")).view(mx.bfloat16)
+
+    def choices(self, i: int) -> Array:
+        """[T, CHOICES] of CHOICE, as `likeliest` has them, after every token of sequence i."""
+        return self._read(i, "choices").view(CHOICE)
+
+    def _read(self, i: int, name: str) -> Array:
+        try:
+            with safe_open(self._file(i), framework="numpy") as file:
+                data, expected = file.get_tensor(name), file.metadata()[name]
+        except (OSError, SafetensorError, KeyError, TypeError):
+            data = expected = None
+        if data is None or _checksum(data) != expected:
+            raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN)
+        return data  # type: ignore[no-any-return]
+
+    def _compute(self, tokens: Sequence[int]) -> dict[str, mx.array]:
+        cache = self._target.new_cache()
+        features, choices = [], []
+        with cpu_math.vectorised():
+            for start in range(0, len(tokens), _CHUNK):
+                piece = mx.array(list(tokens[start : start + _CHUNK]))
+                logits, aux_layers = self._target.forward(
+                    piece, cache, Block(piece.size), self._aux_layers
+                )
+                assert aux_layers is not None
+                features.append(aux_layers.astype(mx.bfloat16).view(mx.uint16))
+                mx.eval(features[-1], cache.arrays)
+                choices.append(likeliest(np.array(logits.astype(mx.float32))))
+                cache.commit(range(piece.size))
+        words = np.concatenate(choices).view(np.uint32)
+        return {"features": mx.concatenate(features), "choices": mx.array(words)}
+
+    def _file(self, i: int) -> Path:
+        return self.folder / f"{i}.safetensors"
+
+
+def _checksum(array: Array) -> str:
+    return str(zlib.crc32(array.data))
+
+
+def hidden_width(target: Target) -> int:
+    """Width d of the target's hidden states."""
+    return int(target.embedding()(mx.array([0])).shape[-1])
+
+
+def vocabulary_size(target: Target) -> int:
+    """Logits that the target gives, V."""
+    return int(target.head()(mx.zeros((1, hidden_width(target)))).shape[-1])
+
+
+def target_fingerprint(target: Target) -> str:
+    """Tells targets apart by the first and last row of every weight, which all training changes."""
+    digest = hashlib.sha256()
+    for name, array in target.parameters():
+        digest.update(f"{name} {array.shape} {array.dtype}".encode())
+        ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
+        digest.update(np.array(ends.astype(mx.float32)).tobytes())
+    return digest.hexdigest()
+
+
+def likeliest(logits: npt.NDArray[np.float32]) -> Array:
+    """[T, CHOICES] of CHOICE for logits [T, V], likeliest first, the first the greedy choice.
+
+    Of equal ones the lowest token comes first; which of them stay at the far end is open. Of a
+    vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
+    """
+    result = np.zeros((len(logits), CHOICES), CHOICE)
+    for start in range(0, len(logits), _ROWS):
+        part, kept = logits[start : start + _ROWS], result[start : start + _ROWS]
+        count, rows = min(CHOICES, part.shape[-1]), np.arange(len(part))[:, None]
+        best = part.argmax(axis=-1)
+        chosen = np.argpartition(part, -count, axis=-1)[:, -count:]
+        missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
+        chosen[missing, 0] = best[missing]
+        chosen = chosen[rows, np.lexsort((chosen, -part[rows, chosen]))]
+        powers = np.exp(part - part[rows, best[:, None]])
+        kept["token"][:, :count] = chosen
+        kept["probability"][:, :count] = powers[rows, chosen] / powers.sum(axis=-1, keepdims=True)
+    return result

@@ -19,7 +19,7 @@ from dflash_mlx.drafters.dflash.checkpoint import FILES, VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, through
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
@@ -28,7 +28,6 @@ from dflash_mlx.train.trainee import (
     START_FROM,
     TAPS,
     Trainee,
-    check_taps,
     like_target,
     mask_token,
     rank_in_parts,
@@ -52,15 +51,13 @@ class DFlashTrainee(Trainee):
     def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:
         """With the widths of the target's layers, in z-lab's format; see `TrainConfig.start`."""
         target, layers = pair.target, config.layers or LAYERS
-        shape = like_target(target, layers, config)
-        check_taps(target, config)
         raw = {
-            **shape,
+            **like_target(target, layers, config),
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "dflash_config": {
                 "mask_token_id": mask_token(pair.tokenizer),
-                "target_layer_ids": list(spread_aux_layers(target.num_layers, config.taps or TAPS)),
+                "target_layer_ids": list(spread_aux_layers(target, config.taps, TAPS)),
             },
             "layer_types": ["full_attention"] * layers,
             "num_target_layers": target.num_layers,
@@ -137,10 +134,6 @@ class DFlashTrainee(Trainee):
         return features, mx.array(anchors), x
 
     def states(self, *inputs: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
-
-        inputs: as `inputs` gives them. A block sees the features before its anchor, and itself.
-        """
         features, anchors, x = inputs
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)
         context = network.hidden_norm(network.fc(features))
@@ -151,6 +144,5 @@ class DFlashTrainee(Trainee):
         for layer, kind in zip(network.layers, kinds, strict=True):
             at_start: Any = TextCache()
             cache: Any = BlockCache(anchors, layer.self_attn.remember(context, at_start))
-            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[kind], cache)
-            rows = rows + swiglu(layer.mlp, layer.post_attention_layernorm(rows))
+            rows = through(layer, rows, masks[kind], cache)
         return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

@@ -30,7 +30,6 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainee import (
     Trainee,
-    check_taps,
     like_target,
     spread_aux_layers,
     take_layers,
@@ -67,7 +66,6 @@ class EagleTrainee(Trainee):
 
     @classmethod
     def read(cls, folder: Path, target: Target) -> EagleTrainee:
-        """An existing drafter; raises as `Trainee.read` does."""
         found = super().read(folder, target)
         aux_layers = found.config.layers_read(target.num_layers)
         return replace(found, config=replace(found.config, aux_layers=aux_layers))
@@ -84,17 +82,12 @@ class EagleTrainee(Trainee):
         return features, behind, mx.array(blocks.anchors), self.embed(blocks.tokens[..., :-1])
 
     def states(self, *inputs: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S sequences.
-
-        inputs: as `inputs` gives them.
-        """
         features, behind, anchors, x = inputs
         network, (_, _, steps, d) = self.network, x.shape
-        (window,) = self.config.layer_windows
         h, before = network.fuse(features), anchors - 1  # of the first row: the anchor's is its h
         text: Any = TextCache()
         context = network.midlayer.self_attn.remember(network.midlayer.pair(behind, h), text)
-        masks = block_mask(before, steps, h.shape[1], window, causal=True)
+        masks = block_mask(before, steps, h.shape[1], self.config.layer_windows[0], causal=True)
         cache: Any = _StepCache(before, context)
         rows, seen = x.reshape(-1, steps, d), masks.shape[-1] - steps
         last = mx.take_along_axis(h, mx.maximum(before, 0)[..., None], axis=1).reshape(-1, 1, d)
@@ -127,13 +120,7 @@ def _called(_: int, name: str) -> str:
 
 
 def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:
-    """The usual ones, or as many as are asked for, evenly spread.
-
-    Of a small target, where the usual ones are not three layers, as many as it has up to three.
-    Raises as `check_taps` does.
-    """
-    check_taps(target, config)
-    if config.taps is not None:
-        return spread_aux_layers(target.num_layers, config.taps)
-    usual = usual_layers(target.num_layers)
-    return usual if increase(usual) else spread_aux_layers(target.num_layers, USUAL_TAPS)
+    """The usual ones where a target has three, or as many as are asked for, evenly spread."""
+    if config.taps is None and increase(usual := usual_layers(target.num_layers)):
+        return usual
+    return spread_aux_layers(target, config.taps, USUAL_TAPS)

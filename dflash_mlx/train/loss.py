@@ -93,12 +93,7 @@ def dpace_weights(confidences: mx.array, supervised: mx.array, alpha: float) -> 
 
 
 class DraftVocabulary:
-    """The tokens that training scores, the most frequent of the answers, and a head for them.
-
-    tokens: [V'] ids, the most frequent in the answers first. index: [V], where in `tokens` each id
-    is, -1 if nowhere. head: float32 [V', d], or [V', d + 1] where the target's head has a bias.
-    softcap: of the logits, or None.
-    """
+    """The tokens that training scores, the most frequent of the answers, and a head for them."""
 
     def __init__(self, trainee: Trainee, texts: Texts, size: int | None) -> None:
         """size: as for `draft_size`."""
@@ -106,22 +101,20 @@ class DraftVocabulary:
         answers = np.concatenate([text.tokens[text.prompt_length :] for text in texts.texts])
         counts = np.bincount(answers, minlength=config.vocab_size)
         by_frequency = np.argsort(-counts, kind="stable")  # of equal ones the lowest first
-        self.tokens = by_frequency[: draft_size(size, config.vocab_size)]
-        self.index = np.full(config.vocab_size, -1)
+        self.tokens = by_frequency[: draft_size(size, config.vocab_size)]  # [V']
+        self.index = np.full(config.vocab_size, -1)  # [V], where in `tokens` each is, -1 nowhere
         self.index[self.tokens] = np.arange(len(self.tokens))
         head, width = trainee.target.head(), config.hidden_size
         bias = head(mx.zeros((1, width)))
         weights = head(mx.eye(width)) - bias
         parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
         rows = mx.concatenate(parts).T[mx.array(self.tokens)]
-        self.head = mx.contiguous(rows.astype(mx.float32))
-        self.softcap = trainee.softcap
-        self._multiplier = trainee.multiplier
+        self.head = mx.contiguous(rows.astype(mx.float32))  # [V', d], with a bias [V', d + 1]
+        self.softcap, self._multiplier = trainee.softcap, trainee.multiplier
         self._covered = float((self.index[answers] >= 0).mean())
         mx.eval(self.head)
 
     def describe(self) -> str:
-        """One line for people."""
         return f"the draft vocabulary covers {self._covered:.1%} of the answers"
 
     def head_inputs(self, states: mx.array) -> mx.array:

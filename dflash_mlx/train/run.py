@@ -50,7 +50,6 @@ class Record:
         return float(np.mean(self.by_prefix))
 
     def describe(self) -> str:
-        """One line for people."""
         found = in_words(self.by_position, self.by_prefix)
         parts = [f"step {self.step}", f"{self.minutes:.1f} min", found]
         if self.loss is not None:
@@ -59,10 +58,9 @@ class Record:
 
 
 class TrainingRun:
-    """Trains into `folder`: the best drafter so far, `state/`, and `history.jsonl`.
+    """Trains into `folder`, or goes on: the best drafter so far, `state/`, and `history.jsonl`.
 
-    Goes on with what is there. data: identifies the corpora. Raises DFlashError for a damaged
-    folder, and for a run with other settings, data or shapes.
+    data: identifies the corpora. Raises DFlashError for a damaged folder, and for another run's.
     """
 
     def __init__(self, trainer: Trainer, held_out: Texts, folder: Path, data: str) -> None:
@@ -220,26 +218,24 @@ def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
 def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
-    drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
-    about = {**settings, "data": data, "processes": trainer.crew.size, **drafter}
-    run: dict[str, Any] = json.loads(json.dumps(about))
-    return run
+    about = {**settings, "data": data, "processes": trainer.crew.size}
+    return _as_json(about, asdict(trainer.trainee.config))
 
 
 def _defaults(trainer: Trainer) -> dict[str, Any]:
     """As `identity`, of what has a default."""
-    parts = (("", trainer.config), ("drafter's ", trainer.trainee.config))
-    known = {
-        f"{prefix}{field.name}": field.default
-        for prefix, config in parts
-        for field in fields(config)
-        if field.default is not MISSING
-    }
-    run: dict[str, Any] = json.loads(json.dumps({"processes": 1, **known}))
-    return run
+    settings, drafter = (
+        {each.name: each.default for each in fields(config) if each.default is not MISSING}
+        for config in (trainer.config, trainer.trainee.config)
+    )
+    return _as_json({"processes": 1, **settings}, drafter)
+
+
+def _as_json(run: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
+    whole = {**run, **{f"drafter's {name}": value for name, value in drafter.items()}}
+    return dict(json.loads(json.dumps(whole)))
 
 
 def _arrays(trainer: Trainer) -> dict[str, mx.array]:
-    """Weights, and all that the optimiser remembers."""
     trees = {"network": trainer.trainee.network.parameters(), "optimizer": trainer.optimizer.state}
     return dict(tree_flatten(trees))

@@ -72,7 +72,6 @@ class MappedSelector(nn.Module):
         return edges[..., 0]
 
     def selector(self, config: SelectorConfig) -> CandidateSelector:
-        """The same with its codebooks written out."""
         starts = range(0, self._vocabulary, _ROWS)
         ids = [mx.arange(i, min(i + _ROWS, self._vocabulary)) for i in starts]
         result = CandidateSelector(self._vocabulary, self.hidden.shape[0], config)

@@ -17,7 +17,7 @@ from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.drafters.specdiff.checkpoint import FILES, OURS
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, swiglu, text_mask
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, text_mask, through
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
@@ -60,10 +60,6 @@ class SpecDiffTrainee(Trainee):
         return self.embed(text) * scale, mx.array(blocks.anchors), self.embed(shown) * scale
 
     def states(self, *inputs: mx.array) -> mx.array:
-        """Final hidden states [S, A, B, d] of A blocks in each of S texts.
-
-        inputs: as `inputs` gives them.
-        """
         text, anchors, x = inputs
         network, shape, rows = self.network, x.shape, x.flatten(0, 1)
         windows = set(self.config.layer_windows)
@@ -73,13 +69,9 @@ class SpecDiffTrainee(Trainee):
         last = network.layers[-1]
         for layer, window in zip(network.layers, self.config.layer_windows, strict=True):
             cache: Any = TextCache()
-            normed = layer.input_layernorm(text)
             if layer is last:  # whose keys and values are all that blocks read of it
-                layer.self_attn.remember(normed, cache)
+                layer.self_attn.remember(layer.input_layernorm(text), cache)
             else:
-                text = text + layer.self_attn(normed, before[window], cache)
-                text = text + swiglu(layer.mlp, layer.post_attention_layernorm(text))
-            own: Any = BlockCache(anchors, cache.context)
-            rows = rows + layer.self_attn(layer.input_layernorm(rows), masks[window], own)
-            rows = rows + swiglu(layer.mlp, layer.post_attention_layernorm(rows))
+                text = through(layer, text, before[window], cache)
+            rows = through(layer, rows, masks[window], BlockCache(anchors, cache.context))
         return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

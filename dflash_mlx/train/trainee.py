@@ -21,8 +21,7 @@ from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.data import Texts
-from dflash_mlx.train.features import hidden_width, vocabulary_size
+from dflash_mlx.train.data import Texts, hidden_width, vocabulary_size
 from dflash_mlx.verifier.model import Target
 
 LAYERS, TAPS, BLOCK_SIZE = 3, 5, 8  # of a new drafter, unless asked for others
@@ -167,26 +166,19 @@ def mask_token(tokenizer: Any) -> int:
     return int(unused[-1])
 
 
-def spread_aux_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` layers from the second to the third last, evenly, as published drafters have them."""
-    first, last = _readable(num_layers)
+def spread_aux_layers(target: Target, asked: int | None, usual: int) -> tuple[int, ...]:
+    """So many layers from the second to the third last, evenly, as published drafters have them.
+
+    Raises DFlashError for more asked for than the target has layers to read.
+    """
+    first, last = min(1, target.num_layers - 1), max(target.num_layers - 3, 0)
+    readable, count = max(last - first + 1, 1), asked or usual
+    if asked is not None and asked > readable:
+        what = f"taps is {asked}, but {target.name} has only {readable} layers to read"
+        raise DFlashError(what, f"choose 1 to {readable}", "taps")
     if count == 1 or last <= first:
         return (max(first, last),)
     return tuple(sorted({round(x) for x in np.linspace(first, last, count).tolist()}))
-
-
-def _readable(num_layers: int) -> tuple[int, int]:
-    """The first and the last layer that drafters read."""
-    return min(1, num_layers - 1), max(num_layers - 3, 0)
-
-
-def check_taps(target: Target, config: TrainConfig) -> None:
-    """Raise DFlashError for more taps asked for than the target has layers to read."""
-    first, last = _readable(target.num_layers)
-    readable = max(last - first + 1, 1)
-    if config.taps is not None and readable < config.taps:
-        what = f"taps is {config.taps}, but {target.name} has only {readable} layers to read"
-        raise DFlashError(what, f"choose 1 to {readable}", "taps")
 
 
 def like_target(target: Target, layers: int, config: TrainConfig) -> dict[str, Any]:

@@ -140,7 +140,6 @@ class Training(ABC):
         return self.config.learning_rate * rising * (_FLOOR + (1 - _FLOOR) * falling)
 
     def train_step(self) -> float:
-        """One step; returns its loss."""
         started = time.perf_counter()
         blocks = self._sampler.blocks(self.step)
         found = self._gradients(self.batch(self.crew.own(blocks)))
@@ -156,7 +155,6 @@ class Training(ABC):
         return float(loss)
 
     def losses(self) -> Iterator[float]:
-        """The loss of every step until the time or the steps are used up."""
         while self.progress < 1:
             yield self.train_step()
 

@@ -51,12 +51,10 @@ class Block:
 
     @cached_property
     def is_run(self) -> bool:
-        """Whether the rows are consecutive tokens."""
         return self.tree is None and self.branches == 1
 
     @cached_property
     def fits_kernels(self) -> bool:
-        """Whether attention's kernel takes so many rows."""
         return self.rows <= MAX_ROWS and self.before + self.rows <= MAX_LOCAL
 
     def positions(self, first: int) -> int | mx.array:
@@ -88,7 +86,6 @@ class Block:
 
     @property
     def depths(self) -> npt.NDArray[np.int32]:
-        """[rows] of the pass's own rows."""
         return self.all_depths[self.before :]
 
     @cached_property

@@ -32,6 +32,8 @@ SLACK = 64  # positions kept behind a window, so that the last rounds can be tak
 _NO_ROWS = Block(0)
 _GROUPS = (64, 32)  # numbers of quantised keys or values that share a scale and a bias
 
+Attended = tuple[mx.array, mx.array | Packed, mx.array | Packed]  # queries, keys and values
+
 
 class LayerCache(Cache):
     """Keys and values of one attention layer, [1, heads, slots, dim] each."""
@@ -84,12 +86,12 @@ class LayerCache(Cache):
     @property
     def _end(self) -> int:
         """The slot of the pass's first row, behind those of passes before it."""
-        return self.slots + self.block.before
+        return self.length - self._start + self.block.before
 
     @property
     def _first(self) -> int:
         """The slot of the oldest committed position that the block's first row sees."""
-        return max(0, self._oldest(self.length) - self._start)
+        return 0 if self.window is None else max(0, self._oldest(self.length) - self._start)
 
     def begin(self, block: Block, plans: Plans | None = None) -> None:
         """Announce the rows of the next pass. plans: of kernels, where any could run."""
@@ -169,9 +171,10 @@ class LayerCache(Cache):
         own attention takes, which then computes it.
         """
         if self._plans is not None and queries.shape[2] == self.block.rows:
-            out = self._by_kernel(self._plans, queries, keys, values, scale, mask, sinks)
-            if out is not None:
-                return out
+            given = self._as_stored(queries, keys, values)
+            plan = self._plan(self._plans, given, keys.shape, scale, mask, sinks)
+            if plan is not None:
+                return plan(*given, sinks)
         exponentials = queries.shape[1] * queries.shape[2] * keys.shape[2]
         if exponentials >= cpu_math.ENOUGH and cpu_math.applies():
             return cpu_math.attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
@@ -179,43 +182,34 @@ class LayerCache(Cache):
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
 
-    def _by_kernel(  # noqa: PLR0913  # those of attention
-        self,
-        plans: Plans,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-    ) -> mx.array | None:
-        """What the kernel gives, if it is chosen; the layers of a pass share the choice.
+    def _as_stored(self, queries: mx.array, keys: mx.array, values: mx.array) -> Attended:
+        """Quantised, where the kernel reads them so; what was unpacked is then never computed."""
+        latest = self._latest
+        if latest is not None and keys is latest[0] and values is latest[1]:
+            return queries, latest[2], latest[3]
+        return queries, keys, values
 
-        Quantised keys and values it reads as they are stored, and what was unpacked of them for
-        stock MLX is never computed.
-        """
+    def _plan(  # noqa: PLR0913  # those of attention
+        self, plans: Plans, given: Attended, shape: Any, scale: float, mask: Any, sinks: Any
+    ) -> AttentionPlan | None:
+        """The kernel's, if it is chosen; the layers of a pass share the choice."""
         if isinstance(mask, mx.array) and not isinstance(mask, Mask):
             plans.kernels.note(CASCADE_ATTENTION.name, "some layers make masks of their own")
             return None
-        given: tuple[Any, ...] = (queries, keys, values)
-        latest = self._latest
-        if latest is not None and keys is latest[0] and values is latest[1]:
-            given = queries, *latest[2:]
         meaning = mask.seen if isinstance(mask, Mask) else mask
 
         def settle() -> AttentionPlan | None:
-            seen = self.block.seen(meaning, keys.shape[2])
+            seen = self.block.seen(meaning, shape[2])
             choice = plans.kernels.chosen(CASCADE_ATTENTION, (*given, seen, scale, sinks))
             if choice is None:
                 return None
-            return AttentionPlan(queries, given[1], seen, scale, choice.way or "once")
+            return AttentionPlan(given[0], given[1], seen, scale, choice.way or "once")
 
-        shapes = queries.shape, queries.dtype, keys.shape, values.shape
-        plan = plans.find((meaning, *shapes, given[1] is keys, scale, sinks is None), settle)
-        return None if plan is None else plan(queries, given[1], given[2], sinks)
+        is_stored = isinstance(given[1], Packed)
+        key = meaning, given[0].shape, given[0].dtype, shape, is_stored, scale, sinks is None
+        return plans.find(key, settle)
 
     def joined(self, layers: Sequence[LayerCache], forest: Forest) -> JoinedLayer:
-        """In the place of these, itself the first of them, in a pass over several sequences."""
         return JoinedLayer(layers, forest)
 
     def nearest(self, length: int) -> int:
@@ -261,7 +255,6 @@ class LayerCache(Cache):
         self.length += rows
 
     def _oldest(self, length: int) -> int:
-        """The oldest position that a query at `length` sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def _reserve(self, rows: int, parts: Sequence[mx.array]) -> None:
@@ -298,16 +291,13 @@ class JoinedLayer:
         return keys, values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """In place of those that `attend` has of this pass, for layers that share them."""
         return self.parts[0].keys_and_values()
 
     def make_mask(self, rows: int, *window_and_array: Any, **named: Any) -> JoinedMask:
-        """As of each sequence, for its own rows."""
         masks = (part.make_mask(part.block.rows, *window_and_array, **named) for part in self.parts)
         return JoinedMask(list(masks))
 
     def block_mask(self) -> JoinedMask:
-        """As of each sequence."""
         return JoinedMask([part.block_mask() for part in self.parts])
 
     def attend(
@@ -327,7 +317,6 @@ class JoinedLayer:
 
 
 def _empty(rows: int, like: mx.array) -> mx.array:
-    """Zeroed slots for at least `rows` more rows of the shape and type of `like`."""
     slots = -(-rows // STEP) * STEP
     return mx.zeros((*like.shape[:2], slots, like.shape[3]), like.dtype)
 

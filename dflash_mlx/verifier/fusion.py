@@ -47,6 +47,11 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases")
 
 
+def arrays_of(module: Any) -> tuple[mx.array, mx.array, mx.array]:
+    """Of one quantised matrix."""
+    return module["weight"], module["scales"], module["biases"]
+
+
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether its call is down(swiglu(gate(x), up(x)))."""
     return _source(module) in GATED_MLPS
@@ -118,7 +123,6 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
 def _turn(
     module: Any, queries: mx.array, keys: mx.array, places: mx.array, kernels: Kernels
 ) -> NormRope | None:
-    """The kernel for queries and keys [1, R, heads * D], None where it is not chosen."""
     rope, norm = module.rope, module.q_norm
     steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
     periods = rope.base**steps / rope.scale
@@ -137,7 +141,6 @@ def groups_in(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def _alike(members: Sequence[Any]) -> bool:
-    """Whether they are packed in the one way that kernels take, and for one input."""
     forms = {
         (m.mode, m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
         for m in members
@@ -231,8 +234,7 @@ class Group:
 
     def call(self, x: mx.array) -> tuple[Any, ...]:
         """The arguments of SHARED_INPUT."""
-        parts = [tuple(member[name] for name in _ARRAYS) for member in self.members]
-        return x, tuple(self._whole[name] for name in _ARRAYS), parts, self.packing
+        return x, arrays_of(self._whole), [*map(arrays_of, self.members)], self.packing
 
     def _join_alike(self) -> None:
         """Put the weights of all groups of this shape side by side."""
@@ -243,9 +245,7 @@ class Group:
             mx.clear_cache()  # of the weights' old places, which no new array would fit
 
     def _join(self) -> None:
-        """Put the weights side by side; the members keep views."""
-        parts = [tuple(member[name] for name in _ARRAYS) for member in self.members]
-        arrays, views = side_by_side(parts)
+        arrays, views = side_by_side([*map(arrays_of, self.members)])
         for member, view in zip(self.members, views, strict=True):
             for name, array in zip(_ARRAYS, view, strict=True):
                 member[name] = array

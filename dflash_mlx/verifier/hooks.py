@@ -6,8 +6,7 @@ A hook gives one module instance a class of its own, which inherits all but the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,6 +17,7 @@ import mlx.nn as nn
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
     Group,
+    arrays_of,
     gated_mlp,
     groups_in,
     is_gated_mlp,
@@ -25,7 +25,7 @@ from dflash_mlx.verifier.fusion import (
     normed_attention,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing, Product
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
 
 _ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
@@ -68,12 +68,10 @@ class Hooks:
         self._originals: list[tuple[Any, type]] = []
 
     def replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
-        """Until `remove`, let a module use another method."""
         self._originals.append((module, type(module)))
         replace(module, name, method)
 
     def remove(self) -> None:
-        """Give every module its own class back."""
         for module, original in reversed(self._originals):
             module.__class__ = original
         self._originals.clear()
@@ -99,31 +97,6 @@ def rotate_by_row(rope: nn.Module) -> None:
 
     replace(rope, "__call__", __call__)
     setattr(type(rope), _ROUTE, (rotate_by_row,))
-
-
-class HeadRows:
-    """Which rows of its input a head multiplies."""
-
-    def __init__(self) -> None:
-        self._asked: slice | mx.array | None = None  # all of them
-
-    @contextmanager
-    def alone(self, rows: slice | mx.array | None) -> Iterator[None]:
-        """Within it, it multiplies these rows of its inputs [..., N, d]; None for all."""
-        self._asked = rows
-        try:
-            yield
-        finally:
-            self._asked = None
-
-    def hook(self, hooks: Hooks, head: nn.Module, name: str) -> None:
-        """Let this method of a head multiply the rows that are asked for."""
-        method = getattr(type(head), name)
-
-        def of_rows(module: Any, x: mx.array) -> mx.array:
-            return method(module, x if self._asked is None else x[..., self._asked, :])  # type: ignore[no-any-return]
-
-        hooks.replace(head, name, of_rows)
 
 
 def route(model: nn.Module) -> None:
@@ -254,32 +227,16 @@ def _few_rows(
         if kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
             return stock(self, x)
 
-        def settle() -> Callable[[mx.array], mx.array] | None:
-            calls = [(x, *_arrays(module), packing) for module in (self, *alike)]
-            return _product_of(self, calls, kernels)
+        def settle() -> Multiply | None:
+            calls = [(x, *arrays_of(module), packing) for module in (self, *alike)]
+            choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
+            if choice is None:
+                return None
+            return Product(*arrays_of(self), packing).settled(x, choice.way or None)  # type: ignore[arg-type]
 
         multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
-        return stock(self, x) if multiply is None else multiply(x)
+        if multiply is None:
+            return stock(self, x)
+        return multiply(x) + self["bias"] if "bias" in self else multiply(x)
 
     return product
-
-
-def _product_of(
-    module: Any, calls: Sequence[tuple[Any, ...]], kernels: Kernels
-) -> Callable[[mx.array], mx.array] | None:
-    """The chosen kernel with this module's weights, None for stock MLX.
-
-    calls: the arguments of this module, then those of its like in other layers.
-    """
-    choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
-    if choice is None:
-        return None
-    x, *arrays = calls[0]
-    multiply = Product(*arrays).settled(x, choice.way or None)  # type: ignore[arg-type]  # its own
-    if "bias" not in module:
-        return multiply
-    return lambda x: multiply(x) + module["bias"]
-
-
-def _arrays(module: Any) -> tuple[mx.array, ...]:
-    return module["weight"], module["scales"], module["biases"]

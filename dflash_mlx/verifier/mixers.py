@@ -73,7 +73,6 @@ class Paths:
         return value.flatten(0, 1)[self.places][None] if is_rows else value
 
     def copies(self, state: Sequence[mx.array | None]) -> list[mx.array | None]:
-        """A state [1, ...] for each path, [B, ...]."""
         paths = self.nodes.shape[0]
         return [a if a is None else mx.broadcast_to(a, (paths, *a.shape[1:])) for a in state]
 
@@ -94,34 +93,22 @@ class Products:
         self._known: Noted = {}
 
     def hook(self, hooks: Hooks) -> None:
-        """Let them ask here."""
         for i, module in enumerate(self._modules):
             hooks.replace(module, "__call__", self._asking(i, type(module).__call__))
 
     @contextmanager
-    def noted_in(self, noted: Noted, paths: Paths | None) -> Iterator[None]:
-        """Within it what they give is noted.
+    def of_call(
+        self, noted: Noted | None, paths: Paths | None = None, known: Noted | None = None
+    ) -> Iterator[None]:
+        """Within it what they give is noted, or given: what is `known` is not computed.
 
         paths: their rows [B, L, d] stand for nodes, of which each is computed once.
         """
-        self._noted, self._paths = noted, paths
+        self._noted, self._paths, self._known = noted, paths, known or {}
         try:
             yield
         finally:
-            self._noted = self._paths = None
-
-    @contextmanager
-    def given_again(self, noted: Noted, rows: int, kept: slice | mx.array) -> Iterator[None]:
-        """Within it they give the rows `kept` of what was noted of `rows`, and compute nothing."""
-        self._known = {
-            key: [y[:, kept] for y in given]
-            for key, given in noted.items()
-            if all(y.shape[:2] == (1, rows) for y in given)
-        }
-        try:
-            yield
-        finally:
-            self._known = {}
+            self._noted, self._paths, self._known = None, None, {}
 
     def _asking(self, i: int, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: nn.Module, x: mx.array) -> mx.array:
@@ -151,7 +138,6 @@ class Call:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What it was given."""
         return [arg for arg in (*self.args, *self.kwargs.values()) if isinstance(arg, mx.array)]
 
     def again(self, state: Any, rows: int, path: Sequence[int]) -> None:
@@ -160,20 +146,29 @@ class Call:
         A row on a path has the same rows before it as in the pass, so what products gave for it
         holds: only convolutions and the recurrence itself are computed again.
         """
-        kept = rows_on(path)
+        kept, noted = rows_on(path), self.noted.items()
+        of_rows = {i: ys for i, ys in noted if all(y.shape[:2] == (1, rows) for y in ys)}
+        known = {i: [y[:, kept] for y in ys] for i, ys in of_rows.items()}
 
         def part(arg: Any) -> Any:
             if isinstance(arg, mx.array) and arg.shape[:2] == (1, rows):
                 return arg[:, kept]
             return state if arg is STATE else arg
 
-        with self.products.given_again(self.noted, rows, kept):
+        with self.products.of_call(None, known=known):
             self.on(part)
 
     def on(self, change: Callable[[Any], Any]) -> Any:
         """Run it with its arguments changed, the state's place among them."""
+        return self.changed(change)()
+
+    def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:
+        """The same call of other arguments, of which nothing is noted."""
         kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
-        return self.run(*map(change, self.args), **kwargs)
+        return Call(self.run, tuple(map(change, self.args)), kwargs, self.products, layer)
+
+    def __call__(self) -> Any:
+        return self.run(*self.args, **self.kwargs)
 
 
 def own(value: Any) -> Any:

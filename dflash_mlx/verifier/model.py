@@ -21,9 +21,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.blas import threads
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.hooks import (
-    HeadRows,
     Hooks,
     KernelHooks,
     attending_itself,
@@ -43,6 +41,7 @@ _SAME = 0.1  # standard deviations of logits that rounding can change; other row
 # They use the cache's offset for more than rope, as one number for the whole pass.
 ONE_OFFSET = ("afm7", "gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
+_ALL = slice(None)
 _CHAINS = "use --method dflash or --method ngram, which draft chains"
 
 
@@ -77,38 +76,36 @@ class Target:
             from dflash_mlx.verifier.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
 
             self._mixers, self._products = hook_mixers(model, name)
-        self._rows = HeadRows()
+        self._asked: slice | mx.array = _ALL  # the rows that the head multiplies
         self._kernel_hooks, self._hooks = Hooks(), Hooks()
         self._hook()
 
     def _hook(self) -> None:
         """Let heads and mixers' products ask for rows first, and then for kernels."""
         for head, name in self._heads:
-            self._rows.hook(self._hooks, head, name)
+            self._hooks.replace(head, name, self._on_rows(getattr(type(head), name)))
         if self._products is not None:
             self._products.hook(self._hooks)
 
+    def _on_rows(self, method: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def product(module: Any, x: mx.array) -> mx.array:
+            return method(module, x if self._asked is _ALL else x[..., self._asked, :])
+
+        return product
+
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.model.layers)
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of hidden states."""
         return self.embedding()(mx.array([0])).dtype  # type: ignore[no-any-return]
 
     def parameters(self) -> list[tuple[str, mx.array]]:
-        """The model's weights with their names."""
         return tree_flatten(self.model.parameters())  # type: ignore[return-value]
 
     def new_cache(self) -> SequenceCache:
-        """An empty cache for one sequence."""
-
-        def attention(window: int | None) -> LayerCache:
-            return LayerCache(window, self.kernels, self.kv_bits)
-
-        return new_sequence(self.model, self.name, attention)
+        return new_sequence(self.model, self.name, self.kernels, self.kv_bits)
 
     def use_kernels(self, mode: Mode) -> None:
         """Switch this model's Metal kernels: auto, on or off, as it is at first.
@@ -140,7 +137,6 @@ class Target:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The layers whose outputs are kept."""
         return tuple(sorted(self._tapped))
 
     def forward(
@@ -162,12 +158,10 @@ class Target:
             self.check_trees()
         if not block.is_run:
             self._turn_rows()
-        self._threads.tick()
         cache.begin(block)
-        self._outputs.clear()
         given = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        with self._rows.alone(slice(-1, None) if block.last_only else None):
-            logits = self.model(tokens[None], cache=cache.layers, **given)[0]
+        last = slice(-1, None) if block.last_only else _ALL
+        logits = self._logits(tokens, cache.layers, last, given)
         if block.last_only:
             logits = logits[-1:]
         if not aux_layers:
@@ -183,28 +177,22 @@ class Target:
         """
         only_text = all(rows.embeddings is None for rows in sequences)
         if len(sequences) == 1 or not self.joins or not only_text:
-            return [self._alone(rows, aux_layers) for rows in sequences]
+            return [self.forward(*rows[:3], aux_layers, *rows[3:]) for rows in sequences]
         return self._together(sequences, aux_layers)
-
-    def _alone(self, rows: Rows, aux_layers: tuple[int, ...]) -> tuple[mx.array, mx.array | None]:
-        given = {} if rows.embeddings is None else {"embeddings": rows.embeddings}
-        return self.forward(rows.tokens, rows.cache, rows.block, aux_layers, **given)
 
     def _together(
         self, sequences: Sequence[Rows], aux_layers: tuple[int, ...]
     ) -> list[tuple[mx.array, mx.array | None]]:
-        self._threads.tick()
         self._turn_rows()
         forest = Forest([(each.cache, each.block) for each in sequences])
-        self._outputs.clear()
         asked = [
             range(part.stop - 1 if rows.block.last_only else part.start, part.stop)
             for rows, part in zip(sequences, forest.parts, strict=True)
         ]
         rows = mx.array([*chain.from_iterable(asked)])
         tokens = mx.concatenate([each.tokens for each in sequences])
-        with self._rows.alone(rows if rows.size < tokens.size else None):
-            logits = self.model(tokens[None], cache=forest.layers)[0]
+        some = rows if rows.size < tokens.size else _ALL
+        logits = self._logits(tokens, forest.layers, some, {})
         if logits.shape[0] != rows.size:
             logits = logits[rows]
         ends = [*accumulate(map(len, asked))]
@@ -213,6 +201,18 @@ class Target:
         if aux_layers:
             features = forest.split(self._features(aux_layers), axis=0)
         return list(zip(of_each, features, strict=True))
+
+    def _logits(
+        self, tokens: mx.array, layers: Any, rows: slice | mx.array, given: dict[str, Any]
+    ) -> mx.array:
+        """Of these rows alone, where the head is a module of its own, else of all."""
+        self._threads.tick()
+        self._outputs.clear()
+        self._asked = rows
+        try:
+            return self.model(tokens[None], cache=layers, **given)[0]  # type: ignore[no-any-return]
+        finally:
+            self._asked = _ALL
 
     def _turn_rows(self) -> None:
         """Let ropes take a position for each row; passes over chains alone go without the hook."""
@@ -248,7 +248,6 @@ class Target:
 
     @cached_property
     def takes_trees(self) -> bool:
-        """Whether it can verify trees; chains it always can."""
         try:
             self.check_trees()
         except DFlashError:
@@ -269,7 +268,6 @@ class Target:
         raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", _CHAINS)
 
     def embedding(self) -> Any:
-        """The token embedding module, which the drafter shares."""
         return self._embedding
 
     @cached_property

@@ -41,17 +41,13 @@ def size_of(rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """seconds[i]: of a target pass over rows[i] tokens behind `context` committed ones.
+    """Seconds of target passes by their rows."""
 
-    deeper: the same behind longer contexts, in order. trees: of trees, where the others are of
-    chains and trees take longer.
-    """
-
-    rows: tuple[int, ...]
-    seconds: tuple[float, ...]
-    context: int = CONTEXTS[0]
-    deeper: tuple[PassTimes, ...] = ()
-    trees: PassTimes | None = None
+    rows: tuple[int, ...]  # in order
+    seconds: tuple[float, ...]  # of a pass over so many
+    context: int = CONTEXTS[0]  # committed tokens before them
+    deeper: tuple[PassTimes, ...] = ()  # behind longer contexts, in order
+    trees: PassTimes | None = None  # of trees, where they take longer than chains
 
     def of(self, rows: npt.NDArray[Any] | int, contexts: Sequence[float] = ()) -> npt.NDArray[Any]:
         """T(rows, contexts): interpolated, and never less for more rows or a longer context.
@@ -192,9 +188,6 @@ def _folder() -> Path:
 
 
 def _file(target: Target, folder: Path | None = None) -> Path:
-    return (folder or _folder()) / f"{_key(target)}.json"
-
-
-def _key(target: Target) -> str:
     kernels = target.kernels.mode if target.kernels.active else "off"
-    return model_key(target.name, target.parameters(), kernels, target.kv_bits)
+    key = model_key(target.name, target.parameters(), kernels, target.kv_bits)
+    return (folder or _folder()) / f"{key}.json"

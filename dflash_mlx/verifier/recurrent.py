@@ -52,7 +52,6 @@ class Pass:
         return min(length, self.start + len(self.path)) if self.calls is not None else self.start
 
     def beginning(self) -> Pass:
-        """Only the way back to its start."""
         return replace(self, calls=None, path=())
 
     def leads(self, path: Sequence[int]) -> bool:
@@ -85,21 +84,14 @@ class RecurrentLayer(ArraysCache):
         """What a mixer returns in a pass, for arguments with this state among them."""
         running = self.running
         if running is None or running.calls is None:
-            return call.on(lambda arg: arg)
-
-        def kept(arg: Any) -> Any:  # nothing that refers to the state, or changes in place
-            return STATE if arg is self else own(arg)
-
-        args = tuple(map(kept, call.args))
-        kwargs = {key: kept(arg) for key, arg in call.kwargs.items()}
-        copy_of_call = Call(call.run, args, kwargs, call.products, self.index)
-        running.calls.append(copy_of_call)
+            return call()
+        # Kept with nothing that refers to the state, or changes in place
+        kept = call.changed(lambda arg: STATE if arg is self else own(arg), self.index)
+        running.calls.append(kept)
         if len(running.parents) == 1:  # of one row all stays
-            return call.on(lambda arg: arg)
-        with call.products.noted_in(copy_of_call.noted, running.paths):
-            if running.paths is None:
-                return call.on(lambda arg: arg)
-            return self.along(running.paths, copy_of_call)
+            return call()
+        with call.products.of_call(kept.noted, running.paths):
+            return call() if running.paths is None else self.along(running.paths, kept)
 
     def along(self, paths: Paths, call: Call) -> Any:
         """What a call returns for the nodes of a tree; the state stays as it is."""
@@ -108,7 +100,6 @@ class RecurrentLayer(ArraysCache):
         return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
 
     def joined(self, layers: Sequence[RecurrentLayer], forest: Forest) -> JoinedStates:
-        """In the place of these, itself the first of them, in a pass over several sequences."""
         return JoinedStates(layers, forest.parts)
 
 
@@ -130,13 +121,11 @@ class JoinedStates(ArraysCache):
                 is_rows = isinstance(arg, mx.array) and arg.shape[:2] == rows
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
-            kwargs = {key: of_it(arg) for key, arg in call.kwargs.items()}
-            found.append(layer.run(replace(call, args=tuple(map(of_it, call.args)), kwargs=kwargs)))
+            found.append(layer.run(call.changed(of_it)))
         return _side_by_side(found)
 
 
 def _side_by_side(found: Sequence[Any]) -> Any:
-    """Rows [1, n, ...] of several sequences, or tuples of such."""
     if isinstance(found[0], tuple):
         return tuple(_side_by_side(parts) for parts in zip(*found, strict=True))
     return mx.concatenate([*found], axis=1) if isinstance(found[0], mx.array) else found[0]
@@ -250,7 +239,6 @@ class RecurrentStates(Cache):
         self.length += rows
 
     def fork(self) -> RecurrentStates:
-        """A copy that goes on by itself, a running pass included."""
         running = self._running
         if running is not None and running.calls is not None:
             running = replace(running, calls=list(running.calls))
@@ -283,7 +271,6 @@ class RecurrentStates(Cache):
             self._chunks.append(Pass(start, (), before))
 
     def _go_to(self, back: Pass) -> None:
-        """Be where the path of that pass led."""
         rows = len(back.parents)
         if back.path and back.calls is None:
             raise ValueError(f"a pass of {rows} rows can only be kept whole")
@@ -329,7 +316,6 @@ class MixerCall:
     def __call__(
         self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Let the state keep the call, and for a tree run it along the paths."""
         run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
         if run is None:
             return forward(mixer, *args, **kwargs)

@@ -48,13 +48,12 @@ class Kernels:
         self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
         self._clock = clock
         self._watchdog: Watchdog | None = None
-        self._known: dict[Any, Choice | None] = {}
+        self._holding: object = None
         self._notes: dict[str, Choice] = {}
         self.switch("off")
 
     @property
     def active(self) -> bool:
-        """Whether a kernel could run now."""
         return self.mode != "off" and executor() is not None
 
     @property
@@ -70,7 +69,6 @@ class Kernels:
         self.mode = mode
 
     def note(self, subject: str, reason: str) -> None:
-        """Show among the choices why no kernel is used for `subject`."""
         self._notes[subject] = Choice(False, reason)
 
     def running(self) -> object | None:
@@ -82,8 +80,11 @@ class Kernels:
         if self.mode == "off" or runs_on is None:
             return None
         if runs_on is not self._runs_on:
-            self._start(runs_on)
-        return self._known
+            self._runs_on, self._holding = runs_on, object()
+            if runs_on is metal and self.mode == "auto":
+                with suppress(*_DAMAGED):
+                    self._dispatch.table.update(_read(self._file)[1])
+        return self._holding
 
     def chosen(
         self, operation: Operation, args: Arguments, layers: Sequence[Arguments] = ()
@@ -94,32 +95,17 @@ class Kernels:
         """
         if self.running() is None:
             return None
-        key = operation.name, operation.case(*args)
-        if key not in self._known:
-            self._known[key] = self._choose(operation, args, layers)
-        return self._known[key]
-
-    def run(self, operation: Operation, *args: Any) -> Any | None:
-        """The kernel's result, or None where the caller is to use stock MLX."""
-        choice = self.chosen(operation, args)
-        return None if choice is None else operation.by(choice.way)(*args)
-
-    def _start(self, runs_on: Executor) -> None:
-        self._runs_on = runs_on
-        self._known = {}
-        if runs_on is metal and self.mode == "auto":
-            with suppress(*_DAMAGED):
-                self._dispatch.table.update(_read(self._file)[1])
-
-    def _choose(
-        self, operation: Operation, args: Arguments, layers: Sequence[Arguments]
-    ) -> Choice | None:
         before = len(self._dispatch.table)
         chosen = self._dispatch.choose(operation, args, layers)
         if len(self._dispatch.table) > before:
             made = {"model": self._name, **self._dispatch.to_json()}
             keep_text(self._file, json.dumps(made, indent=1))
         return chosen if chosen.kernel else None
+
+    def run(self, operation: Operation, *args: Any) -> Any | None:
+        """The kernel's result, or None where the caller is to use stock MLX."""
+        choice = self.chosen(operation, args)
+        return None if choice is None else operation.by(choice.way)(*args)
 
     def _refusal(self, operation: Operation, args: Arguments) -> str:
         if self._watchdog is None:

@@ -73,66 +73,6 @@ class Cache(Protocol):
         return
 
 
-class Several(Cache):
-    """Caches that move together."""
-
-    parts: Sequence[Cache]
-
-    def __init__(self, parts: Sequence[Cache]) -> None:
-        self.parts = parts
-        self.kind = tuple(part.kind for part in parts)
-        self.tail = max((part.tail for part in parts), default=0)
-
-    @property
-    def length(self) -> int:  # type: ignore[override]
-        return self.parts[0].length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for part in self.parts for array in part.arrays]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def begin(self, block: Block) -> None:
-        for part in self.parts:
-            part.begin(block)
-
-    def commit(self, path: Sequence[int]) -> None:
-        for part in self.parts:
-            part.commit(path)
-
-    def discard(self) -> None:
-        for part in self.parts:
-            part.discard()
-
-    def nearest(self, length: int) -> int:
-        return min(part.nearest(length) for part in self.parts)
-
-    def rewind(self, length: int) -> int:
-        return min(part.rewind(length) for part in self.parts)
-
-    def saved(self) -> Saved:
-        return join(part.saved() for part in self.parts)
-
-    def restore(self, saved: Saved) -> None:
-        for part, own in zip(self.parts, split(saved), strict=True):
-            part.restore(own)
-
-    def lengthen(self, rows: int) -> None:
-        for part in self.parts:
-            part.lengthen(rows)
-
-    def mark(self, length: int) -> None:
-        for part in self.parts:
-            part.mark(length)
-
-    def mark_chunk(self) -> None:
-        for part in self.parts:
-            part.mark_chunk()
-
-
 def join(parts: Iterable[Saved]) -> Saved:
     """What several parts save, as one."""
     parts = list(parts)

@@ -7,7 +7,7 @@ recurrent mixers go sequence by sequence. So nothing but the layers' caches know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -18,10 +18,70 @@ from mlx.utils import tree_map
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.routing import Plans
-from dflash_mlx.verifier.saved import Cache, Several
+from dflash_mlx.verifier.routing import Kernels, Plans
+from dflash_mlx.verifier.saved import Cache, Saved, join, split
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.norm_rope import padded
+
+
+class Several(Cache):
+    """Caches that move together."""
+
+    parts: Sequence[Cache]
+
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = parts
+        self.kind = tuple(part.kind for part in parts)
+        self.tail = max((part.tail for part in parts), default=0)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return self.parts[0].length
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for part in self.parts for array in part.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def begin(self, block: Block) -> None:
+        for part in self.parts:
+            part.begin(block)
+
+    def commit(self, path: Sequence[int]) -> None:
+        for part in self.parts:
+            part.commit(path)
+
+    def discard(self) -> None:
+        for part in self.parts:
+            part.discard()
+
+    def nearest(self, length: int) -> int:
+        return min(part.nearest(length) for part in self.parts)
+
+    def rewind(self, length: int) -> int:
+        return min(part.rewind(length) for part in self.parts)
+
+    def saved(self) -> Saved:
+        return join(part.saved() for part in self.parts)
+
+    def restore(self, saved: Saved) -> None:
+        for part, own in zip(self.parts, split(saved), strict=True):
+            part.restore(own)
+
+    def lengthen(self, rows: int) -> None:
+        for part in self.parts:
+            part.lengthen(rows)
+
+    def mark(self, length: int) -> None:
+        for part in self.parts:
+            part.mark(length)
+
+    def mark_chunk(self) -> None:
+        for part in self.parts:
+            part.mark_chunk()
 
 
 class KeyValues(Several):
@@ -44,7 +104,6 @@ class KeyValues(Several):
             layer.length += len(path)
 
     def _move(self, path: Sequence[int]) -> None:
-        """Bring the rows in `path` to consecutive slots."""
         kernels = self.parts[0].kernels
         if kernels is not None and kernels.active and self.parts[0].kv_bits is not None:
             kernels.note(CACHE_COMMIT.name, "keys and values are quantised")
@@ -123,18 +182,16 @@ class Forest:
         self.layers = tree_map(joined, *(cache.layers for cache, _ in blocks))
 
     def split(self, x: mx.array, axis: int) -> list[mx.array]:
-        """The rows of each sequence."""
         before = (slice(None),) * (axis % x.ndim)
         return [x[(*before, part)] for part in self.parts]
 
 
 def new_sequence(
-    model: Any, name: str, attention: Callable[[int | None], LayerCache]
+    model: Any, name: str, kernels: Kernels | None, kv_bits: int | None
 ) -> SequenceCache:
     """Empty caches for one sequence, of the kinds that an mlx-lm model makes.
 
-    attention: makes that of a layer with a given window. Raises DFlashError for kinds that are not
-    ours.
+    Raises DFlashError for kinds that are not ours.
     """
     from mlx_lm.models.cache import (  # not before a model is loaded: it takes seconds
         ArraysCache,
@@ -150,11 +207,9 @@ def new_sequence(
     recurrent: list[RecurrentLayer] = []
 
     def ours(cache: Any, i: int) -> Any:
-        if type(cache) is KVCache:
-            keyed.append(attention(None))
-            return keyed[-1]
-        if type(cache) is RotatingKVCache and cache.keep == 0:
-            keyed.append(attention(cache.max_size))
+        window = cache.max_size if type(cache) is RotatingKVCache and cache.keep == 0 else None
+        if window is not None or type(cache) is KVCache:
+            keyed.append(LayerCache(window, kernels, kv_bits))
             return keyed[-1]
         if isinstance(cache, ArraysCache):
             recurrent.append(RecurrentLayer(len(cache.cache), len(recurrent)))

@@ -41,7 +41,7 @@ def decode_with(drafter, times, count, second=None, chains=False):
     for part in getattr(drafter, "passes", [drafter]):
         part.target = target
     scope = Scope(looks_up=False, chains=chains)
-    budget = BatchBudget(drafter, {"draft": drafter}, times, scope, target.clock)
+    budget = BatchBudget(drafter, times, scope, target.clock)
     timed_seconds(budget.experience.second, second)
     prompts = [[1, i % VOCABULARY, i // VOCABULARY] for i in range(count)]
     engine, said = scheduler_of(target, observer=Strict()), {}
@@ -85,7 +85,7 @@ def test_where_rows_cost_what_passes_do_nothing_is_drafted():
 
 def test_the_best_nodes_of_all_trees_are_verified_together():
     target, drafter = TimedTarget(Clock(), RISING), Honest(0.05, lambda i: 0.7, 2)
-    adaptive = BatchBudget(drafter, {"draft": drafter}, RISING, Scope(looks_up=False), target.clock)
+    adaptive = BatchBudget(drafter, RISING, Scope(looks_up=False), target.clock)
     trees = [
         Tree((1, 2, 3), (-1, 0, 0, 1), tuple(np.log([1, 0.6, 0.3, 0.5]))),
         Tree((1, 2), (-1, 0, 1), tuple(np.log([1, 0.9, 0.8]))),

@@ -275,7 +275,7 @@ def test_chains_are_drawn_where_they_can_be_and_no_tree_is_drafted(pair, given, 
     drafter = make_drafter(pair, config_with("specdiff", **given))
     assert type(drafter) is kind and drafter.name == "specdiff" and drafter.aux_layers == ()
     if given is REJECT:
-        assert type(drafter._drafters["draft"]) is DrawnSpecDiff
+        assert type(drafter.drafter) is DrawnSpecDiff
 
 
 @pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)

@@ -13,9 +13,7 @@ from dflash_mlx.drafters.methods import (
     choices,
     find_method,
     given,
-    needs_drafter,
     settle,
-    sources,
     takers,
     why_auto,
 )
@@ -150,12 +148,7 @@ def test_a_use_that_the_pair_cannot_serve_is_refused_before_weights_are_read():
     check_uses([DecodeConfig("d2sd", block_size=7), DecodeConfig("ngram")], [8, 6], TWO, "")
 
 
-def test_what_a_method_says_of_itself_fits_together():
-    for name, method in METHODS.items():
-        assert method.label
-        assert not method.own.keys() & DecodeConfig().__dict__.keys()
-        assert needs_drafter(name) == bool(method.family) == (method.best_with > 0)
-    assert len({source.name for source in sources()}) == len(sources())
+def test_a_method_for_two_draft_models_is_called_otherwise_where_there_is_one():
     d2sd, both = find_method("d2sd"), Capabilities(("dflash", "dflash"))
     assert d2sd.called(Capabilities(("dflash",))) != d2sd.called(both)
     assert d2sd.called(Capabilities(("dflash", "eagle3"))) == d2sd.called(Capabilities(("dflash",)))

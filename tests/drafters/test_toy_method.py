@@ -30,10 +30,11 @@ from dflash_mlx.core.findings import Finding
 from dflash_mlx.core.option import Given, Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.method import Method, Plan, TokenSource
+from dflash_mlx.drafters.method import BlockDrafter, Method, Plan, TokenSource
 from dflash_mlx.drafters.methods import METHODS, check_given, settle
+from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.delta import collect
-from dflash_mlx.engine.drafter import EachAlone, Proposal
+from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Capabilities
 from dflash_mlx.engine.state import State
 from dflash_mlx.models import registry
@@ -53,26 +54,21 @@ class Bigrams(nn.Module):
         self.after = mx.zeros((VOCAB_SIZE, VOCAB_SIZE))
 
 
-class Seen:
+class Seen(NoContext):
     """Counts the committed tokens and keeps the last one."""
+
+    kind = (), "toy"
 
     def __init__(self) -> None:
         self.length, self.last = 0, mx.array([0])
-
-    arrays: list[mx.array] = []
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
         assert features is None
         self.length += tokens.shape[0]
         self.last = tokens[-1:]
 
-    def refill_from(self, length: int) -> int:
-        return length
-
     def trim(self, length: int) -> None:
         self.length = min(self.length, length)
-
-    kind = (), "toy"
 
     def fork(self) -> Seen:
         return copy(self)
@@ -103,26 +99,19 @@ class ToyModel:
         return self.module.after[context.last]
 
 
-class ToyDrafter(EachAlone):
+class ToyDrafter(BlockDrafter[ToyModel]):
     """Greedy bigrams behind the anchor."""
 
-    name, aux_layers, rounds_ahead = "toy", (), 0
+    name, stride = "toy", 1
 
-    def __init__(self, model: ToyModel, stride: int) -> None:
-        self.model, self.stride = model, stride
-
-    def new_context(self) -> Seen:
-        return self.model.new_context()
-
-    def draft(self, state: State, remaining: int) -> Proposal:
+    def draft_block(self, state: State, rows: int) -> Proposal:
         assert state.context.length == state.position
         token, drafts = state.anchor, []
-        for _ in range(min(self.model.block_size, remaining) - 1):
+        for _ in range(rows - 1):
             for _ in range(self.stride):
-                token = mx.argmax(self.model.module.after[token], axis=-1)
+                token = mx.argmax(self._model.module.after[token], axis=-1)
             drafts.append(token.item())
-        sure = [(drafts[: i + 1], [-0.1] * (i + 1), "bigram") for i in range(len(drafts))]
-        return Proposal(Tree.of_chains(sure))
+        return Proposal(Tree.of_chains([(drafts, [-0.1] * len(drafts), "bigram")]))
 
 
 # Its files
@@ -186,7 +175,9 @@ def make(how: Plan) -> ToyDrafter:
     (model,) = how.pair.of("toy")
     assert isinstance(model, ToyModel)
     assert isinstance(how.config.options, ToyOptions)
-    return ToyDrafter(model, how.config.options.stride)
+    drafter = ToyDrafter(model)
+    drafter.stride = how.config.options.stride
+    return drafter
 
 
 METHOD = Method(

@@ -11,7 +11,7 @@ from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import behind, paths_of
 from support.grammars import toy_constraint
 from support.law import ToyDrafter
-from support.timed import FLAT, Case, Clock, Honest, InTwo, TimedTarget
+from support.timed import FLAT, Case, Honest, InTwo
 
 GROWTHS = {
     "published": PaperGrowth(3),
@@ -64,7 +64,7 @@ def in_two(first, second, seconds, tokens=600, by_branch=0.0):
     """A case with a second pass of so many seconds, and whether each round went on to it."""
     drafter = InTwo(Honest(0.1, first), Honest(seconds, second, seed=2), by_branch)
     timed = PassTimes((1, 7), tuple(max(seconds + by_branch * n, 1e-6) for n in (1, 7)))
-    case = Case(TimedTarget(Clock(), FLAT), {"draft": drafter}, tokens, second=timed)
+    case = Case(FLAT, drafter, tokens, second=timed)
     continued = np.array([r.proposal.why.continued for r in case.rounds])
     assert case.modes.get("plain", 0) < 0.1
     assert drafter.begun >= len(drafter.asked) == continued.sum(), "no pass is made twice"
@@ -89,7 +89,7 @@ def test_a_second_pass_is_made_in_the_rounds_that_need_it():
     late = starts > 200
     assert continued[late & ~here].mean() > 0.8 and continued[late & here & ahead].mean() < 0.2
     always, never = (
-        Case(TimedTarget(Clock(), FLAT), {"draft": Honest(seconds, sure)}, 600).seconds
+        Case(FLAT, Honest(seconds, sure), 600).seconds
         for seconds, sure in ((0.6, lambda i: max(0.9, by_stretch(i))), (0.1, by_stretch))
     )
     assert case.seconds < 0.95 * min(always, never)
@@ -98,7 +98,7 @@ def test_a_second_pass_is_made_in_the_rounds_that_need_it():
 @pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_a_second_pass_that_costs_too_much_is_hardly_ever_made(seconds):
     case, continued = in_two(lambda i: 0.6, lambda i: 0.9, seconds)
-    alone = Case(TimedTarget(Clock(), FLAT), {"draft": Honest(0.1, lambda i: 0.6)}, 600)
+    alone = Case(FLAT, Honest(0.1, lambda i: 0.6), 600)
     assert continued.mean() < 0.03
     assert case.seconds < 1.1 * alone.seconds
 
@@ -111,7 +111,7 @@ def test_a_second_pass_that_costs_nothing_is_made_wherever_it_may_help():
 def test_no_more_branches_are_asked_for_than_are_worth_their_time():
     """r = 0.4, 0.24, 0.14, ...: what each brings is worth that share of about two tokens."""
     case, _ = in_two(lambda i: 0.6, lambda i: 0.95, 0.1, by_branch=0.15)
-    asked = case.drafter._drafters["draft"].asked
+    asked = case.drafter.drafter.asked
     assert 1 < np.mean(np.sum(asked[20:], axis=1)) < 6
 
 

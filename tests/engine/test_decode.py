@@ -10,7 +10,7 @@ from dflash_mlx.core.observer import Observer, RoundTimer
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
-from support.decoding import answer, go_on, prefill, run, start, tokens_in
+from support.decoding import answer, go_on, run, start, tokens_in
 from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
 from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree
@@ -51,7 +51,7 @@ def test_right_drafts_save_rounds_and_an_observer_sees_every_term(targets):
 def test_reading_a_prompt_is_in_no_term_of_a_round(targets):
     timer, target = RoundTimer(), targets["llama"]
     state = State(target.new_cache(), NoDraft().new_context())
-    prefill(target, NoDraft(), state, prompt_of(1), DecodeConfig(prefill_step=7), timer)
+    go_on(target, NoDraft(), state, prompt_of(1), DecodeConfig(prefill_step=7), timer)
     assert not timer.seconds
     list(decode(target, NoDraft(), state, DecodeConfig(max_tokens=3), timer))
     assert timer.seconds["verify"] > 0
@@ -164,6 +164,6 @@ def test_prefill_reports_its_progress(targets):
 
     target, config = targets["llama"], DecodeConfig(prefill_step=8)
     state = State(target.new_cache(), NoDraft().new_context())
-    prefill(target, NoDraft(), state, prompt_of(1), config, Progress())
+    go_on(target, NoDraft(), state, prompt_of(1), config, Progress())
     assert Progress.seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
     assert (state.anchor.size, state.opening.shape) == (0, (1, VOCAB_SIZE))

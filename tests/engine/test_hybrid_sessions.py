@@ -17,7 +17,7 @@ from dflash_mlx.engine.exact import measure_noise
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.session import Session
-from dflash_mlx.train.features import FeatureCache
+from dflash_mlx.train.data import FeatureCache
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -237,7 +237,7 @@ def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
 
 
 def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.train.features._CHUNK", 7)
+    monkeypatch.setattr("dflash_mlx.train.data._CHUNK", 7)
     tokens, aux_layers = prompt_of(13, 30), (0, 2)
     cache = FeatureCache(tmp_path / "features", [tokens], target, aux_layers, 10**6)
     assert list(cache.fill()) == [30]

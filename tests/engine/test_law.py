@@ -1,7 +1,6 @@
 """Sampled answers follow the target's law with every method, at T = 0.7 and 1."""
 
 from functools import partial
-from itertools import count
 
 import mlx.core as mx
 import numpy as np
@@ -108,8 +107,7 @@ class ToyHalf(ToyDrafter):
 def as_pays(drafter, chains=True):
     """Chains cut where more of them would not pay, by what each position is sure of; or trees."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    scope, clock = Scope(looks_up=False, chains=chains), count().__next__
-    return BatchBudget(drafter, {"draft": drafter}, times, scope, clock)
+    return BatchBudget(drafter, times, Scope(looks_up=False, chains=chains), int)
 
 
 GROWTH = JointGrowth(2, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import count
 
 import mlx.core as mx
 import numpy as np
@@ -41,8 +40,7 @@ def distance(made, draws, temperature, target=None, **filters):
 def as_pays(drafter):
     """Chains cut where more of them would not pay, by what each position is sure of."""
     times = PassTimes((1, 2, 3, 4), (1.0, 1.5, 2.0, 2.5))
-    scope, clock = Scope(looks_up=False, chains=True), count().__next__
-    return BatchBudget(drafter, {"draft": drafter}, times, scope, clock)
+    return BatchBudget(drafter, times, Scope(looks_up=False, chains=True), int)
 
 
 SHAPES = {

@@ -22,7 +22,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.models.numeric_range import fit_drafter, fit_target
 from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
-from support.decoding import prefill
+from support.decoding import go_on
 from support.decoding import rounds as decode
 from support.families import FAMILIES, make_model
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
@@ -76,7 +76,7 @@ def answer(target: Target, drafter: Any) -> tuple[list[int], float]:
     """The answer's tokens, and how many of them come from a round."""
     state = State(target.new_cache(), drafter.new_context())
     config = DecodeConfig(max_tokens=32)
-    prefill(target, drafter, state, PROMPT, config, Observer())
+    go_on(target, drafter, state, PROMPT, config, Observer())
     rounds = list(decode(target, drafter, state, config, Observer()))
     tokens = [token for accepted in rounds for token in accepted.tokens]
     return tokens, len(tokens) / len(rounds)

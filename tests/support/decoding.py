@@ -77,29 +77,8 @@ def answer_rounds(
     """An answer behind `prompt`, with caches of its own."""
     state = State(target.new_cache(), drafter.new_context())
     state.constraint = constraint
-    observer = observer or Observer()
-    prefill(target, drafter, state, list(prompt), config, observer)
+    go_on(target, drafter, state, prompt, config, observer)
     yield from decode(target, drafter, state, config, observer)
-
-
-def prefill(
-    target: Any,
-    drafter: Any,
-    state: State,
-    prompt: list[int],
-    config: DecodeConfig,
-    observer: Observer,
-) -> int:
-    """Bring a state to a prompt; how much of it was there already."""
-    reused = state.reuse(Prompt.of(prompt))
-    sequence = sequence_of(state, drafter, prompt, config.prefill_step)
-    sequence.has_looked = True
-    scheduler = scheduler_of(target, observer=observer)
-    scheduler.add(sequence)
-    while sequence.is_reading:
-        for _, error in scheduler.step():
-            raise error
-    return reused
 
 
 def decode(
@@ -148,10 +127,18 @@ def go_on(
     state: State,
     prompt: abc.Sequence[int],
     config: DecodeConfig | None = None,
+    observer: Observer | None = None,
 ) -> int:
     """Bring a state to another prompt; how much of it was there already."""
-    config = config or DecodeConfig()
-    return prefill(target, drafter, state, list(prompt), config, Observer())
+    reused, config = state.reuse(Prompt.of(prompt)), config or DecodeConfig()
+    sequence = sequence_of(state, drafter, prompt, config.prefill_step)
+    sequence.has_looked = True
+    scheduler = scheduler_of(target, observer=observer or Observer())
+    scheduler.add(sequence)
+    while sequence.is_reading:
+        for _, error in scheduler.step():
+            raise error
+    return reused
 
 
 def rounds(

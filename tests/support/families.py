@@ -142,11 +142,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB_SIZE,
         "text_config": config(
             "gemma3n_text",
-            **{**_layer_types("SFSFSF"), "num_kv_shared_layers": 2, "laurel_rank": 8},
+            **{**_layer_types("SFSF"), "num_kv_shared_layers": 2, "laurel_rank": 8},
             vocab_size_per_layer_input=VOCAB_SIZE,
             rope_local_base_freq=10000.0,
             final_logit_softcapping=30.0,
-            activation_sparsity_pattern=[0.9, *[0.0] * 5],
+            activation_sparsity_pattern=[0.9, *[0.0] * 3],
             hidden_size_per_layer_input=16,
             altup_num_inputs=2,
             altup_coef_clip=120.0,

@@ -24,8 +24,7 @@ class ToyMasked:
     On later ones too, and strongly, as in a network that looks both ways. calls: how many passes.
     """
 
-    family, mask = "specdiff", VOCABULARY
-    aux_layers: tuple[int, ...] = ()
+    family, mask, aux_layers = "specdiff", VOCABULARY, ()
 
     def __init__(self, seed: int, block_size: int = 4, strength: float = 1.5) -> None:
         rng, size = np.random.default_rng(seed), block_size

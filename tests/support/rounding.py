@@ -38,7 +38,7 @@ class Rounding(Target):
         self.embedding().weight = self._rough
         return super()._together(sequences, aux_layers)
 
-    def forward(self, tokens, cache, block, aux_layers=()):
+    def forward(self, tokens, cache, block, aux_layers=(), embeddings=None):
         self.rows.append(block.rows)
         self.embedding().weight = self._exact if block.rows == 1 else self._rough
         return super().forward(tokens, cache, block, aux_layers)

@@ -55,7 +55,7 @@ class TimedTarget(ToyTarget):
 class Honest(EachAlone):
     """Knows the next token with probability `sure(position)`, says so, and offers siblings.
 
-    Its name and the target whose answers it knows come from the case that it is in.
+    The target whose answers it knows comes from the case that it is in.
     """
 
     name, aux_layers, rounds_ahead = "draft", (), 0
@@ -127,22 +127,20 @@ def timed_seconds(second, times) -> None:
 
 
 class Case:
-    """Plain decoding and a choice of drafters on one toy target, in simulated time."""
+    """Plain decoding and a drafter on one toy target, in simulated time."""
 
     def __init__(
-        self, target, drafters, tokens=400, looks_up=False, chains=False, second=None, times=FLAT
+        self, target, drafter, tokens=400, looks_up=False, chains=False, second=None, timed=True
     ):
+        if isinstance(target, PassTimes):
+            target = TimedTarget(Clock(), target)
         self.target, self.clock = target, target.clock
         self.plain = decoding.answer(target, NoDraft(), [1, 2, 3], DecodeConfig(max_tokens=tokens))
         self.plain_seconds = self.clock.now
-        for name, drafter in drafters.items():
-            drafter.name = name
-            for part in getattr(drafter, "passes", [drafter]):
-                part.target = target
-        last = list(drafters.values())[-1]
-        self.drafter = BatchBudget(
-            last, drafters, times and target.times, Scope((), looks_up, chains), self.clock
-        )
+        for part in getattr(drafter, "passes", [drafter]):
+            part.target = target
+        scope = Scope(looks_up=looks_up, chains=chains)
+        self.drafter = BatchBudget(drafter, target.times if timed else None, scope, self.clock)
         timed_seconds(self.drafter.experience.second, second)
         self.rounds = self.run(tokens)
         self.seconds = self.clock.now - self.plain_seconds

@@ -21,9 +21,8 @@ from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.compare import walk
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.data import Text, Texts
+from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
-from dflash_mlx.train.features import FeatureCache
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
@@ -201,7 +200,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in found}
 
 
-class ActiveVocabulary:
+class LetterTokenizer:
     """A tokenizer as far as corpora need one: a token for every letter."""
 
     def __init__(self, letters: str) -> None:

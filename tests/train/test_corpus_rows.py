@@ -18,7 +18,7 @@ from dflash_mlx.train.corpus.rows import (
     tokenizer_fingerprint,
 )
 from support.families import VOCAB_SIZE
-from support.tiny_training import ActiveVocabulary, full_disk, write_corpus
+from support.tiny_training import LetterTokenizer, full_disk, write_corpus
 
 MESSAGES = ({"role": "user", "content": "a\u2028b"},)
 ROWS = [
@@ -26,9 +26,7 @@ ROWS = [
     CorpusRow("two", "chat", (3,), (5, 6, 7), 0.6, 0.95, 2**32 - 1, "length", MESSAGES),
 ]
 OLD = {"p": [1, 2], "o": [3], "t": 0.0}
-HEADER = CorpusHeader(
-    "tiny", VOCAB_SIZE, tokenizer_fingerprint(ActiveVocabulary("ab")), {"seed": 3}
-)
+HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(LetterTokenizer("ab")), {"seed": 3})
 
 
 def write(file: Path) -> bytes:
@@ -55,7 +53,7 @@ def test_what_is_written_has_the_documented_fields_and_is_read_back(tmp_path):
 def test_an_older_file_without_a_header_is_read(tmp_path):
     file = tmp_path / "old.jsonl.gz"
     file.write_bytes(gzip.compress((json.dumps(OLD) + "\n").encode() * 2))
-    rows = read_rows(file, VOCAB_SIZE, ActiveVocabulary("ba"))
+    rows = read_rows(file, VOCAB_SIZE, LetterTokenizer("ba"))
     assert [(r.prompt, r.answer, r.temperature) for r in rows] == [((1, 2), (3,), 0.0)] * 2
     assert len({row.id for row in rows}) == 2
 
@@ -71,12 +69,9 @@ def row(**changes: object) -> str:
         ("[]", "no row"),
         ("{}", "'p' .* missing"),
         (row(t="hot"), "'t' .* 'hot'"),
-        (row(top_p=None), "'top_p' .* missing"),
         (row(p=[]), r"'p' .* \[\]"),
-        (row(o=[1.0]), r"'o' .* \[1.0\]"),
         (row(o=[-1]), r"'o' .* \[-1\]"),
         (row(o=[True]), r"'o' .* \[True\]"),
-        (row(id=3), "'id' .* 3"),
         (row(seed=0.5), "'seed' .* 0.5"),
         (row(messages=["hi"]), r"'messages' .* \['hi'\]"),
         (row(o=[VOCAB_SIZE]), "token 97, .* 97"),
@@ -96,7 +91,6 @@ def test_a_damaged_line_is_named_with_what_it_holds(tmp_path, line, named):
     [
         (b"\n\n", "no rows"),
         (HEADER.as_line().encode(), "no rows"),
-        (b'{"format": "parquet"}\n', "'parquet', 'version': None"),
         (b'{"format": "dflash-corpus", "version": 2}\n', "'version': 2.* 'version': 1"),
         (HEADER.as_line().replace("97", "true").encode(), "'vocab_size' in line 1 .* True"),
         (b'{"format": "dflash-corpus", "version": 1}\n', "'model' in line 1 .* missing"),
@@ -145,9 +139,7 @@ def test_a_file_that_is_no_corpus_stays_as_it_is(tmp_path, contents):
     ("changes", "named"),
     [
         ({"model": "large"}, "model 'tiny', not 'large'"),
-        ({"vocab_size": 98}, "97, not 98"),
         ({"settings": {"seed": 4}}, "seed 3, not 4"),
-        ({"settings": {}}, "seed 3, not None"),
     ],
 )
 def test_a_file_of_another_model_or_other_settings_is_not_continued(tmp_path, changes, named):

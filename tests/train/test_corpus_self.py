@@ -12,9 +12,8 @@ from dflash_mlx import Pair, load
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.answers import Job
+from dflash_mlx.train.corpus.answers import Job, TurnTemplate, TurnWriter
 from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
-from dflash_mlx.train.corpus.self_prompt import TurnTemplate, TurnWriter
 from support.models import EOS, TEMPLATE, write_model
 
 OPENINGS = ("Say ", "def f():\n\n")
@@ -53,7 +52,7 @@ WITH_OPENINGS = [option for opening in OPENINGS for option in ("--opening", open
 
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> list[CorpusRow]:
-    return run(folder, folder / "asked.jsonl", 10, *WITH_OPENINGS)
+    return run(folder, folder / "asked.jsonl", 6, *WITH_OPENINGS)
 
 
 def number(row: CorpusRow) -> int:
@@ -65,7 +64,7 @@ def text_of(row: CorpusRow) -> str:
 
 
 def test_as_many_turns_as_wanted_continue_the_openings_in_turn_and_are_answered(asked, pair):
-    assert len({row.id for row in asked}) == len({text_of(row) for row in asked}) == 10
+    assert len({row.id for row in asked}) == len({text_of(row) for row in asked}) == 6
     for row in asked:
         expected = pair.tokenizer.apply_chat_template(
             list(row.messages), add_generation_prompt=True
@@ -79,8 +78,8 @@ def test_as_many_turns_as_wanted_continue_the_openings_in_turn_and_are_answered(
 
 
 def test_bad_turns_are_replaced_and_counted(folder, tmp_path, capsys):
-    rows = run(folder, tmp_path / "c", 5, "--self-max-tokens", "25")
-    assert len(rows) == 5 and max(map(number, rows)) >= 5
+    rows = run(folder, tmp_path / "c", 3, "--self-max-tokens", "25")
+    assert len(rows) == 3 and max(map(number, rows)) >= 3
     assert "user turns were empty, too long or not new" in capsys.readouterr().out
 
 
@@ -89,8 +88,8 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
 ):
     whole = (folder / "asked.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "c").write_bytes(b"".join(whole[:4]) + whole[4][:30])
-    rows = run(folder, tmp_path / "c", 11, *WITH_OPENINGS)
-    assert len({row.id for row in rows}) == len({text_of(row) for row in rows}) == 11
+    rows = run(folder, tmp_path / "c", 7, *WITH_OPENINGS)
+    assert len({row.id for row in rows}) == len({text_of(row) for row in rows}) == 7
     assert rows[:3] == asked[:3]
     again = {row.id: row for row in asked}
     both = [row for row in rows[3:] if row.id in again]
@@ -98,7 +97,7 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
 
 
 def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
-    always = ["--self-temperature", "0.001", "--opening", "Say"]
+    always = ["--self-max-tokens", "9", "--self-temperature", "0.001", "--opening", "Say"]
     with pytest.raises(DFlashError, match="user turns that the model wrote.*more openings"):
         run(folder, tmp_path / "c", 3, *always)
 
@@ -133,7 +132,6 @@ def test_a_turn_is_good_once(pair):
         (" \n<|im_end|>", "stop"),  # empty
         (" it", "length"),
         (" it it it", "loop"),
-        (" it<|im_start|>user<|im_end|>", "stop"),
         (" it<|pad|> now<|im_end|>", "stop"),
         ("x" * 600 + "<|im_end|>", "stop"),
     ],

@@ -64,34 +64,17 @@ def test_a_text_opens_blocks_from_the_end_of_its_prompt_to_its_last_but_one_toke
     assert text_of(9, 4).anchors.tolist() == [3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 4), (3, 5), (1, 50)])
+@pytest.mark.parametrize("shape", [(1, 4), (3, 5), (5, 50)])
 def test_an_epoch_has_every_anchor_of_every_text(shape):
     sampler = BlockSampler(TEXTS, 8, shape, seed=0)
     groups = sum(-(-len(text.anchors) // shape[1]) for text in TEXTS)
     wanted = {(i, int(anchor)) for i, text in enumerate(TEXTS) for anchor in text.anchors}
-    for epoch in range(3):
+    for epoch in range(2):
         seen = seen_in(sampler, epoch)
         assert set(seen) == wanted
         filled_up = sum(-len(text.anchors) % shape[1] for text in TEXTS)
         filled_up += -groups % shape[0] * shape[1]  # a last step that begins again
         assert sum(seen.values()) - len(seen) <= filled_up
-
-
-def test_every_epoch_has_groups_and_an_order_of_its_own():
-    texts = [text_of(41, 1), text_of(25, 5)]  # 40 and 20 anchors: no group is filled up
-    sampler = BlockSampler(texts, 8, (1, 4), seed=0)
-    steps = [sampler.blocks(step) for step in range(2 * sampler.steps_per_epoch)]
-    groups = [frozenset(places(blocks)) for blocks in steps]
-    assert len(set(groups)) == len(groups) == 30
-    assert [int(blocks.rows[0]) for blocks in steps[:15]] != sorted([0] * 10 + [1] * 5)
-    rows = [int(blocks.rows[0]) for blocks in steps]
-    assert rows[:15] != rows[15:]
-
-
-def test_fewer_groups_than_sequences_are_repeated():
-    blocks = BlockSampler(TEXTS[:2], 8, (5, 30), seed=0).blocks(3)
-    assert blocks.anchors.shape == (5, 30)
-    assert Counter(blocks.rows.tolist()) in ({0: 3, 1: 2}, {0: 2, 1: 3})
 
 
 @pytest.mark.parametrize("base", [None, 0.8])
@@ -111,6 +94,7 @@ def test_a_share_of_the_steps_has_blocks_of_half_the_size(share, least, most):
     sizes = Counter(sampler.blocks(step).tokens.shape[-1] for step in range(400))
     assert sizes.keys() <= {8, 4}
     assert least <= sizes[4] <= most
+    assert BlockSampler(TEXTS, 3, (2, 4), 0, 0.8, 1.0).blocks(0).tokens.shape == (2, 4, 2)
 
 
 def test_a_step_has_texts_of_like_length_in_another_order_every_epoch():
@@ -146,11 +130,6 @@ def test_prefixes_follow_their_law(beta, short, least):
     assert (np.abs(found - law) <= 4.5 * np.sqrt(law * (1 - law) / drawn.size)).all()
 
 
-def test_a_block_of_half_the_size_has_a_draft_at_least():
-    blocks = BlockSampler(TEXTS, 3, (2, 4), 0, 0.8, 1.0).blocks(0)
-    assert blocks.tokens.shape == (2, 4, 2) and not blocks.prefixes.any()
-
-
 # Labels and where they are known
 
 
@@ -161,7 +140,7 @@ def drawn_text(rng: np.random.Generator) -> TextTokens:
     return preferring(tokens, int(rng.integers(1, len(tokens))), choices)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_blocks_are_what_a_loop_over_their_definition_gives(seed):
     rng = np.random.default_rng(seed)
     some, size = [drawn_text(rng) for _ in range(3)], int(rng.integers(2, 9))
@@ -218,8 +197,7 @@ def test_an_epoch_has_about_as_many_anchors_as_begin_rounds_each_once():
 
 def test_a_text_shorter_than_a_group_fills_it_with_repeats():
     blocks = RoundStartSampler([text_of(6, 3)], 4, (1, 8), seed=0).blocks(0)
-    assert sorted(set(blocks.anchors[0].tolist())) == [2, 3, 4]
-    assert blocks.anchors.shape == (1, 8)
+    assert sorted(set(blocks.anchors[0].tolist())) == [2, 3, 4] and blocks.anchors.size == 8
 
 
 def test_hard_tokens_open_more_blocks_than_easy_ones():

@@ -16,10 +16,17 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train import features as module
+from dflash_mlx.train import data as module
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
-from dflash_mlx.train.data import DataConfig, Texts, read_texts
-from dflash_mlx.train.features import CHOICE, CHOICES, FeatureCache, likeliest
+from dflash_mlx.train.data import (
+    CHOICE,
+    CHOICES,
+    DataConfig,
+    FeatureCache,
+    Texts,
+    likeliest,
+    read_texts,
+)
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
@@ -27,7 +34,7 @@ from support.tiny_training import (
     CONTEXT,
     TAPS,
     WIDTH,
-    ActiveVocabulary,
+    LetterTokenizer,
     files,
     full_disk,
     greedy_rows,
@@ -36,7 +43,7 @@ from support.tiny_training import (
     write_corpus,
 )
 
-WORDS = ActiveVocabulary("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
+WORDS = LetterTokenizer("".join(map(chr, range(40, 40 + VOCAB_SIZE))))
 HEADER = CorpusHeader("tiny", VOCAB_SIZE, tokenizer_fingerprint(WORDS))
 ROW = len(TAPS) * WIDTH * 2  # bytes per token
 PLENTY = 1 << 30
@@ -87,18 +94,15 @@ def test_features_and_choices_are_those_of_the_target(tmp_path, monkeypatch, chu
         assert np.allclose(choices["probability"], -np.sort(-p)[:, :CHOICES], rtol=1e-3)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_sequences_from_the_first_that_does_not_fit_are_left_out(tmp_path, count):
-    limit = sum(LENGTHS[:count]) * ROW
-    for fitting, room in ((count - 1, limit - 1), (count, limit), (count, limit + ROW - 1)):
-        if not fitting:
-            with pytest.raises(DFlashError, match=f"{room} bytes .*--cache-gb"):
-                open_cache(tmp_path, room)
-            continue
+def test_sequences_from_the_first_that_does_not_fit_are_left_out(tmp_path):
+    limit = sum(LENGTHS[:2]) * ROW
+    for fitting, room in ((1, limit - 1), (2, limit), (2, limit + ROW - 1)):
         cache = filled(tmp_path / str(room), room)
         assert len(cache) == fitting and cache.missing == []
         kept = [load_file(file)["features"].nbytes for file in cache.folder.glob("*.safetensors")]
         assert sum(kept) == sum(LENGTHS[:fitting]) * ROW
+    with pytest.raises(DFlashError, match="9 bytes .*--cache-gb"):
+        open_cache(tmp_path, 9)
 
 
 def tuned(target: Target) -> Target:
@@ -112,11 +116,10 @@ def tuned(target: Target) -> Target:
     ("sequences", "target", "aux_layers"),
     [
         ([[*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1], *SEQUENCES[1:]], tiny_target, TAPS),
-        (SEQUENCES[:-1], tiny_target, TAPS),
         (SEQUENCES, lambda: tuned(tiny_target()), TAPS),
         (SEQUENCES, tiny_target, TAPS[::-1]),
     ],
-    ids=["a token changed", "fewer sequences", "a target tuned", "other layers"],
+    ids=["a token changed", "a target tuned", "other layers"],
 )
 def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, aux_layers):
     cache = FeatureCache(tmp_path / "cache", sequences, target(), aux_layers, PLENTY)
@@ -126,9 +129,7 @@ def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, aux
 # Interruptions
 
 
-@pytest.mark.parametrize(
-    ("count", "room"), [(0, None), (1, None), (4, None), (0, ROW // 3), (1, 23 * ROW)]
-)
+@pytest.mark.parametrize(("count", "room"), [(1, None), (0, ROW // 3), (1, 23 * ROW)])
 def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, whole, count, room):
     filling = open_cache(tmp_path).fill()
     for _ in range(count):
@@ -170,10 +171,9 @@ def flipped(name: str, at: float) -> Callable[[bytes, Path], bytes]:
 @pytest.mark.parametrize(
     ("damage", "names"),
     [
-        *((flipped("features", at), ["features"]) for at in (0, 0.5, 0.999)),
-        *((flipped("choices", at), ["choices"]) for at in (0, 0.5, 0.999)),
+        (flipped("features", 0.999), ["features"]),
+        (flipped("choices", 0.5), ["choices"]),
         *((lambda data, _, end=end: data[:end], ["features", "choices"]) for end in (0, 30, -1)),
-        (lambda *_: b"{}", ["features", "choices"]),
         (None, ["features", "choices"]),
     ],
 )
@@ -193,11 +193,11 @@ def test_a_damaged_or_missing_file_is_found(tmp_path, damage, names):
 # The likeliest tokens
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
-    rows=st.sampled_from([1, 3, 70]),
-    words=st.sampled_from([1, 5, 8, 9, 12, 97, 300, 2000]),
-    levels=st.sampled_from([1, 2, 3, 6, 10**6]),
+    rows=st.sampled_from([1, 70]),
+    words=st.sampled_from([1, 5, 8, 9, 97, 2000]),
+    levels=st.sampled_from([1, 2, 6, 10**6]),
     seed=st.integers(0, 1000),
 )
 def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_choice(
@@ -206,15 +206,12 @@ def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_ch
     logits = np.random.default_rng(seed).integers(levels, size=(rows, words)).astype(np.float32)
     logits *= 6 / levels
     logits[0, 1:] = -np.inf if levels == 6 else logits[0, 1:]
-    before, count = logits.copy(), min(CHOICES, words)
-    found = likeliest(logits)
-    assert np.array_equal(logits, before)
-    assert found.dtype == CHOICE and found.shape == (rows, CHOICES) == (rows, 8)
-    assert not found["token"][:, words:].any() and not found["probability"][:, words:].any()
+    found, count = likeliest(logits), min(CHOICES, words)
+    assert found.shape == (rows, CHOICES) and not found[:, words:]["probability"].any()
     assert np.array_equal(found["token"][:, 0], logits.argmax(axis=-1))
     tokens = found["token"][:, :count].astype(np.int64)
-    powers = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    p = powers / powers.sum(axis=-1, keepdims=True)
+    p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
     for row, chosen in zip(logits, tokens, strict=True):
         assert chosen.tolist() == sorted(set(chosen.tolist()), key=lambda t: (-row[t], t))
     # Which of the equal ones at the edge are kept is left open, but not their probabilities.
@@ -247,37 +244,21 @@ def rows_in(texts: Texts) -> list[CorpusRow]:
 
 
 def test_texts_are_the_rows_of_all_corpora_with_their_features(tmp_path):
-    first, second = rows_of(4), rows_of(3, seed=1)
+    first, second = rows_of(3), rows_of(2, seed=1)
     texts = read(tmp_path, first, second)
-    assert rows_in(texts) == [*first, *second]
-    assert [text.number for text in texts.texts] == [0, 1, 2, 3, 0, 1, 2]
-    assert len(texts) == 7
+    assert rows_in(texts) == [*first, *second] and len(texts) == 5
+    assert [text.number for text in texts.texts] == [0, 1, 2, 0, 1]
     for i, row in enumerate(rows_in(texts)):
-        sequence = texts.texts[i]
+        sequence, alone = texts.texts[i], read(tmp_path / "cache", [row])
         assert tuple(sequence.tokens) == row.prompt + row.answer
-        assert sequence.prompt_length == len(row.prompt)
-        assert tuple(sequence.likely[len(row.prompt) - 1 : -1, 0]) == row.answer
-        alone = read(tmp_path / "cache", [row])
-        whole = len(sequence.tokens)
-        start = np.array([1])
-        found = texts.features(np.array([i]), start, whole)
-        expected = alone.features(np.array([0]), start, whole)
+        assert tuple(sequence.likely[sequence.prompt_length - 1 : -1, 0]) == row.answer
+        place = np.array([1]), len(sequence.tokens)
+        found = texts.features(np.array([i]), *place)
         assert not found[0, -1].any().item()  # behind its end
-        assert mx.array_equal(found, expected).item()
+        assert mx.array_equal(found, alone.features(np.array([0]), *place)).item()
         choices = alone.texts[0].cache.choices(0)
         assert np.array_equal(sequence.likely, choices["token"])
         assert np.array_equal(sequence.shares, choices["probability"])
-
-
-def test_rows_that_do_not_fit_the_limit_are_left_out_and_told(tmp_path, capsys):
-    rows = rows_of(4)
-    room = 2 * len(rows[0].prompt + rows[0].answer) * ROW
-    texts = read(tmp_path, rows, rows_of(4, seed=1), gigabytes=(room + 1) / 1e9)
-    assert texts.name != read(tmp_path / "cache", rows, rows_of(4, seed=1)).name
-    assert [text.number for text in texts.texts] == [0, 1, 0, 1]
-    said = capsys.readouterr().err
-    for name in ("corpus-0", "corpus-1"):
-        assert f"{name}.jsonl: rows left out: 2, no room for their features; --cache-gb" in said
 
 
 def test_a_row_fills_the_context_at_most(tmp_path, capsys):
@@ -288,6 +269,11 @@ def test_a_row_fills_the_context_at_most(tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"corpus-0.jsonl: rows left out: 1, longer than the context of {CONTEXT} tokens" in said
     assert "no room" not in said
+    some = rows_of(4)
+    room = 2 * len(some[0].prompt + some[0].answer) * ROW
+    texts = read(tmp_path, some, gigabytes=(room + 1) / 1e9)
+    assert texts.name != read(tmp_path / "cache", some).name and len(texts) == 2
+    assert "rows left out: 2, no room for their features; --cache-gb" in capsys.readouterr().err
 
 
 # Without features
@@ -325,14 +311,10 @@ def test_without_features_corpora_of_sampled_answers_alone_are_refused(tmp_path,
 @pytest.mark.parametrize("held_out", [2, 50])
 def test_every_so_many_th_row_of_a_file_measures_and_is_not_trained_on(tmp_path, held_out):
     train, kept = read(tmp_path, rows_of(7), rows_of(4, seed=1)).split(held_out)
-    wanted = [f"{seed}-{i}" for seed, n in ((0, 7), (1, 4)) for i in range(0, n, held_out)]
-    others = [f"{seed}-{i}" for seed, n in ((0, 7), (1, 4)) for i in range(n) if i % held_out]
+    numbers = [(seed, i) for seed, n in ((0, 7), (1, 4)) for i in range(n)]
+    wanted = [f"{seed}-{i}" for seed, i in numbers if i % held_out == 0]
     assert [row.category for row in rows_in(kept)] == wanted
-    assert [row.category for row in rows_in(train)] == others
-    for texts in (train, kept):
-        for text in texts.texts:
-            assert tuple(text.tokens) == text.row.prompt + text.row.answer
-            assert text.cache.features(text.place).shape[0] == len(text.tokens)
+    assert {row.category for row in rows_in(train)} == {f"{s}-{i}" for s, i in numbers} - {*wanted}
 
 
 def test_greedy_rows_alone_measure_where_there_are_any(tmp_path):

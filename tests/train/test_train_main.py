@@ -53,10 +53,7 @@ def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
 
 def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(place, monkeypatch):
     seen = []
-    monkeypatch.setattr(Trainer, "train_step", lambda self: seen.append(self.config) or self._end())
-    monkeypatch.setattr(
-        Trainer, "_end", lambda self: setattr(self, "step", 9) or 1.0, raising=False
-    )
+    monkeypatch.setattr(Trainer, "losses", lambda self: iter(seen.append(self.config) or ()))
     place.train(recipe="d2sd", tau=5)
     (config,) = seen
     assert (config.mode, config.loss, config.tau) == ("variable-prefix", "decay", 5.0)
@@ -74,12 +71,6 @@ def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, whe
     same, other = (FILES.read_drafter(out).config for out in (place.root / "same", place.out))
     assert (same.block_size, other.block_size) == (6, 10)
     assert len(place.history()[-1]["by_prefix"]) == 9
-
-
-def test_prefixes_that_leave_nothing_to_draft_are_refused(place):
-    with pytest.raises(DFlashError, match="least_prefix is 7, .* blocks of 8") as refused:
-        place.train(mode="variable-prefix", least_prefix=7)
-    assert refused.value.next_step == "choose up to 6"
 
 
 def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch):
@@ -103,20 +94,20 @@ def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch)
 
 
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeypatch):
-    options = {"steps": 5, "evaluate_minutes": 1e-9, "mode": "variable-prefix"}
+    options = {"steps": 4, "evaluate_minutes": 1e-9, "mode": "variable-prefix", "block_size": 4}
     place.train(out=place.root / "through", **options)
     losses = Trainer.losses
 
     def interrupted(self: Trainer) -> Iterator[float]:
-        yield from islice(losses(self), 3)
+        yield from islice(losses(self), 2)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Trainer, "losses", interrupted)
         place.train(**options)
-    assert [record["step"] for record in place.history()] == [0, 1, 2, 3]
+    assert [record["step"] for record in place.history()] == [0, 1, 2]
     place.train(**options)
-    assert [record["step"] for record in place.history()] == [0, 1, 2, 3, 4, 5]
+    assert [record["step"] for record in place.history()] == [0, 1, 2, 3, 4]
     found, expected = files(place.out), files(place.root / "through")
     assert found.keys() == expected.keys()
     for name in ("model.safetensors", "config.json"):
@@ -144,13 +135,9 @@ def test_a_kill_around_the_writing_of_the_history_is_survived(place, killed):
     for steps in (3, 4):
         place.train(steps=steps)
     assert [record["step"] for record in place.history()] == [0, 2, 3, 4]
-
-
-def test_a_history_that_is_damaged_is_reported(place):
-    place.train(steps=2)
     (place.out / "history.jsonl").write_text('{"steps": 2}\n')
     with pytest.raises(DFlashError, match="history.jsonl"):
-        place.train(steps=3)
+        place.train(steps=5)
 
 
 def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
@@ -220,7 +207,6 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "a single row": (corpus(corpus_rows()[0]), "one row in all"),
     "no room for features": ({"cache_gb": 0}, "--cache-gb is 0.0"),
     "too little room for features": ({"cache_gb": 1e-6}, "1000 bytes"),
-    "endless room for features": ({"cache_gb": "inf"}, "--cache-gb is inf"),
     "room that is no number": ({"cache_gb": "nan"}, "--cache-gb is nan"),
     "a drafter of another target": (
         lambda p: {"init": p.drafter(num_target_layers=30)},
@@ -234,14 +220,16 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "steps and minutes": ({"minutes": 1}, "two ends"),
     "nothing to train on": ({"held_out": 1}, "--held-out is 1"),
     "labels softer than the target": ({"soft": 1.5}, "soft is 1.5"),
-    "labels of no softness": ({"soft": "nan"}, "soft is nan"),
-    "more layers than there are": ({"layers": 4}, "--layers is 4, .* 3"),
     "more layers than there are, of no kind": (
         {"layers": 999, "start": "random"},
         "--layers is 999, .* 3",
     ),
     "more taps than there are": ({"taps": 999}, "--taps is 999"),
     "blocks that no pass verifies": ({"block_size": 999}, "--block-size is 999"),
+    "prefixes that leave no draft": (
+        {"mode": "variable-prefix", "least_prefix": 7},
+        "--least-prefix is 7, .* blocks of 8",
+    ),
     "no model": (lambda p: {"model": p.root / "no"}, "no"),
 }
 

@@ -12,6 +12,7 @@ from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import Rows
 from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.hybrids import fresh, target_of
 from support.recurrent_families import RECURRENT
 
 TURNS = (  # they compute attention themselves, or with one position for all rows
@@ -32,18 +33,14 @@ def sequences(target: Target) -> list[Rows]:
         (3, Block(9)),
         (0, Block(9, last_only=True)),
     ):
-        cache = target.new_cache()
-        if before:
-            target.forward(mx.array(rng.integers(VOCAB_SIZE, size=before)), cache, Block(before))
-            cache.commit(range(before))
-        tokens = mx.array(rng.integers(VOCAB_SIZE, size=block.rows))
-        found.append(Rows(tokens, cache, block))
+        cache = fresh(target, rng.integers(VOCAB_SIZE, size=before).tolist())
+        found.append(Rows(mx.array(rng.integers(VOCAB_SIZE, size=block.rows)), cache, block))
     return found
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_rows_see_their_own_sequence_alone(family):
-    target = Target(make_model(family), 128, family)
+    target = target_of(family)
     target.tap(TAPS)
     expected = [target.forward(*rows[:3], TAPS) for rows in sequences(target)]
     together = sequences(target)

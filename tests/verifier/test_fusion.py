@@ -1,27 +1,188 @@
-"""Products of one input as one: what they give, what they keep, and when they go alone."""
+"""Fused steps: which modules have calls of their own, what these give, and when stock ones run."""
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm import models
 
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.fusion import groups_in
+from dflash_mlx.verifier.fusion import (
+    GATED_MLPS,
+    NORMED_ATTENTIONS,
+    groups_in,
+    is_gated_mlp,
+    is_normed_attention,
+)
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import Rows
 from kernels_metal.emulator import Run, emulated
-from kernels_metal.shared_input import SHARED_INPUT, apart, side_by_side, together
+from kernels_metal.shared_input import SHARED_INPUT, apart, together
 from kernels_metal.verify_qmm import GROUPS
-from support.families import make_model
+from support.decoding import ids_of, tree_of
+from support.families import FAMILIES, VOCAB_SIZE, make_model
+from support.hybrids import fresh
 from support.kernels import arguments, assert_close, exact
 
+TREE = tree_of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
+PROMPT = list(range(11))
 ROWS = mx.arange(9)
+SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def make_target(name: str = "llama", bits: int = 4) -> Target:
+def make_target(
+    monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = 4, **changes: Any
+) -> Target:
+    monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **SHAPE, **changes})
+    model = make_model(name)
+    for i, (path, norm) in enumerate(model.named_modules()):
+        if path.endswith(("q_norm", "k_norm")):
+            norm.weight = 1 + 0.3 * mx.random.normal(norm.weight.shape, key=mx.random.key(i))
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    return Target(model, 200, name)
+
+
+def pass_over(target: Target, rows: mx.array, block: Block) -> tuple[mx.array, Run]:
+    """Logits behind the prompt, and what ran in the emulator for this pass alone."""
+    with emulated():
+        sequence = fresh(target, PROMPT)
+        mx.eval(sequence.arrays)
+    with emulated() as run:
+        logits, _ = target.forward(rows, sequence, block)
+        mx.eval(logits)
+    return logits, run
+
+
+BLOCKS = {
+    "one": (mx.array([5]), Block(1)),
+    "chain": (mx.array([5, 6, 7]), Block(3)),
+    "tree": (ids_of(TREE), Block.of(TREE)),
+    "last": (mx.arange(9), Block(9, last_only=True)),
+}
+
+
+def through_both(target: Target, block: str = "tree") -> Run:
+    """What ran in the emulator, after a look that it gave what stock MLX gives."""
+    stock, _ = pass_over(target, *BLOCKS[block])
+    target.use_kernels("on")
+    ours, run = pass_over(target, *BLOCKS[block])
+    assert mx.abs(ours - stock).max().item() < 2e-4
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "bits", "changes"),
+    [
+        *(("qwen3", block, 4, {}) for block in BLOCKS),
+        ("qwen3_moe", "tree", 4, {}),
+        ("qwen3", "tree", None, {}),
+        ("qwen3", "tree", 4, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("qwen3", "tree", 4, {"head_dim": 16}),  # which the kernel does not take
+    ],
+)
+def test_norms_and_rope_are_one_launch_and_agree_with_stock_mlx(
+    monkeypatch, name, block, bits, changes
+):
+    target = make_target(monkeypatch, name, bits, **changes)
+    taken = 0 if "head_dim" in changes else target.num_layers
+    assert len(through_both(target, block).of("norm_rope")) == taken
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_gate_and_up_are_one_product_that_is_gated_at_once(monkeypatch, name):
+    target = make_target(monkeypatch, name)
+    run = through_both(target, "chain")
+    products = [c for c in run.counters if c.kernel.startswith("verify_qmm")]
+    sizes = [c.buffers["y"].size // 4 // 3 for c in products]
+    inner = target.model.layers[0].mlp.gate_proj["weight"].shape[0]
+    assert sizes.count(inner) == target.num_layers and 2 * inner not in sizes
+    assert any("x2/4/" in case for case in target.kernels.choices)  # a case of its own
+
+
+def test_sequences_side_by_side_are_normed_together_and_attend_alone(monkeypatch):
+    target = make_target(monkeypatch, "qwen3")
+    target.use_kernels("on")
+    with emulated() as run:
+        assert target.joins
+        rows = [(mx.array([5, 6]), fresh(target, PROMPT), Block(2))]
+        rows += [(ids_of(TREE), fresh(target, PROMPT), Block.of(TREE))]
+        before = len(run.of("norm_rope"))
+        found = target.forward_all([Rows(*each) for each in rows])
+        mx.eval([logits for logits, _ in found])
+        assert len(run.of("norm_rope")) == before + target.num_layers
+    target.use_kernels("off")
+    for (tokens, _, block), (logits, _) in zip(rows, found, strict=True):
+        alone, _ = target.forward(tokens, fresh(target, PROMPT), block)
+        assert mx.abs(alone - logits).max().item() < 2e-4
+
+
+@pytest.mark.parametrize("which", ["q_norm", "k_norm"])
+def test_norms_that_were_changed_under_the_hooks_count(monkeypatch, which):
+    target = make_target(monkeypatch, "qwen3")
+    target.use_kernels("on")
+    before, _ = pass_over(target, *BLOCKS["chain"])
+    norm = target.model.layers[0].self_attn[which]
+    norm.weight = 3 * norm.weight
+    ours, _ = pass_over(target, *BLOCKS["chain"])
+    target.use_kernels("off")
+    stock, _ = pass_over(target, *BLOCKS["chain"])
+    assert mx.abs(ours - stock).max().item() < 2e-4
+    assert mx.abs(ours - before).max().item() > 1e-2
+
+
+def test_a_prompt_and_a_batch_take_the_stock_steps(monkeypatch):
+    target, prompt = make_target(monkeypatch, "qwen3"), mx.arange(100) % VOCAB_SIZE
+    target.use_kernels("on")
+    with emulated() as run:
+        logits, _ = target.forward(prompt, target.new_cache(), Block(100))
+        batch = target.model(mx.arange(6).reshape(2, 3))
+        mx.eval(logits, batch)
+    assert run.of("norm_rope") == []
+    target.use_kernels("off")
+    stock, _ = target.forward(prompt, target.new_cache(), Block(100))
+    assert mx.abs(logits - stock).max().item() < 1e-4
+
+
+def calls_in(file: Path) -> dict[str, str]:
+    """The calls of the classes of one of mlx-lm's sources, as trees of Python without types."""
+    found = {}
+    for kind in ast.parse(file.read_text()).body:
+        for call in kind.body if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(call, ast.FunctionDef) and call.name == "__call__":
+                arguments = [argument.arg for argument in call.args.args]
+                found[f"{file.stem}.{kind.name}"] = str([arguments, *map(ast.dump, call.body)])
+    return found
+
+
+def test_modules_with_calls_of_their_own_are_those_that_mlx_lm_writes_as_qwen3s():
+    files = sorted(Path(models.__path__[0]).glob("*.py"))
+    calls = {name: call for file in files for name, call in calls_in(file).items()}
+    for known, like in ((GATED_MLPS, "qwen3.MLP"), (NORMED_ATTENTIONS, "qwen3.Attention")):
+        assert known == {name for name, call in calls.items() if call == calls[like]}
+    for family in {name.partition(".")[0] for name in GATED_MLPS}:
+        source = (files[0].parent / f"{family}.py").read_text()
+        assert re.search(r"from (mlx_lm\.models)?\.activations import .*\bswiglu\b", source), family
+
+
+def test_modules_are_known_by_where_their_call_is_written():
+    for name, (gated, normed) in {"qwen3": (3, 3), "llama": (3, 0), "gemma3_text": (0, 0)}.items():
+        modules = make_model(name).modules()
+        assert sum(map(is_gated_mlp, modules)) == gated
+        assert sum(map(is_normed_attention, modules)) == normed
+
+
+# Products of one input as one: what they give, what they keep, and when they go alone
+
+
+def tiny(name: str = "llama", bits: int = 4) -> Target:
     model = make_model(name)
     nn.quantize(model, group_size=32, bits=bits)
     return Target(model, 200, name)
@@ -50,7 +211,7 @@ def bytes_of(target: Target) -> int:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # the second with a bias
 @pytest.mark.parametrize("bits", [4, 8])
 def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up(name, bits):
-    target = make_target(name, bits)
+    target = tiny(name, bits)
     stock, size = logits(target), bytes_of(target)
     ours, run = through_kernels(target)
     assert products(run) == 4 * target.num_layers + 1
@@ -62,7 +223,7 @@ def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up(name, bi
 
 
 def test_weights_are_stored_once_and_the_modules_see_them():
-    target = make_target()
+    target = tiny()
     attention = target.model.layers[0].self_attn
     through_kernels(target)
     before = mx.get_active_memory()
@@ -75,7 +236,7 @@ def test_weights_are_stored_once_and_the_modules_see_them():
 
 
 def test_a_pass_leaves_nothing_behind_and_a_long_one_goes_alone():
-    target = make_target()
+    target = tiny()
     through_kernels(target)
     hooked = target.model.layers[0].self_attn.q_proj
     group = type(hooked).__call__.__closure__[0].cell_contents
@@ -87,7 +248,7 @@ def test_a_pass_leaves_nothing_behind_and_a_long_one_goes_alone():
 
 @pytest.mark.parametrize("member", ["q_proj", "v_proj", "o_proj"])
 def test_weights_that_were_changed_under_the_hooks_count(member):
-    target = make_target()
+    target = tiny()
     before, _ = through_kernels(target)
     module = target.model.layers[0].self_attn[member]
     module["scales"], module["biases"] = 3 * module["scales"], 3 * module["biases"]
@@ -99,7 +260,7 @@ def test_weights_that_were_changed_under_the_hooks_count(member):
 
 
 def test_a_model_of_another_dtype_is_put_side_by_side_again():
-    target = make_target()
+    target = tiny()
     through_kernels(target)
     target.model.set_dtype(mx.bfloat16)
     with emulated() as run:
@@ -108,7 +269,7 @@ def test_a_model_of_another_dtype_is_put_side_by_side_again():
 
 
 def test_modules_that_are_not_all_called_go_alone_from_then_on():
-    target = make_target()
+    target = tiny()
     target.use_kernels("on")
     attention = target.model.layers[0].self_attn
     x = mx.random.normal((1, 6, 64), key=mx.random.key(0))
@@ -124,7 +285,7 @@ def test_modules_that_are_not_all_called_go_alone_from_then_on():
 
 
 def test_members_may_be_called_in_any_order_and_twice():
-    target = make_target()
+    target = tiny()
     target.use_kernels("on")
     mlp = target.model.layers[0].mlp
     x = mx.random.normal((1, 6, 64), key=mx.random.key(0))
@@ -155,11 +316,3 @@ def test_the_products_of_both_sides_are_the_same_numbers(group):
     call = arguments(SHARED_INPUT, group=group, depth=2 * group)
     for ours, theirs in zip(together(*call), apart(*call), strict=True):
         assert_close(ours, exact(theirs))
-
-
-def test_side_by_side_keeps_order_and_numbers():
-    _, _, parts, _ = arguments(SHARED_INPUT)
-    whole, views = side_by_side(parts)
-    for part, view in zip(parts, views, strict=True):
-        assert all(mx.array_equal(a, b) for a, b in zip(part, view, strict=True))
-    assert mx.array_equal(whole[0], mx.concatenate([part[0] for part in parts]))

@@ -1,8 +1,4 @@
-"""Targets with recurrent layers: what is not accepted is taken back, and nothing drifts.
-
-mx.compile is off but for one test: on a CPU it would first build every family's functions with a
-C++ compiler.
-"""
+"""Targets with recurrent layers: what is not accepted is taken back, and nothing drifts."""
 
 import io
 import re
@@ -47,13 +43,6 @@ TOLERANCE = 1e-4
 MARGIN = 1e-3  # by which every token of the plain answers leads, so that rounding decides none
 PROMPTS = {"bailing_hybrid": 2, "falcon_h1": 6, "granitemoehybrid": 2, "lfm2": 2, "qwen3_5": 4}
 PROMPTS |= {"qwen3_next": 2}  # seeds of prompts with such answers; 1 for the others
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 @pytest.mark.parametrize(("name", "count"), [(n, 200) for n in LONG] + [(n, 20) for n in SHORT])
@@ -348,14 +337,6 @@ def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits
     assert left[0] == 0 < left[1]
     for ours, again in zip(*states, strict=True):
         assert mx.abs(ours - again).max().item() < 1e-4
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_pass_over_one_row_keeps_nothing_of_its_products(rows):
-    sequence = (target := Target(make_model("qwen3_5"), 200, "x")).new_cache()
-    target.forward(mx.arange(rows), sequence, Block(rows))
-    calls = sequence.parts[0]._running.calls
-    assert calls and all(bool(call.noted) == (rows > 1) for call in calls)
 
 
 def test_hooks_leave_parameters_alone_and_passes_change_no_class():

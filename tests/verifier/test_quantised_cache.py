@@ -21,7 +21,7 @@ from kernels_metal.emulator import emulated
 from support import rounding
 from support.decoding import ids_of, path_to, start, tokens_in, tree_of
 from support.families import FAMILIES, VOCAB_SIZE, make_model
-from support.hybrids import forward, fresh, plain_answer, rounds
+from support.hybrids import fresh, plain_answer, rounds
 from support.toys import foretold, prompt_of, random_tree
 
 BITS = [4, 8]
@@ -151,19 +151,6 @@ def test_whatever_happens_to_blocks_the_cache_holds_the_committed_rows(bits, see
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_committing_a_path_moves_the_stored_numbers_themselves(bits):
-    rows = random_rows(7)
-    cache = LayerCache(kv_bits=bits)
-    cache.begin(Block(7))
-    cache.update_and_fetch(rows, rows)
-    before = [array[:, :, mx.array([0, 2, 3, 6])] for array in cache.arrays]
-    KeyValues([cache]).commit([0, 2, 3, 6])
-    assert cache.length == 4 and len(before) == 6
-    for array, moved in zip(cache.arrays, before, strict=True):
-        assert mx.array_equal(array[:, :, :4], moved)
-
-
-@pytest.mark.parametrize("bits", BITS)
 def test_a_window_gives_quantised_slots_up_as_well(bits):
     cache = LayerCache(window=8, kv_bits=bits)
     for _ in range(40):
@@ -202,16 +189,6 @@ def test_every_node_of_a_tree_equals_its_own_path_token_by_token(name, bits):
     """In two of three trees: a number on the edge between two steps may be rounded either way."""
     worst = [worst_node(targets(name, bits), seed) for seed in range(3)]
     assert sorted(worst)[1] < 1e-4
-
-
-@pytest.mark.parametrize("name", WIDE)
-def test_fewer_bits_change_more_of_what_the_target_computes(name):
-    logits = {}
-    for bits in (None, *BITS):
-        target = targets(name, bits)
-        logits[bits] = forward(target, target.new_cache(), prompt_of(0, 20))
-    errors = [mx.abs(logits[bits] - logits[None]).mean().item() for bits in (8, 4)]
-    assert 1e-3 < errors[0] < errors[1]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -264,5 +241,5 @@ def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_ca
 
 
 def test_pass_times_are_not_shared_between_kinds_of_storage():
-    keys = {budget._key(targets("llama", bits)) for bits in (None, 4, 8)}
+    keys = {budget._file(targets("llama", bits)) for bits in (None, 4, 8)}
     assert len(keys) == 3

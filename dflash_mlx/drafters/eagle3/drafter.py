@@ -11,36 +11,27 @@ from typing import cast
 import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
-from dflash_mlx.core.option import Options, option
+from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleContext, EagleModel
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
-from dflash_mlx.drafters.method import (
-    DRAFT,
-    LOOKUP,
-    MOST_BRANCHES,
-    USUAL_BRANCHES,
-    BlockDrafter,
-    Method,
-    Plan,
-)
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan, branches_option
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
 BRANCHES = 8  # tokens that continue a path, and paths that are continued at a time
 
 
-class Eagle(BlockDrafter):
+class Eagle(BlockDrafter[EagleModel]):
     """A drafter that makes its tree by passes that continue each other."""
 
     name = FAMILY
-    _model: EagleModel
 
-    def draft_block(self, state: State, context: EagleContext, rows: int) -> Proposal:
-        return self.grow(state, self._model.begin(context), rows)
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        return self.grow(state, self._model.begin(cast(EagleContext, state.context)), rows)
 
     @abstractmethod
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
@@ -51,6 +42,7 @@ class Chain(Eagle):
     """The likeliest token after the one before, step by step; nobody waits between the steps."""
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A chain, which may still be on its way."""
         tokens = [state.anchor]
         for row in range(rows - 1):
             tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
@@ -77,6 +69,7 @@ class DrawnChain(Eagle):
         self._drawing = Drawing(sampling, weighed)
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A chain that knows what each token was drawn from, given those before it."""
         keys = mx.random.split(self._drawing.key(state), rows - 1)
         tokens, laws = [state.anchor], []
         for row in range(rows - 1):
@@ -103,6 +96,7 @@ class GrownTree(Eagle):
         self._branches, self._nodes = branches, nodes
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+        """A tree of up to `nodes` nodes."""
         offers: dict[Path, Offers] = {}
         paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
         tokens = state.anchor
@@ -124,14 +118,8 @@ class GrownTree(Eagle):
 class EagleOptions(Options):
     """The options of `eagle3`."""
 
-    branches: int | None = option(
-        None,
-        f"tokens behind a path, and paths that a pass continues (default: {BRANCHES})",
-        label="Branches",
-        least=1,
-        most=MOST_BRANCHES,
-        usual=USUAL_BRANCHES,
-        type=int,
+    branches: int | None = branches_option(
+        f"tokens behind a path, and paths that a pass continues (default: {BRANCHES})", "Branches"
     )
 
 

@@ -25,34 +25,27 @@ LEAST = 1e-300  # a probability whose logarithm is finite
 
 @dataclass(frozen=True)
 class Ranked:
-    """The likeliest tokens of consecutive positions, best first.
+    """The likeliest tokens of consecutive positions, best first."""
 
-    tokens, logprobs: [positions, k].
-    """
-
-    tokens: Array
-    logprobs: Array
+    tokens: Array  # [positions, k]
+    logprobs: Array  # [positions, k]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def after(self, positions: int) -> Ranked:
-        """Without the first `positions`."""
         return Ranked(self.tokens[positions:], self.logprobs[positions:])
 
     @cached_property
     def offers(self) -> list[Offers]:
-        """What each position offers."""
         return list(zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True))
 
     @property
     def best(self) -> Path:
-        """The likeliest token of each position."""
         return tuple(self.tokens[:, 0].tolist())
 
     @property
     def confidences(self) -> Array:
-        """[positions] probability of the likeliest token."""
         return np.exp(self.logprobs[:, 0])
 
 

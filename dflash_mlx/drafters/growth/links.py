@@ -17,20 +17,16 @@ from dflash_mlx.drafters.growth.grow import LEAST, Array, Choices, Offers, Path,
 
 @dataclass(frozen=True)
 class Linked:
-    """Candidates of consecutive positions, and what links each with those of the one before.
+    """Candidates of consecutive positions, and what links each with those of the one before."""
 
-    ranked: k of each of n positions. edges: [n, k, k] what the logit of the b-th gains after the
-    a-th of the position before, all alike at the first. confidences: [n, k] how likely the best one
-    after the a-th is to be accepted, None to go by the law alone.
-    """
-
-    ranked: Ranked
+    ranked: Ranked  # k of each of n positions
+    # [n, k, k] what the logit of the b-th gains after the a-th before; all alike at the first
     edges: Array
+    # [n, k] how likely the best one after the a-th is to be accepted; None goes by `edges` alone
     confidences: Array | None = None
 
     @cached_property
     def logprobs(self) -> Array:
-        """[n, k, k] log-probability of the b-th candidate after the a-th."""
         law = conditional(self.ranked, self.edges)
         return law if self.confidences is None else confident(law, self.confidences)
 

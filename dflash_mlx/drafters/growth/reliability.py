@@ -27,9 +27,8 @@ Seconds = Callable[[Any], npt.NDArray[Any]]  # of something, by the number of ro
 class Reliability:
     """How often drafted tokens were right, by source, depth and confidence.
 
-    sources: names that nodes can have, others count as "". A cell starts at the confidence itself,
-    as if it had been seen to hold for a few tokens, and at less or more of it where the source has
-    kept less or more than it promised in other cells.
+    A cell starts at the confidence itself, as if it had been seen to hold for a few tokens, and at
+    less or more of it where the source has kept less or more than it promised in other cells.
     """
 
     def __init__(self, sources: Sequence[str] = ()) -> None:
@@ -64,7 +63,6 @@ class Reliability:
     def _cells(
         self, tree: Tree, nodes: Sequence[int], confidence: npt.NDArray[Any]
     ) -> tuple[list[int], Any, Any]:
-        """Indices of source, depth and confidence of `nodes`."""
         sources = [self._rows.get(tree.sources[i], 0) if tree.sources else 0 for i in nodes]
         depths = np.clip(np.array([tree.depths[i] for i in nodes], dtype=int), 1, _DEPTHS) - 1
         return sources, depths, np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
@@ -113,23 +111,17 @@ class Sizes:
         every = range(self.least, len(self.expected) + 1)
         return np.array([n for n in every if n in ROWS or n in (self.least, every[-1])])
 
-    def best(self, seconds: Seconds, rate: float) -> tuple[int, float]:
-        """The number of nodes that is worth most, and that worth in tokens.
-
-        rate: tokens per second that time brings otherwise; to go by it and not by the rate of this
-        round alone makes the whole answer fastest, since rounds with sure drafts pay for more.
-        """
+    def best(self, seconds: Seconds, fixed: float) -> tuple[int, float]:
+        """The number of nodes at the highest rate, expected tokens / (fixed + pass), and that."""
         passes = seconds(self.counts) + self.extra[self.counts - 1]
-        worth = self.expected[self.counts - 1] - rate * passes
-        best = int(np.argmax(worth))
-        return int(self.counts[best]), float(worth[best])
+        rates = self.expected[self.counts - 1] / (fixed + passes)
+        best = int(np.argmax(rates))
+        return int(self.counts[best]), float(rates[best])
 
     def dearer(self, seconds: float) -> Sizes:
-        """The same with so many seconds more, however many nodes there are."""
         return replace(self, extra=self.extra + seconds)
 
     def cost(self, seconds: Seconds, count: int) -> float:
-        """Seconds of a pass over so many nodes."""
         return float(seconds(count) + self.extra[count - 1])
 
 
@@ -137,26 +129,26 @@ def worth_keeping(
     trees: Sequence[Tree],
     reached: Sequence[npt.NDArray[Any]],
     seconds: Seconds,
-    rate: float,
+    fixed: float,
     most: int,
     branching: Seconds | None = None,
 ) -> tuple[list[list[int]], int, Sizes]:
-    """The nodes of each tree that are worth their time together, all roots among them.
+    """The nodes of each tree that together promise most tokens per second, all roots among them.
 
     Besides how many these are, and what other numbers promise. reached: [N] each, as `reach` gives
-    it. seconds: of a target pass over n rows. rate: as of `Sizes.best`. most: nodes. branching:
-    what branches add to a pass, see `never`; None for nothing.
+    it. seconds: of a target pass over n rows. fixed: seconds of the round beside it. most: nodes.
+    branching: what branches add to a pass, see `never`; None for nothing.
     """
     sizes = Sizes.of(reached, most, branching)
-    count, worth = sizes.best(seconds, rate)
+    count, rate = sizes.best(seconds, fixed)
     if branching is not None:
         bare = [
             np.where(_likeliest_chain(tree, chances, most), chances, 0.0)
             for tree, chances in zip(trees, reached, strict=True)
         ]
         chains = Sizes.of(bare, min(most, sum(map(np.count_nonzero, bare))))
-        longest, without = chains.best(seconds, rate)
-        if without > worth:
+        longest, without = chains.best(seconds, fixed)
+        if without > rate:
             sizes, count = chains, longest
     kept = np.sort(sizes.order[:count])
     borders = pairwise(np.cumsum([0, *map(len, reached)]))

@@ -1,7 +1,4 @@
-"""SpecDiff: blocks that are denoised in one pass or in several, and what they become.
-
-Masked diffusion models draft from tokens alone (arXiv 2408.05636): chains, trees or samples.
-"""
+"""Blocks that are denoised in one pass or in several, and what they become (arXiv 2408.05636)."""
 
 from __future__ import annotations
 
@@ -72,14 +69,13 @@ def denoise(look: Look, places: Sequence[int], how: Denoising) -> Ranked:
     return Ranked(np.stack(tokens), np.stack(logprobs))
 
 
-class SpecDiff(BlockDrafter):
+class SpecDiff(BlockDrafter[MaskedModel]):
     """SpecDiff (arXiv 2408.05636): a block of masks behind the anchor, denoised by itself.
 
     grow: makes a tree of what is drafted, from the `width` likeliest tokens of every position.
     """
 
-    name = FAMILY
-    _model: MaskedModel
+    name = "specdiff"
 
     def __init__(
         self, model: MaskedModel, block_size: int | None, how: Denoising, grow: Grow, width: int
@@ -87,11 +83,12 @@ class SpecDiff(BlockDrafter):
         super().__init__(model, block_size)
         self._how, self._grow, self._width = how, grow, width
 
-    def draft_block(self, state: State, context: TokenContext, rows: int) -> Proposal:
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        context, model = cast(TokenContext, state.context), self._model
+
         def look(known: Known, masked: list[int]) -> Ranked:
-            hidden = [known.get(place, self._model.mask) for place in range(1, rows)]
-            block = _block(state, mx.array(hidden))
-            return self._model.ranked(context, block, masked, self._width)
+            hidden = [known.get(place, model.mask) for place in range(1, rows)]
+            return model.ranked(context, _block(state, mx.array(hidden)), masked, self._width)
 
         return Proposal(self._grow(denoise(look, range(1, rows), self._how), state.position))
 
@@ -115,7 +112,8 @@ class DrawnSpecDiff(SpecDiff):
         super().__init__(model, block_size, how, lambda ranked, position: Tree.chain(), 1)
         self._drawing = Drawing(sampling, weighed)
 
-    def draft_block(self, state: State, context: TokenContext, rows: int) -> Proposal:
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        """A chain that knows what it was drawn from."""
         return self._drawing.proposal(state, *self.drawn(state, rows))
 
     def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:

@@ -30,7 +30,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus.answers import Answers, Job
+from dflash_mlx.train.corpus.answers import Answers, Job, TurnWriter, lot, read_openings
 from dflash_mlx.train.corpus.rows import (
     CorpusFile,
     CorpusHeader,
@@ -39,8 +39,7 @@ from dflash_mlx.train.corpus.rows import (
     parse,
     tokenizer_fingerprint,
 )
-from dflash_mlx.train.corpus.self_prompt import TurnWriter, lot, read_openings
-from dflash_mlx.train.features import target_fingerprint
+from dflash_mlx.train.data import target_fingerprint
 
 if TYPE_CHECKING:
     from dflash_mlx.ranks.group import Ranks
@@ -59,7 +58,10 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     if config.self_prompt is not None:
         cli.check_alone("--self-prompt")
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
-    with open_corpus(part_of(arguments.out, ranks)) as file:
+    out = arguments.out
+    if ranks is not None and ranks.rank:  # whose rows the first one's file gets in the end
+        out = out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")
+    with open_corpus(out) as file:
         pair = open_pair(cli.read_pair_config(arguments), config.method)
         header = make_header(pair, config)
         if ranks is not None:
@@ -147,13 +149,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def part_of(out: Path, ranks: Ranks | None) -> Path:
-    """The file that this process writes: beside `out`, where it is not the first."""
-    if ranks is None or ranks.rank == 0:
-        return out
-    return out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")
-
-
 def join_parts(ranks: Ranks, file: CorpusFile) -> None:
     """Append what the others have answered, rank by rank.
 
@@ -185,11 +180,10 @@ class Collection:
         self._turns: TurnWriter | None = None  # where the model writes them itself
 
     def ask(self, prompts: Sequence[dict[str, Any]], ranks: Ranks | None = None) -> int:
-        """Queue which of `prompts` (rows of `read_prompts`) lack an answer; returns how many.
+        """Queue this rank's of the prompts that lack an answer, or user turns; returns how many.
 
-        Of several ranks each takes its share. With `config.self_prompt` the model writes user turns
-        until so many are answered. Raises DFlashError for an id that comes twice or was given to
-        another prompt, and where no prompt fits the context.
+        Raises DFlashError for an id that comes twice or was given to another prompt, and where no
+        prompt fits the context.
         """
         if self._config.self_prompt is None:
             jobs = [self._job(prompt) for prompt in self._missing(prompts, ranks)]
@@ -233,7 +227,6 @@ class Collection:
             yield sum(self._finish(job) for job in finished)
 
     def _finish(self, job: Job) -> bool:
-        """Append an answer; queue what a user turn asks for, or another where it is no good."""
         waiting = self.answers.waiting
         if self._turns is not None and not isinstance(job.key, CorpusRow):
             if (prompt := self._turns.prompt(job)) is None:
@@ -262,13 +255,11 @@ class Collection:
         return sum(row.finish == "loop" for row in self._file.rows)
 
     def progress(self, seconds: float) -> str:
-        """What the run has come to by now, for its progress line."""
         rate, per_round = self.answers.generated / seconds, self.answers.tokens_per_round
         looped = self._looped / max(len(self._file.rows), 1)
         return f"{rate:.0f} tok/s, {per_round:.2f} tokens/round, {looped:.0%} looped"
 
     def report(self) -> str:
-        """One line for people."""
         parts = [f"{len(self._file.rows)} rows, {self._looped} cut where they looped"]
         if self._skipped:
             parts.append(f"{self._skipped} prompts were longer than the context and left out")

@@ -73,30 +73,26 @@ def _are_ids(value: Any) -> bool:
     return bool(whole) and min(value) >= 0
 
 
-_CHECKS: dict[str, Callable[[Any], bool]] = {  # by our name, of headers and rows
-    "model": _is(str),
-    "vocab_size": _is(int),
-    "tokenizer": _is(str),
-    "settings": _is(dict),
-    "id": _is(str),
-    "category": _is(str),
-    "prompt": _are_ids,
-    "answer": _are_ids,
-    "temperature": _is(int, float),
-    "top_p": _is(int, float),
-    "seed": _is(int, type(None)),
-    "finish": _is(str),
-    "messages": lambda value: isinstance(value, list) and all(type(m) is dict for m in value),
+_CHECKS: dict[str, Callable[[Any], bool]] = {  # by the type of a field
+    "str": _is(str),
+    "int": _is(int),
+    "int | None": _is(int, type(None)),
+    "float": _is(int, float),
+    "dict[str, Any]": _is(dict),
+    "tuple[int, ...]": _are_ids,
+    "tuple[dict[str, str], ...]": lambda value: (
+        isinstance(value, list) and all(type(each) is dict for each in value)
+    ),
 }
+# What older files do not say.
+_USUAL = {"settings": {}, "top_p": 1.0, "category": "", "finish": "", "messages": []}
 
 
 def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) -> list[CorpusRow]:
-    """The rows of a corpus file, plain or gzip.
+    """The rows of a corpus file, plain or gzip; an incomplete last line is ignored.
 
-    vocab_size: token ids must be below it; the header's by default. tokenizer: must be the one that
-    the header names, if there is a header: older files have none. A last line that a killed process
-    left incomplete is ignored. Raises DFlashError for a file that cannot be read, holds no rows,
-    has a damaged line or is of another tokenizer.
+    vocab_size: token ids must be below it; the header's by default. Raises DFlashError for a file
+    that cannot be read, holds no rows, has a damaged line or a header with another tokenizer.
     """
     try:
         contents = path.read_bytes()
@@ -136,14 +132,13 @@ def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
         raise DFlashError(
             f"{path} has {given}, not {_FORMAT}", "update dflash-chat, or " + _MAKE_ANEW
         )
-    return _checked(CorpusHeader, path, 1, {"settings": {}, **values})
+    return _checked(CorpusHeader, path, 1, values)
 
 
 def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
     if not isinstance(values, dict):
         raise _damaged(f"line {i} of {path} is no row")
-    usual = {"top_p": 1.0, "id": f"line-{i}", "category": "", "finish": "", "messages": []}
-    row = _checked(CorpusRow, path, i, {**usual, **values})
+    row = _checked(CorpusRow, path, i, {"id": f"line-{i}", **values})
     if vocab_size is not None and (largest := max(row.prompt + row.answer)) >= vocab_size:
         raise DFlashError(
             f"line {i} of {path} holds the token {largest}, but the model has only {vocab_size}",
@@ -153,11 +148,10 @@ def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
 
 
 def _checked(kind: type[_Line], path: Path, i: int, given: dict[str, Any]) -> _Line:
-    """What line `i` holds; DFlashError for the first value that is wrong or missing."""
     result: dict[str, Any] = {}
-    for name in kind.__dataclass_fields__:
-        value = given.get(key := _KEYS.get(name, name))
-        if not _CHECKS[name](value):
+    for name, field_ in kind.__dataclass_fields__.items():
+        value = {**_USUAL, **given}.get(key := _KEYS.get(name, name))
+        if not _CHECKS[str(field_.type)](value):
             shown = "missing" if value is None else repr(value)[:60]
             raise _damaged(f"field {key!r} in line {i} of {path} is {shown}")
         result[name] = tuple(value) if isinstance(value, list) else value
@@ -221,10 +215,7 @@ def open_corpus(path: Path) -> Iterator[CorpusFile]:
 
 
 class CorpusFile:
-    """A corpus file, open for appending.
-
-    header: what it held when it was opened. Nothing is written before `begin`.
-    """
+    """A corpus file, open for appending; nothing is written before `begin`."""
 
     def __init__(self, path: Path, file: io.FileIO, contents: bytes) -> None:
         self.path, self._file = path, file
@@ -232,10 +223,9 @@ class CorpusFile:
         self.header, self.rows = parse(path, contents[: self._size])
 
     def begin(self, header: CorpusHeader) -> None:
-        """Write the header of a new file, or check that `header` continues this one.
+        """Write the header of a new file, or raise DFlashError where it has another.
 
-        What a killed process left behind the last whole line is cut off. Raises DFlashError where
-        the file was made by another model or with other settings.
+        What a killed process left behind the last whole line is cut off.
         """
         if self.header not in (None, header):
             raise DFlashError(
@@ -263,7 +253,6 @@ class CorpusFile:
 
 
 def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
-    """The first thing in which the headers differ, for a message."""
     before, after = ({**vars(header), **header.settings} for header in (old, new))
     names = (before.keys() | after.keys()) - {"settings"}
     name = next(name for name in sorted(names) if before.get(name) != after.get(name))
