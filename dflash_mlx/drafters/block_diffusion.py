@@ -13,9 +13,8 @@ import mlx.core as mx
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import best_first
@@ -33,7 +32,7 @@ def contexts_of(state: State) -> tuple[FeatureContext, ...]:
 
 def block_models(pair: Pair) -> list[BlockModel]:
     """The pair's DFlash models, at least one; DFlashError where there is none."""
-    return [cast(BlockModel, model) for model in pair.of(checkpoint.FAMILY)]
+    return [cast(BlockModel, model) for model in pair.of(FAMILY)]
 
 
 class BlockDiffusion(BlockDrafter[BlockModel]):
@@ -173,8 +172,8 @@ DFLASH = Method(
     "dflash",
     "DFlash",
     _make_chain,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     draws=True,
     sources=(DRAFT, LOOKUP),
@@ -184,8 +183,8 @@ DDTREE = Method(
     "ddtree",
     "DFlash tree",
     _make_tree,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     needs_trees=True,
     has_budget=True,

@@ -9,9 +9,8 @@ from typing import Any, Protocol, cast
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.block_diffusion import block_models, contexts_of
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
-from dflash_mlx.drafters.dflash.context import DualContext
+from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import (
     Choices,
     Offers,
@@ -31,6 +30,7 @@ from dflash_mlx.drafters.method import (
     branches_option,
     check_block_size,
 )
+from dflash_mlx.drafters.networks.context import DualContext
 from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
@@ -231,8 +231,8 @@ METHOD = Method(
     _make,
     DualOptions,
     lone_label="DFlash, continuing itself",
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=2,
     needs_trees=True,
     has_budget=True,

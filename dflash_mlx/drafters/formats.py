@@ -1,100 +1,297 @@
-"""What a family of draft models offers to those who check and load its folders.
+"""The files of draft models: what every family does alike, and what each says of its own.
 
-A family is a module with these functions, named by the methods that run it (`Method.files`). Which
-one reads a folder is told by its config.json, see `methods.format_of`.
+A family is a subclass of `FileFormat`, named by the methods that run it (`Method.files`). Which one
+reads a folder is told by its config.json, see `methods.format_of`. All is checked before any weight
+is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
+
+import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.networks.tensors import DrafterFolder
-from dflash_mlx.engine.pair import DraftModel
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Finding, in_one_line
+from dflash_mlx.drafters.networks.fields import DraftConfig, Fields, architecture
+from dflash_mlx.drafters.networks.layers import limit_windows
+from dflash_mlx.drafters.networks.model import BoundModel
+from dflash_mlx.drafters.networks.quantized import quantize_network
+from dflash_mlx.drafters.networks.tensors import (
+    DOWNLOAD_AGAIN,
+    FLAGS,
+    FLOATING,
+    Arrays,
+    check_vocabulary,
+    in_words,
+    parameters_of,
+    read_headers,
+    read_json,
+    stored_config,
+)
+from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
+SPECULATORS = "speculators_model_type"
 
 
-class FileFormat(Protocol):
-    """The file side of a family. Its configurations and networks are of classes of its own."""
+class FileFormat:
+    """How the folders of one family are recognised, checked and loaded."""
 
-    def recognises(self, raw: Mapping[str, Any], /) -> bool:
+    config: ClassVar[type[DraftConfig]]
+    network: ClassVar[type[Any]]  # made of a configuration
+    model: ClassVar[type[BoundModel[Any]]]
+    known: ClassVar[tuple[str, ...]]  # `architectures` of a config.json in our words
+    speculators: ClassVar[tuple[str, ...]] = ()  # types of vLLM's library
+
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family, readable or not."""
+        if (kind := raw.get(SPECULATORS)) is not None:
+            return kind in self.speculators
+        return self.describes(architecture(raw), raw)
 
-    def parse_config(self, raw: Any, source: str, names: Collection[str] = (), /) -> Any:
-        """The configuration in a config.json; DFlashError. names: of the tensors beside it.
+    @abstractmethod
+    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
+        """Whether a config.json that describes a class of this name is of this family."""
 
-        It has block_size, the anchor included; vocab_size, its target's; aux_layers, target layers
-        (0-based) that are read, None for `usual_taps`;
-        quantization, None or with `bits`; notes, what reading had to assume.
+    def resembles(self, raw: Mapping[str, Any]) -> bool:
+        """Whether this family refuses a config.json that no family recognises."""
+        return False
+
+    def translate(self, raw: Fields, names: Collection[str]) -> Fields:
+        """A config.json in our words; one that is in them already stays as it is.
+
+        names: of the tensors in its files, () where these are not known. Raises ValueError for what
+        is not supported, KeyError for a missing field.
         """
+        return raw
 
-    def check_tensors(
-        self, tensors: Mapping[str, TensorHeader], config: Any, source: str, /
-    ) -> Iterator[Finding]:
-        """What the heads of the weight files have and the configuration does not ask for."""
+    def read_fields(self, told: Fields, names: Collection[str]) -> DraftConfig:
+        """The configuration in a config.json in our words; raises as readers of fields do."""
+        return self.config.read(told)
+
+    def our_names(self, names: Collection[str]) -> dict[str, str]:
+        """The network's names of tensors, by those in files."""
+        return {name: name for name in names}
+
+    def optional(self, config: Any) -> dict[str, str]:
+        """Tensors in words that may be there and are not needed."""
+        return {}
+
+    def settle(self, network: Any, config: Any) -> Any:
+        """The network as it is used, evaluated; on a CPU without packed matrices, slow there."""
+        if config.quantization is not None and cpu_math.applies():
+            from mlx_lm.utils import dequantize_model  # takes seconds
+
+            network = dequantize_model(network)
+        mx.eval(network.parameters())
+        return network
+
+    # What all families do alike
+
+    def parse_config(self, raw: Any, source: str, names: Collection[str] = ()) -> Any:
+        """The configuration in a config.json; DFlashError for what is of no usable drafter.
+
+        source: where it is from, for messages. names: of the tensors beside it, which of some
+        formats show whether they bring embedding and head.
+        """
+        try:
+            if not isinstance(raw, dict):
+                raise ValueError(f"the contents are {raw!r}, and what they describe is unknown")
+            told = self.translate(raw, names)
+            if (name := architecture(told)) not in self.known:
+                known = ", ".join(self.known)
+                raise ValueError(f"architectures is {name!r}, supported are {known}")
+            config = self.read_fields(told, names)
+        except KeyError as error:
+            raise DFlashError(f"config.json of {source} lacks {error}", DOWNLOAD_AGAIN) from None
+        except (ValueError, TypeError, OverflowError) as error:
+            problem = in_one_line(error)
+            raise DFlashError(f"in {source}/config.json, {problem}", DOWNLOAD_AGAIN) from None
+        for problem, wrong in config.problems().items():
+            if wrong:
+                raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
+        return config
+
+    def read_config(self, folder: Path) -> Any:
+        """The configuration in a folder's config.json; DFlashError as of `parse_config`."""
+        return self.parse_config(*_contents(folder))
 
     def misfits(
-        self, config: Any, target: Mapping[str, Any], name: str, drafter: str, /
+        self, config: DraftConfig, target: Mapping[str, Any], name: str, drafter: str = ""
     ) -> Iterator[Finding]:
-        """What keeps the drafter from a target with this config.json, each with both values."""
+        """What keeps a drafter from a target, each with both values.
 
-    def read_drafter(self, folder: Path, has_values: bool = True, /) -> DrafterFolder:
-        """A folder of any format, checked, its tensors under our names and still lazy.
-
-        has_values: whether there is anything behind the heads of its weight files. Raises
-        DFlashError, before any weight is read, for a config.json that `parse_config` refuses, for
-        damaged files and for missing, unexpected or misshapen tensors.
+        target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
+        name, drafter: what to call the two.
         """
+        who = f"the drafter {drafter}".rstrip()
+        made_for = {
+            "hidden_size": config.target_width,
+            "vocab_size": config.vocab_size,
+            "num_hidden_layers": config.num_target_layers,
+        }
+        for field, number in made_for.items():
+            if number is not None and (has := target.get(field)) != number:
+                words = field.replace("num_hidden_layers", "number of target layers")
+                what = f"{who} was made for a target with {words} {number}, but {name} has "
+                yield Finding("error", what + str(has)[:80], CHOOSE_ANOTHER)
+        layers = target.get("num_hidden_layers")
+        if type(layers) is int and (problem := config.unreadable(layers)):
+            what = f"{who} reads layers {list(config.layers_read(layers))} (counted from 0), "
+            what += f"but {name} has {layers} layers, {problem}"
+            yield Finding("error", what, CHOOSE_ANOTHER)
+
+    def build(self, config: DraftConfig, source: str) -> Any:
+        """The network that a configuration describes, its weights not yet there.
+
+        source: for messages. Raises DFlashError for a rope that mlx-lm does not know, for sizes
+        that MLX cannot have and for a quantisation that does not fit.
+        """
+        try:
+            network = self.network(config)
+        except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
+            lacks = isinstance(error, KeyError)
+            reason = f"its rope lacks {error}" if lacks else in_one_line(error)
+            what = f"mlx-lm and MLX cannot make the network that {source} describes ({reason})"
+            raise DFlashError(what, DOWNLOAD_AGAIN) from None
+        if (packed := config.quantization) is not None:
+            quantize_network(network, packed.bits, packed.group_size)
+        return network
+
+    def check_tensors(
+        self, tensors: Mapping[str, TensorHeader], config: DraftConfig, source: str
+    ) -> Iterator[Finding]:
+        """Tensors that are missing, unexpected or of another shape or kind than is asked for.
+
+        tensors: by their names in the files. source: what to call the folder. Raises as `build`.
+        """
+        needed = parameters_of(self.build(config, source))
+        if not tensors:
+            what = f"the .safetensors files in {source} hold no tensors"
+            yield Finding("error", what, DOWNLOAD_AGAIN)
+            return
+        wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
+        ours, optional = self.our_names(tensors), self.optional(config)
+        found = {ours[name]: in_words(t.dtype, t.shape) for name, t in tensors.items()}
+        if config.draft_vocab_size is not None:
+            optional["t2d"] = in_words(FLAGS, (config.vocab_size,))  # which ids d2t leads to
+        for name in sorted(wanted.keys() | found.keys()):
+            has = found.get(name, "missing")
+            needs = (optional | wanted).get(name, "no such tensor")
+            if has != needs and not (name in optional and has == "missing"):
+                what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
+                yield Finding("error", what, DOWNLOAD_AGAIN)
+
+    def read_tensors(self, folder: Path, config: DraftConfig, has_values: bool = True) -> Arrays:
+        """The tensors that the network needs, by its names, lazy.
+
+        has_values: whether there is anything behind the heads of the files. Raises DFlashError,
+        before any weight is read, for damaged files, for missing, unexpected or misshapen tensors;
+        and for a draft vocabulary that contradicts itself.
+        """
+        for finding in self.check_tensors(read_headers(folder), config, str(folder)):
+            raise DFlashError(finding.what, finding.next_step)
+        tensors: Arrays = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= mx.load(str(file))  # type: ignore[arg-type]
+        tensors = {ours: tensors[name] for name, ours in self.our_names(tensors).items()}
+        if config.draft_vocab_size is not None:
+            tensors["d2t"] = tensors["d2t"].astype(mx.int64)
+            if has_values:
+                offsets, marked = np.array(tensors["d2t"]), tensors.get("t2d")
+                check_vocabulary(folder, config.vocab_size, offsets, marked)
+        return {name: tensors[name] for name in parameters_of(self.build(config, str(folder)))}
+
+    def read_drafter(self, folder: Path, has_values: bool = True) -> DrafterFolder:
+        """A folder of any format; raises as `parse_config` and `read_tensors` do."""
+        raw, source, names = _contents(folder)
+        config = self.parse_config(raw, source, names)
+        told = {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
+        return DrafterFolder(self, config, self.read_tensors(folder, config, has_values), told)
+
+    def load_network(
+        self, folder: Path, config: DraftConfig, dtype: mx.Dtype, bits: int | None = None
+    ) -> Any:
+        """The network with the weights in `folder`, cast to `dtype`.
+
+        bits: pack the matrices of a network that is not packed yet (see `quantize_network`). Raises
+        as `read_tensors` does.
+        """
+        network = self.build(config, str(folder))
+        network.load_weights([*self.read_tensors(folder, config).items()])
+        network.set_dtype(dtype)
+        if bits is not None and config.quantization is None:
+            quantize_network(network, bits)
+        return self.settle(network, config)
 
     def load(
-        self, folder: Path, config: Any, target: Target, settings: PairConfig, /
-    ) -> DraftModel:
-        """The draft model with its weights, bound to its target; raises as `read_drafter` does.
+        self, folder: Path, config: DraftConfig, target: Target, settings: PairConfig
+    ) -> BoundModel[Any]:
+        """The draft model with its weights, bound to its target; raises as `load_network` does.
 
         settings: whether its weights are quantised, and how far back it sees.
         """
+        windows = limit_windows(config.layer_windows, settings.draft_window)
+        network = self.load_network(folder, config, target.dtype, settings.drafter_bits)
+        return self.model(network, replace(config, layer_windows=windows), target)
 
 
-def size_misfits(
-    made_for: Mapping[str, int | None], target: Mapping[str, Any], name: str, drafter: str
-) -> Iterator[Finding]:
-    """Sizes of a target that a drafter was not made for, each with both values.
+@dataclass(frozen=True)
+class DrafterFolder:
+    """A drafter folder of any format, as it would be in ours."""
 
-    made_for: by the fields of the target's config.json, None where a drafter does not say.
+    files: FileFormat
+    config: Any
+    tensors: Arrays  # by our names, lazy
+    raw: Fields  # its config.json in our words, without what asks to run code of its own
+
+    def network(self) -> Any:
+        """The network with these tensors; nothing is evaluated, nothing cast."""
+        network = self.files.build(self.config, "config.json")
+        return network.load_weights([*self.tensors.items()])
+
+    def converted(
+        self, dtype: mx.Dtype | None, bits: int | None, group_size: int | None
+    ) -> tuple[Arrays, Fields]:
+        """Lazy weights and config.json in our format, cast and packed where that is not None."""
+        network = self.network()
+        if dtype is not None:
+            network.set_dtype(dtype)
+        if bits is not None:
+            quantize_network(network, bits, group_size)
+        return parameters_of(network), stored_config(network, self.raw)
+
+
+def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
+    """The config.json of a folder, what to call it, and the names of its tensors."""
+    return read_json(folder), str(folder), read_headers(folder)
+
+
+def layers_of_speculators(raw: Fields) -> Fields:
+    """The fields of the network in a config.json of vLLM's speculators, as Llama or Qwen3 has them.
+
+    Raises ValueError for a type that no family reads.
     """
-    for field, number in made_for.items():
-        if number is not None and (has := target.get(field)) != number:
-            words = field.replace("num_hidden_layers", "number of target layers")
-            what = f"{called(drafter)} was made for a target with {words} {number}, but {name} has "
-            yield Finding("error", what + str(has)[:80], CHOOSE_ANOTHER)
+    known = [kind for family in FileFormat.__subclasses__() for kind in family.speculators]
+    if (kind := raw[SPECULATORS]) not in known:
+        raise ValueError(f"{SPECULATORS} is {kind!r}, not supported; {', '.join(known)} are")
+    if not isinstance(layers := raw["transformer_layer_config"], dict):
+        raise ValueError(f"transformer_layer_config is {layers!r}")
+    return layers
 
 
-def called(drafter: str) -> str:
-    """A drafter in a sentence, by its name where it has one."""
-    return f"the drafter {drafter}".rstrip()
-
-
-def usual_taps(layers: int) -> tuple[int, int, int]:
-    """What is read of a target with so many layers where a file names none: low, middle, high.
-
-    EAGLE-3 (arXiv 2503.01840) takes the states before layers 2, n // 2 and n - 3. Below seven
-    layers these are not three, see `increase`.
-    """
-    return 1, layers // 2 - 1, layers - 4
-
-
-def increase(aux_layers: Sequence[int]) -> bool:
-    """Whether no layer is read twice or out of order."""
-    return all(low < high for low, high in pairwise(aux_layers))
-
-
-def aux_layers_of(config: Any, layers: int) -> tuple[int, ...]:
-    """The layers that a drafter with this configuration reads of such a target."""
-    return usual_taps(layers) if config.aux_layers is None else config.aux_layers
+def left_by_training(width: int, drafted: int) -> dict[str, str]:
+    """Tensors in words that the training of speculators leaves and nobody needs."""
+    return {
+        "verifier_norm.weight": in_words(FLOATING, (width,)),
+        "verifier_lm_head.weight": in_words(FLOATING, (drafted, width)),
+    }

@@ -14,7 +14,7 @@ from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import GRAMMAR, Method, Plan, TokenSource, check_block_size
-from dflash_mlx.drafters.specdiff import method as specdiff
+from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Capabilities, Pair
 
@@ -63,7 +63,9 @@ def formats() -> tuple[FileFormat, ...]:
 
 def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
     """The family that a config.json is of; None for a target's."""
-    return next((each for each in formats() if each.recognises(raw)), None)
+    known = formats()
+    recognised = [each for each in known if each.recognises(raw)]
+    return next(iter(recognised or [each for each in known if each.resembles(raw)]), None)
 
 
 def family_of(files: FileFormat) -> str | None:

@@ -17,8 +17,8 @@ from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import dual_diffusion
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, block_models, contexts_of
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.block_model import BlockModel
+from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dual_diffusion import BRANCHES, Drafts, DualDiffusion, DualOptions, Growth
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
@@ -34,9 +34,8 @@ from dflash_mlx.drafters.growth.grow import (
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
 from dflash_mlx.drafters.method import DRAFT, BlockDrafter, Method, Plan, branches_option
 from dflash_mlx.drafters.methods import METHODS
-from dflash_mlx.drafters.specdiff import method as specdiff
-from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow
-from dflash_mlx.drafters.specdiff.method import MaskedOptions
+from dflash_mlx.drafters.specdiff import drafter as specdiff
+from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
 from dflash_mlx.drafters.two_pass import FirstDraft, legal
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
@@ -293,8 +292,8 @@ RESAMPLE = Method(
     "resampled blocks",
     _make_resample,
     ResampleOptions,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     needs_trees=True,
     sources=(DRAFT,),
@@ -304,8 +303,8 @@ FIRST_VERSION = Method(
     "dflash1",
     "DFlash without its selector",
     _make_first_version,
-    family=checkpoint.FAMILY,
-    files=checkpoint,
+    family=FAMILY,
+    files=FILES,
     best_with=1,
     sources=(DRAFT,),
     is_control=True,

@@ -22,7 +22,9 @@ _T = TypeVar("_T")
 class DraftModel(Protocol):
     """A draft model bound to its target; drafters of its family know what else it can do."""
 
-    family: str  # see `Method.family`
+    @property
+    def family(self) -> str:
+        """Which methods can run it, see `Method.family`."""
 
     @property
     def block_size(self) -> int:

@@ -12,7 +12,6 @@ from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Collector, Finding
-from dflash_mlx.drafters.formats import aux_layers_of
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_of,
@@ -127,7 +126,7 @@ class _Bench:
     def fit(self, drafters: Sequence[ModelFacts]) -> tuple[str, ...]:
         """Widen the target where its numbers, or what drafters read of it, need it; says so."""
         layers = self.target.num_layers
-        read = [layer for drafter in drafters for layer in aux_layers_of(drafter.config, layers)]
+        read = [layer for drafter in drafters for layer in drafter.config.layers_read(layers)]
         return fit_target(self.target, read)
 
     def read(self, drafters: Sequence[ModelFacts]) -> tuple[list[DraftModel], list[str]]:

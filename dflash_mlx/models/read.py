@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.models.check import ModelFacts, check_target, describe_target, loading
 from dflash_mlx.models.names import SHIPPED, Names, find_source, gguf_file
@@ -48,7 +48,7 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
         return describe_target(read_gguf(file), names.shown, file)
     if names.model is not None:
         return check_target(find_source(names.model, update=update), names.shown)
-    drafter = read_config(SHIPPED / EMBEDDED_DRAFTER)
+    drafter = FILES.read_config(SHIPPED / EMBEDDED_DRAFTER)
     config = {
         "hidden_size": drafter.hidden_size,
         "vocab_size": drafter.vocab_size,

@@ -15,8 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash import checkpoint
-from dflash_mlx.drafters.dflash.config_file import VERSION_1
+from dflash_mlx.drafters.dflash.checkpoint import FILES, VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.engine.pair import Pair
@@ -46,7 +45,7 @@ class DFlashTrainee(Trainee):
 
     network: Network
     config: NetworkConfig
-    files: ClassVar[Any] = checkpoint
+    files: ClassVar[Any] = FILES
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> DFlashTrainee:

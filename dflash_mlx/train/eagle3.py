@@ -15,10 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.eagle3 import checkpoint
-from dflash_mlx.drafters.eagle3.config_file import LAYERS_READ, RAW
-from dflash_mlx.drafters.eagle3.network import USUAL_TAPS, EagleConfig, Network
-from dflash_mlx.drafters.formats import aux_layers_of, increase, usual_taps
+from dflash_mlx.drafters.eagle3.checkpoint import FILES, LAYERS_READ, RAW
+from dflash_mlx.drafters.eagle3.network import (
+    USUAL_TAPS,
+    EagleConfig,
+    Network,
+    increase,
+    usual_layers,
+)
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
@@ -39,7 +43,7 @@ class EagleTrainee(Trainee):
 
     network: Network
     config: EagleConfig
-    files: ClassVar[Any] = checkpoint
+    files: ClassVar[Any] = FILES
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> EagleTrainee:
@@ -63,8 +67,8 @@ class EagleTrainee(Trainee):
     @classmethod
     def read(cls, folder: Path, target: Target) -> EagleTrainee:
         found = super().read(folder, target)
-        aux_layers = aux_layers_of(found.config, target.num_layers)
-        return replace(found, config=replace(found.config, target_layer_ids=aux_layers))
+        aux_layers = found.config.layers_read(target.num_layers)
+        return replace(found, config=replace(found.config, aux_layers=aux_layers))
 
     def inputs(self, texts: Texts, blocks: Blocks) -> tuple[mx.array, ...]:
         """What `states` takes.
@@ -83,7 +87,7 @@ class EagleTrainee(Trainee):
         h, before = network.fuse(features), anchors - 1  # of the first row: the anchor's is its h
         text: Any = TextCache()
         context = network.midlayer.self_attn.remember(network.midlayer.pair(behind, h), text)
-        masks = block_mask(before, steps, h.shape[1], self.config.window, causal=True)
+        masks = block_mask(before, steps, h.shape[1], self.config.layer_windows[0], causal=True)
         cache: Any = _StepCache(before, context)
         rows, seen = x.reshape(-1, steps, d), masks.shape[-1] - steps
         last = mx.take_along_axis(h, mx.maximum(before, 0)[..., None], axis=1).reshape(-1, 1, d)
@@ -117,6 +121,6 @@ def _called(_: int, name: str) -> str:
 
 def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:
     """The usual ones where a target has three, or as many as are asked for, evenly spread."""
-    if config.taps is None and increase(usual := usual_taps(target.num_layers)):
+    if config.taps is None and increase(usual := usual_layers(target.num_layers)):
         return usual
     return spread_aux_layers(target, config.taps, USUAL_TAPS)

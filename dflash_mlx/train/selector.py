@@ -1,6 +1,6 @@
 """`python -m dflash_mlx.train.selector`: give a trained drafter DFlash 2's candidate selector.
 
-The drafts of one pass do not know each other. The selector (see `drafters/dflash/selector.py`)
+The drafts of one pass do not know each other. The selector (see `drafters/dflash/paths.py`)
 weighs every candidate by the token that is drafted before it. It alone is trained here, the
 drafter stays as it is. The answers should be many. They can be those that the drafter was trained
 on, as long as it is not much surer of those than of others.
@@ -22,8 +22,8 @@ from mlx.utils import tree_flatten
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.config_file import VERSION_2
-from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
+from dflash_mlx.drafters.dflash.checkpoint import VERSION_2
+from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder

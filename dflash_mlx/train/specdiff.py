@@ -14,8 +14,7 @@ import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import embedding_scale
-from dflash_mlx.drafters.specdiff import checkpoint
-from dflash_mlx.drafters.specdiff.config_file import OURS
+from dflash_mlx.drafters.specdiff.checkpoint import FILES, OURS
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, text_mask, through
@@ -31,7 +30,7 @@ class SpecDiffTrainee(Trainee):
 
     network: Network
     config: NetworkConfig
-    files: ClassVar[Any] = checkpoint
+    files: ClassVar[Any] = FILES
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> SpecDiffTrainee:

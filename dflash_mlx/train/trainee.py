@@ -61,7 +61,7 @@ class Trainee(ABC):
     def of(cls: type[_Trainee], raw: dict[str, Any], target: Target) -> _Trainee:
         """What a config.json describes, with weights that mean nothing yet."""
         config = cls.files.parse_config(raw, "the drafter")
-        return cls(cls.files.LAYOUT.network(config, "the drafter"), config, raw, target)
+        return cls(cls.files.build(config, "the drafter"), config, raw, target)
 
     @classmethod
     def fresh(cls: type[_Trainee], raw: dict[str, Any], target: Target, seed: int) -> _Trainee:

@@ -14,7 +14,7 @@ from dflash_mlx import DecodeConfig, load
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.gguf_target import load_gguf
@@ -139,7 +139,7 @@ def test_a_converted_drafter_has_config_and_weights_of_the_original(tmp_path, na
     write = write_shards if len(name) % 2 else write_drafter_folder
     source = write(tmp_path / "source", *FORMATS[name])
     converted = convert(source, tmp_path / "dst")
-    assert read_config(converted) == read_config(source)
+    assert FILES.read_config(converted) == FILES.read_config(source)
     unneeded = {"t2d", "verifier_norm.weight"}
     stored = {name: array for name, array in tensors(source).items() if name not in unneeded}
     assert_same_tensors(tensors(converted), stored)
@@ -167,7 +167,7 @@ def test_a_quantised_drafter_has_the_packed_weights_of_one_that_is_packed_when_l
 ):
     source = write_drafter_folder(tmp_path / "source", *case(raw))
     converted = convert(source, tmp_path / "dst", "--bits", str(bits))
-    network = load_network(source, read_config(source), mx.float32)
+    network = FILES.load_network(source, FILES.read_config(source), mx.float32)
     quantize_network(network, bits, 64)
     assert config(converted)["quantization"] == {"group_size": 64, "bits": bits}
     assert_same_tensors(tensors(converted), parameters_of(network))

@@ -12,8 +12,8 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks import active_vocabulary
-from dflash_mlx.drafters.networks.active_vocabulary import PartialHead
+from dflash_mlx.drafters.networks import head as heads
+from dflash_mlx.drafters.networks.head import ActiveVocabulary, PartialHead
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.read import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
 from dflash_mlx.session.session import Session
@@ -45,19 +45,19 @@ def test_rows_of_a_head_give_the_logits_of_their_tokens(family, bits):
 def test_a_conversation_adds_its_own_words_and_each_conversation_only_its_own():
     target = Target(make_model("llama"), 100, "tiny")
     head = PartialHead(target, np.arange(VOCAB_SIZE), 20)
-    words, others = head.new_active(), head.new_active()
+    words, others = ActiveVocabulary(head), ActiveVocabulary(head)
     states = mx.random.normal((3, 64))
     words.add(mx.array([5, 60, 61, 60]))
-    logits, ids = words.logits(states)
+    logits, ids = words.complete(states, head.head(states))
     assert {60, 61} <= set(ids.tolist()) and len(set(ids.tolist())) == len(ids)
     assert len(ids) < 20 + 40 and logits.shape == (3, len(ids))
     assert mx.allclose(logits, target.head()(states)[:, mx.array(ids)], atol=1e-5)
-    assert others.logits(states)[1].tolist() == list(range(20))
+    assert others.complete(states, head.head(states))[1].tolist() == list(range(20))
 
 
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "d2sd"])
 def test_drafts_have_no_other_tokens_and_answers_stay_the_same(folders, method, monkeypatch):
-    monkeypatch.setattr(active_vocabulary, "_STEP", 1)
+    monkeypatch.setattr(heads, "_STEP", 1)
     config = DecodeConfig(method, max_tokens=30, lookup=False)
     answers, drafted = {}, {}
     for size in (97, 10):

@@ -13,9 +13,8 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BestFirst, DrawnPath, RankedChain, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
-from dflash_mlx.drafters.dflash.markov import MarkovConfig, MarkovHead, MarkovLinks
+from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.dflash.paths import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import Array, walk
 from dflash_mlx.drafters.growth.links import confident
@@ -23,11 +22,9 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import PaperGrowth
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.check import check_drafter
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.verifier.model import Target
 from support import reference_dspark
-from support.converted import convert
 from support.decoding import answer, behind, linked_of, paths_of
 from support.drafter_formats import DRAFT_IDS, FORMATS, FULL, WIDTH, case, speculators, written
 from support.families import VOCAB_SIZE, make_model
@@ -94,34 +91,24 @@ def test_a_block_of_seven_drafts_seven_tokens(tmp_path):
     assert list(tree.drafted) == drafting.block(1, 4, 7).greedy()
 
 
+def proposing(methods: Any) -> dict[str, Any]:
+    """Of an older file, which only says how many tokens it proposes."""
+    return {"sample_from_anchor": None, "speculators_config": {"proposal_methods": methods}}
+
+
 @pytest.mark.parametrize(
     ("changes", "rows", "from_anchor"),
     [
         ({}, 7, True),
         ({"sample_from_anchor": False}, 6, False),
-        ({"sample_from_anchor": None}, 6, False),
-        ({"sample_from_anchor": None, "speculators_config": {"proposal_methods": [5]}}, 6, False),
-        (
-            {
-                "sample_from_anchor": None,
-                "speculators_config": {"proposal_methods": [{"speculative_tokens": 6}]},
-            },
-            7,
-            True,
-        ),
-        (
-            {
-                "sample_from_anchor": None,
-                "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}]},
-            },
-            6,
-            False,
-        ),
+        (proposing(None), 6, False),
+        (proposing([5]), 6, False),
+        (proposing([{"speculative_tokens": 6}]), 7, True),
+        (proposing([{"speculative_tokens": 5}]), 6, False),
     ],
 )
-def test_files_say_whether_the_anchor_s_row_drafts(tmp_path, changes, rows, from_anchor):
-    raw = speculators("dspark", **changes)
-    config = read_config(write_drafter_folder(tmp_path, *case(raw, **FULL)))
+def test_files_say_whether_the_anchor_s_row_drafts(changes, rows, from_anchor):
+    config = FILES.parse_config(speculators("dspark", **changes), "it", FULL)
     assert (config.block_size, config.sample_from_anchor) == (rows, from_anchor)
 
 
@@ -332,7 +319,7 @@ def test_heads_that_are_given_other_weights_later_are_read_anew():
 # Decoding
 
 
-@pytest.mark.parametrize("name", DSPARK)
+@pytest.mark.parametrize("name", ["dspark", "dspark, draft vocabulary"])
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "d2sd"])
 @pytest.mark.parametrize("budget", [None, 12])
 def test_greedy_answers_are_the_target_s_own(drafting, name, method, budget):
@@ -353,32 +340,6 @@ def test_a_tree_is_no_deeper_than_the_block(drafting):
 
 
 # Folders
-
-
-@pytest.mark.parametrize("name", ["dspark", "dspark, draft vocabulary", "dspark, lfm2"])
-def test_a_folder_in_eight_bits_drafts_nearly_the_same_and_keeps_the_heads(tmp_path, name):
-    raw, tensors = FORMATS[name]
-    source = write_drafter_folder(tmp_path / "source", raw, tensors)
-    packed = convert(source, tmp_path / "packed", "--bits", "8", "--group-size", "32")
-    assert not check_drafter(packed).errors
-    assert read_config(packed).markov == read_config(source).markov
-    heads = ("markov_head.", "confidence_head.")
-    kept = {n: t for n, t in read_drafter(packed).tensors.items() if n.startswith(heads)}
-    assert len(kept) == 4
-    assert all(np.array_equal(np.array(kept[n]), tensors[n]) for n in kept)
-    target = Target(make_model("llama"), 512, "llama")
-    models = [
-        BlockModel(
-            load_network(folder, read_config(folder), mx.float32), read_config(folder), target
-        )
-        for folder in (source, packed)
-    ]
-    found = []
-    for model in models:
-        state = behind(model, 7, features_of(0))
-        logits = np.array(model.logits(state.context, state.anchor, 5))
-        found.append(np.where(np.isfinite(logits), logits, 0))
-    assert 0 < np.abs(found[0] - found[1]).max() < 0.1 * np.abs(found[0]).max()
 
 
 def test_a_drafter_that_drafts_from_its_anchor_is_not_trained(tmp_path):

@@ -11,37 +11,30 @@ import numpy as np
 import pytest
 
 import dflash_mlx
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion, SelectedPath
+from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import (
-    LAYOUT,
-    in_words,
-    load_network,
-    misfits,
-    parse_config,
-    read_config,
-    read_drafter,
-)
-from dflash_mlx.drafters.dflash.network import ConvolvedLayer
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
-from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.dflash.network import ConvolvedLayer, NetworkConfig
+from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash2
-from support.decoding import answer, feed, open_with, start
+from support.converted import assert_same_tensors
+from support.decoding import feed, open_with, start
 from support.drafter_formats import (
     DRAFT_IDS,
     FORMATS,
     HALVES,
+    SCALES,
     WIDTH,
     expected_logits,
     speculators,
+    version_1,
+    write_shards,
 )
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import write_drafter_folder
+from support.reference_dflash import random_drafter, write_drafter_folder
 
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
@@ -55,8 +48,8 @@ class Drafting:
 
     def __init__(self, folder: Path, raw: Any, tensors: Any, target: Target) -> None:
         self.raw, self.tensors, self.folder = raw, tensors, folder
-        self.config = read_config(folder)
-        self.network = load_network(folder, self.config, mx.float32)
+        self.config = FILES.read_config(folder)
+        self.network = FILES.load_network(folder, self.config, mx.float32)
         self.model = BlockModel(self.network, self.config, target)
         table = np.array(target.embedding().weight)
         self.tables = table, table
@@ -121,12 +114,15 @@ def test_the_codebooks_of_the_selector_may_be_named_as_embeddings(drafting, tmp_
     assert len(renamed.keys() - subject.tensors.keys()) == 2
     write_drafter_folder(tmp_path, subject.raw, renamed)
     assert not check_drafter(tmp_path).errors
-    read, expected = read_drafter(tmp_path).tensors, read_drafter(subject.folder).tensors
+    read, expected = (
+        FILES.read_drafter(tmp_path).tensors,
+        FILES.read_drafter(subject.folder).tensors,
+    )
     assert read.keys() == expected.keys()
     assert all(bool(mx.array_equal(read[part], expected[part])) for part in read)
     write_drafter_folder(tmp_path, subject.raw, renamed | subject.tensors)
     with pytest.raises(DFlashError, match=r"codebook.weight in .* no such tensor"):
-        read_drafter(tmp_path)
+        FILES.read_drafter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["version 2", "version 2, three taps", "version 2, sliding"])
@@ -168,63 +164,115 @@ def test_the_published_second_version_has_the_tensors_that_its_config_asks_for()
     raw = json.loads((DATA / "dflash2-config.json").read_text())
     published = json.loads((DATA / "dflash2-header.json").read_text())
     shapes = {name: tuple(h["shape"]) for name, h in published.items()}
-    found = {name: in_words("numbers", shape) for name, shape in shapes.items()}
-    assert LAYOUT.wanted(parse_config(raw, "published")) == found
+    network = FILES.build(FILES.parse_config(raw, "published"), "published")
+    assert {name: array.shape for name, array in parameters_of(network).items()} == shapes
     assert {h["dtype"] for h in published.values()} == {"BF16"} and raw["dtype"] == "bfloat16"
     assert reference_dflash2.shapes(raw) == shapes
 
 
-def test_tap_ids_of_speculators_number_hidden_states_unless_the_config_gives_layers_itself():
-    config = parse_config(speculators(), "tiny")
-    (note,) = config.notes
-    assert config.target_layer_ids == (0, 2)
-    assert "aux_hidden_state_layer_ids [1, 3]" in note and "layers [0, 2]" in note
-    config = parse_config(speculators(dflash_config={"target_layer_ids": [1, 2]}), "tiny")
-    assert (config.target_layer_ids, config.notes) == ((1, 2), ())
+# Fields
 
 
-# Conversion to our folders
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_folder_saved_in_our_layout_is_read_as_the_same_drafter(drafting, tmp_path, name):
-    subject = drafting(name)
-    drafter = read_drafter(subject.folder)
-    assert drafter.tensors.keys() == subject.tensors.keys() - {"t2d", "verifier_norm.weight"}
-    save_network(tmp_path, drafter.network(), {**drafter.raw, "auto_map": {"AutoModel": "x.Y"}})
-    assert read_config(tmp_path) == drafter.config
-    assert "auto_map" not in read_drafter(tmp_path).raw
-    saved = read_drafter(tmp_path).tensors
-    for part, array in drafter.tensors.items():
-        if mx.issubdtype(array.dtype, mx.floating):
-            array = array.astype(mx.bfloat16)
-        assert mx.array_equal(saved[part], array), part
+def parse(raw: dict[str, Any]) -> NetworkConfig:
+    return FILES.parse_config(raw, "test")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("write", [write_drafter_folder, write_shards])
+@pytest.mark.parametrize(
+    ("attention_bias", "dtype"), [(False, mx.float32), (True, mx.float32), (False, mx.bfloat16)]
+)
+def test_weights_come_back_in_the_type_of_the_target(tmp_path, write, attention_bias, dtype):
+    raw = version_1(attention_bias=attention_bias)
+    written = random_drafter(raw)
+    if attention_bias:
+        for layer in range(raw["num_hidden_layers"]):
+            for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items():
+                bias = np.arange(rows, dtype=np.float32)
+                written[f"layers.{layer}.self_attn.{name}_proj.bias"] = bias
+    folder = write(tmp_path, raw, written)
+    read = parameters_of(FILES.load_network(folder, FILES.read_config(folder), dtype))
+    expected = {name: mx.array(tensor).astype(dtype) for name, tensor in written.items()}
+    assert_same_tensors(read, expected)
+
+
+def lacking(*names: str, **changes: Any) -> dict[str, Any]:
+    return {k: v for k, v in version_1(**changes).items() if k not in names}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "rope"),
+    [
+        (None, {"rope_type": "default", "rope_theta": 5e5}),
+        (YARN, {**YARN, "rope_theta": 5e5}),
+        (
+            {"type": "linear", "factor": 2.0},
+            {"rope_type": "linear", "type": "linear", "factor": 2.0},
+        ),
+    ],
+)
+def test_rope_is_read_in_both_layouts(scaling, rope):
+    expected = parse(version_1(rope_theta=5e5, rope_scaling=scaling))
+    assert expected.rope == {"rope_theta": 5e5, **rope}
+    given = {**(scaling or {}), **rope, "rope_theta": 5e5}
+    newer = lacking("rope_theta", "rope_scaling", rope_parameters=given)
+    assert parse(newer) == expected
+
+
+INSIDE = {"block_size": 6}
+ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}}
+LIBRARY = speculators(transformer_layer_config={"rope_parameters": ROPES, **SLIDING})
+
+
+@pytest.mark.parametrize(
+    ("raw", "fields"),
+    [
+        (version_1(), {"block_size": 8, "final_logit_softcapping": None, "notes": ()}),
+        (version_1(dflash_config=INSIDE), {"block_size": 6}),
+        (lacking("block_size", dflash_config=INSIDE), {"block_size": 6}),
+        (lacking("head_dim", "num_key_value_heads"), {"head_dim": 16, "num_key_value_heads": 4}),
+        (lacking("attention_bias"), {"attention_bias": False}),
+        (version_1(), {"input_embedding_scale": 1.0, "output_multiplier": 1.0}),
+        (version_1(dflash_config=SCALES), SCALES),
+        (version_1(final_logit_softcapping=9.0), {"final_logit_softcapping": 9.0}),
+        (LIBRARY, {"rope": {"rope_theta": 2e4, "rope_type": "default"}}),
+    ],
+)
+def test_fields_are_read_in_each_of_their_places_and_follow_from_others(raw, fields):
+    read = parse(raw)
+    assert {name: getattr(read, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows", "causal"),
+    [
+        (version_1(), (None, None), (False, False)),
+        (version_1(is_causal=True), (None, None), (True, True)),
+        (version_1(dflash_config={"causal": True}), (None, None), (True, True)),
+        (version_1(dflash_config={"causal": True}, is_causal=False), (None,) * 2, (False, False)),
+        (version_1(**SLIDING), (6, None), (True, False)),
+        (version_1(**SLIDING, is_causal=True), (6, None), (True, True)),
+        (version_1(**SLIDING, is_causal=False), (6, None), (False, False)),
+        (version_1(layer_types=None, sliding_window=6), (None, None), (False, False)),
+        (LIBRARY, (6, None), (True, False)),
+        ({**LIBRARY, "sliding_window_non_causal": True}, (6, None), (False, False)),
+        ({**LIBRARY, "sliding_window_non_causal": None}, (6, None), (True, False)),
+    ],
+)
+def test_windows_and_causality_follow_from_layer_types_and_flags(raw, windows, causal):
+    read = parse(raw)
+    assert (read.layer_windows, read.layer_causal) == (windows, causal)
 
 
 # Decoding
 
 
-def drafters_of(model: BlockModel) -> list[Any]:
-    chain = SelectedPath if model.is_linked else BlockDiffusion
-    return [
-        chain(model),
-        BestFirst(model, None, 12),
-        DualDiffusion(model, None, JointGrowth(2, 12)),
-    ]
-
-
-@pytest.mark.parametrize(
-    "name", ["version 2", "version 2, sliding", HALVES, "speculators, own tables"]
-)
-def test_greedy_answers_are_the_targets_own(drafting, target, name):
-    prompt, config = [3, 1, 4, 1, 5, 9, 2, 6], DecodeConfig(max_tokens=40)
-    expected = answer(target, NoDraft(), prompt, config)
-    for drafter in drafters_of(drafting(name).model):
-        assert answer(target, drafter, prompt, config) == expected, drafter.name
-
-
 def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting, target):
-    for drafter in drafters_of(drafting(HALVES).model)[:2]:
+    model = drafting(HALVES).model
+    for drafter in (BlockDiffusion(model), BestFirst(model, None, 12)):
         state = start(target, drafter, list(range(12)))
         for anchor in range(0, VOCAB_SIZE, 5):
             open_with(state, anchor)
@@ -237,20 +285,22 @@ def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting, target):
 
 
 def test_a_published_config_is_read():
-    config = parse_config(json.loads((DATA / "dflash-qwen3-4b-config.json").read_text()), "it")
+    config = FILES.parse_config(
+        json.loads((DATA / "dflash-qwen3-4b-config.json").read_text()), "it"
+    )
     assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (2560, 8, 128)
     assert (config.block_size, config.mask_token_id) == (16, 151669)
-    assert (config.target_layer_ids, config.num_target_layers) == ((1, 9, 17, 25, 33), 36)
+    assert (config.aux_layers, config.num_target_layers) == ((1, 9, 17, 25, 33), 36)
     assert config.rope == {"rope_theta": 1000000, "rope_type": "default"}
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-dflash", "smollm2-135m-variable-prefix"])
 def test_the_shipped_drafters_are_complete_and_small(name):
     folder = SHIPPED.parent / name
-    config = read_config(folder)
+    config = FILES.read_config(folder)
     target = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
-    assert not [*misfits(config, target, "default")]
-    weights = parameters_of(load_network(folder, config, mx.float32))
+    assert not [*FILES.misfits(config, target, "default")]
+    weights = parameters_of(FILES.load_network(folder, config, mx.float32))
     assert all(bool(mx.isfinite(array).all()) for array in weights.values())
     assert not any(config.layer_causal), "blocks see both ways, as they were trained"
     size = sum(file.stat().st_size for file in SHIPPED.parent.rglob("*") if file.is_file())

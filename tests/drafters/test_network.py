@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
-from dflash_mlx.drafters.dflash.block_model import Ask
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import Ask, FeatureContext
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from support.decoding import behind, feed, open_with, start

@@ -14,8 +14,8 @@ import pytest
 import dflash_mlx
 from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
-from dflash_mlx.drafters.dflash.selector import SelectorConfig
+from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.dflash.paths import SelectorConfig
 from dflash_mlx.engine.state import State
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, with_selector
@@ -40,6 +40,8 @@ class Tables:
     """A target as far as both programs need one: an embedding and a head."""
 
     kernels = kv_bits = None
+    num_layers = 0  # that can be read
+    num_layers = 0  # that can be read
 
     def __init__(self, vocabulary: int, d: int) -> None:
         rng = np.random.default_rng(0)
@@ -66,13 +68,13 @@ class Both:
     """
 
     def __init__(self, folder: Path, model: Any = None, family: str = "") -> None:
-        self.config = read_config(folder)
+        self.config = FILES.read_config(folder)
         tables: Any = Tables(self.config.vocab_size, self.config.hidden_size)
         self.theirs = published.load_draft(str(folder))
         self.theirs.set_dtype(mx.float32)
         self.theirs.bind(model or SimpleNamespace(model=tables, lm_head=tables.lm_head))
         target = tables if model is None else Target(model, 512, family)
-        network = load_network(folder, self.config, mx.float32)
+        network = FILES.load_network(folder, self.config, mx.float32)
         self.ours = BlockModel(network, self.config, target)
 
     def logits(self, length: int, anchor: int) -> mx.array:
@@ -98,7 +100,7 @@ class Both:
         return ours
 
     def _features(self, length: int) -> np.ndarray:
-        width = self.config.hidden_size * len(self.config.target_layer_ids)
+        width = self.config.hidden_size * len(self.config.aux_layers)
         return np.random.default_rng(length).normal(size=(length, width)).astype(np.float32)
 
     def _block(self, length: int, anchor: int) -> tuple[mx.array, mx.array]:

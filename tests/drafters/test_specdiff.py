@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import islice
 
@@ -14,7 +13,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from dflash_mlx.cli import doctor
-from dflash_mlx.cli import generate as generating
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.budget import BatchBudget
@@ -23,8 +21,7 @@ from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, SURE, THRESHOLD, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising
-from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, denoise
-from dflash_mlx.drafters.specdiff.method import likeliest
+from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, denoise, likeliest
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session
@@ -363,15 +360,6 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
     drafter = write_drafter_folder(root / "drafter", *masked_formats.FORMATS["a2d-qwen3"])
     return ["--model", str(write_model(root / "model")), "--drafter", str(drafter)]
-
-
-@pytest.mark.parametrize("words", [[], ["--steps", "2"], ["--method", "auto"]], ids=str)
-def test_the_command_line_answers_with_it(folders, capsys, words):
-    method = [] if "--method" in words else ["--method", "specdiff"]
-    asked = ["--prompt", "abcabc", "--max-tokens", "40", "--json"]
-    generating.main([*folders, *method, *words, *asked])
-    said = json.loads(capsys.readouterr().out)
-    assert said["method"] == "specdiff" and said["rounds"] > 0
 
 
 def test_the_doctor_says_what_was_assumed_of_a_published_drafter_and_nothing_of_ours(

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.drafters.specdiff.context import CHUNK, MOST_WAITING
+from dflash_mlx.drafters.networks.context import MOST_WAITING
+from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import (
@@ -176,3 +177,11 @@ def test_logits_are_of_the_heads_precision_where_the_network_computes_in_another
     own = name == "ours, own tables"
     said = model.logits(model.new_context(), mx.array(block_of(9, 4)), range(1, 4))
     assert said.dtype == (mx.float32 if own else mx.float16)
+
+
+def test_a_partial_head_drafts_likely_tokens_and_those_of_the_conversation(tmp_path, target):
+    model = written(tmp_path, "ours", target)
+    model.limit_vocabulary(target, np.arange(VOCAB_SIZE), 10)
+    finite = np.isfinite(found(model, behind(model, [90, 91]), block_of(92, 6)))
+    assert finite.shape == (5, VOCAB_SIZE) and finite[:, [90, 91]].all()
+    assert 12 <= finite[0].sum() < VOCAB_SIZE

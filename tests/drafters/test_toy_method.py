@@ -29,6 +29,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Finding
 from dflash_mlx.core.option import Given, Options, option
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.method import BlockDrafter, Method, Plan, TokenSource
 from dflash_mlx.drafters.methods import METHODS, check_given, settle
 from dflash_mlx.drafters.none import NoContext
@@ -124,11 +125,12 @@ class ToyConfig:
     quantization = None
     notes: tuple[str, ...] = ()
 
+    def layers_read(self, layers: int) -> tuple[int, ...]:
+        return ()
 
-class ToyFiles:
-    """A `FileFormat`."""
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
+class ToyFiles(FileFormat):
+    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "toy"
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = ()) -> ToyConfig:

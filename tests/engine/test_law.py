@@ -15,13 +15,14 @@ from dflash_mlx.drafters.block_diffusion import (
     SelectedPath,
 )
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.dflash.markov import (
+from dflash_mlx.drafters.dflash.paths import (
+    Candidates,
     ConfidenceHead,
     MarkovConfig,
     MarkovHead,
     MarkovLinks,
+    predecessors,
 )
-from dflash_mlx.drafters.dflash.paths import Candidates, predecessors
 from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
@@ -31,8 +32,7 @@ from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth, Resample
-from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff
-from dflash_mlx.drafters.specdiff.method import likeliest
+from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance

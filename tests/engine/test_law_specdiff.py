@@ -15,8 +15,7 @@ from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising
-from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff
-from dflash_mlx.drafters.specdiff.method import likeliest
+from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, likeliest
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, answers_of, law_distance
 from support.masked_toys import ToyMasked

@@ -17,7 +17,7 @@ from mlx_lm.utils import quantize_model
 from dflash_mlx import DFlashError
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.models.check import (
     check_drafter,
     check_pair,
@@ -86,7 +86,7 @@ def test_speculators_and_shards_are_read_and_what_was_assumed_is_a_note(tmp_path
     facts = check_drafter(write_drafter_folder(tmp_path / "a", raw, tensors))
     assert [finding.severity for finding in facts.findings] == ["note", "note"]
     assert "counted from 0" in facts.findings[1].what
-    assert facts.config == read_config(tmp_path / "a")
+    assert facts.config == FILES.read_config(tmp_path / "a")
     assert not errors(write_shards(tmp_path / "b", version_1(), random_drafter(version_1())))[1:]
     assert not check_drafter(tmp_path / "b").findings
 

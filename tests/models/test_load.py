@@ -20,7 +20,7 @@ from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, load
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.dflash.checkpoint import read_drafter
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.drafters.networks.tensors import save_network
 from dflash_mlx.engine.delta import Answer
@@ -142,7 +142,7 @@ def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetc
 def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
     model, drafter = folders
     packed = tmp_path / "packed"
-    read = read_drafter(Path(drafter))
+    read = FILES.read_drafter(Path(drafter))
     network = read.network()
     quantize_network(network, 8)
     save_network(packed, network, read.raw)

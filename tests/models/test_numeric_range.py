@@ -15,7 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
@@ -68,8 +68,8 @@ def make_drafter(
     tensors["fc.weight"][:, WIDTH:] = gain * np.eye(WIDTH)
     tensors["layers.0.self_attn.v_proj.weight"][:] = np.eye(WIDTH)
     tensors["layers.0.self_attn.o_proj.weight"][:] = 100 * np.eye(WIDTH)
-    config = read_config(write_drafter_folder(folder, raw, tensors))
-    return load_network(folder, config, dtype), config
+    config = FILES.read_config(write_drafter_folder(folder, raw, tensors))
+    return FILES.load_network(folder, config, dtype), config
 
 
 def answer(target: Target, drafter: Any) -> tuple[list[int], float]:

@@ -18,7 +18,7 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.cli import options as cli
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.quantized import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
@@ -109,12 +109,12 @@ def test_bits_of_the_drafter_pack_its_matrices_and_nothing_of_the_target(folders
 def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
     for width, group in ((128, 64), (96, 32)):
         folder = write_drafter(tmp_path / "drafter", intermediate_size=width)
-        network = load_network(folder, read_config(folder), mx.float32, bits=4)
+        network = FILES.load_network(folder, FILES.read_config(folder), mx.float32, bits=4)
         assert quantization_of(network) == Quantization(group, 4)
     folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
     expected = "down_proj has rows of 80 numbers, .* of 32 do not divide; leave out --drafter-bits"
     with pytest.raises(DFlashError, match=expected):
-        load_network(folder, read_config(folder), mx.float32, bits=8)
+        FILES.load_network(folder, FILES.read_config(folder), mx.float32, bits=8)
 
 
 # The window
@@ -123,9 +123,9 @@ def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
 def limited(folder: Path, most: int | None, **changes: Any) -> tuple[BlockModel, dict[str, Any]]:
     """A drafter whose windows are limited, and what to ask the reference for."""
     raw = tiny_drafter_config(num_target_layers=3, dflash_config=DFLASH, **changes)
-    config = read_config(write_drafter_folder(folder, raw, random_drafter(raw)))
+    config = FILES.read_config(write_drafter_folder(folder, raw, random_drafter(raw)))
     target = Target(make_model("llama"), 4000, "llama")
-    network = load_network(folder, config, mx.float32)
+    network = FILES.load_network(folder, config, mx.float32)
     windows = limit_windows(config.layer_windows, most)
     return BlockModel(network, replace(config, layer_windows=windows), target), raw
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx import DFlashError, PairConfig, load
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.drafters.dflash.checkpoint import read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
 from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
@@ -68,7 +68,7 @@ def test_every_pair_is_complete_and_named_once():
         assert all(target.count("/") == 1 for target in entry.targets)
         assert entry.method in choices()
         for drafter in (entry.drafter, entry.second_drafter or entry.drafter):
-            assert drafter.count("/") == 1 or read_config(SHIPPED / drafter)
+            assert drafter.count("/") == 1 or FILES.read_config(SHIPPED / drafter)
         further = [*dict(entry.others).values(), *entry.alternatives, *entry.pickled]
         assert len({entry.drafter, *further}) == 1 + len(further)
         assert dict(entry.others).keys() <= {method.family for method in METHODS.values()}

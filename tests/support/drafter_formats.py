@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
 from support.families import VOCAB_SIZE
@@ -125,8 +125,8 @@ def drafter_folder(
 
 def written(folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target) -> BlockModel:
     """The draft model of `target` that a folder with this configuration and these tensors has."""
-    config = read_config(write_drafter_folder(folder, raw, tensors))
-    return BlockModel(load_network(folder, config, mx.float32), config, target)
+    config = FILES.read_config(write_drafter_folder(folder, raw, tensors))
+    return BlockModel(FILES.load_network(folder, config, mx.float32), config, target)
 
 
 def is_dspark(config: Config) -> bool:

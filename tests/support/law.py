@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.drafters.dflash.context import FeatureContext
+from dflash_mlx.drafters.dflash.block_model import FeatureContext
 from dflash_mlx.drafters.growth.grow import follow
 from dflash_mlx.drafters.growth.links import follow_links
 from dflash_mlx.drafters.growth.rank import rank

@@ -14,17 +14,16 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.specdiff import checkpoint
+from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.verifier.model import Target
 from support.family_configs import VOCAB_SIZE
 from support.reference_dflash import (
     Array,
+    attention,
     layer_tensors,
     mlp,
     rms_norm,
-    rope_theta,
-    rotate,
     write_drafter_folder,
 )
 
@@ -164,7 +163,8 @@ def logits(
     x, eps = embedding[[*text, *block]], raw["rms_norm_eps"]
     for i in range(raw["num_hidden_layers"]):
         layer, visible = layer_tensors(named, i), _visible(raw, i, len(text), len(block))
-        x = x + _attention(layer, raw, rms_norm(x, layer["input_layernorm.weight"], eps), visible)
+        normed = rms_norm(x, layer["input_layernorm.weight"], eps)
+        x = x + attention(layer, raw, normed, normed[:0], visible)
         x = x + mlp(layer, rms_norm(x, layer["post_attention_layernorm.weight"], eps))
     states = rms_norm(x, named["norm.weight"], eps)[len(text) :]
     rows = states[:-1] if is_shifted(raw) else states[1:]
@@ -182,30 +182,6 @@ def _visible(raw: dict[str, Any], layer: int, text: int, block: int) -> Array:
     if types[layer] == "sliding_attention":
         visible &= np.abs(rows - rows[:, None]) < raw["sliding_window"]
     return visible
-
-
-def _attention(layer: dict[str, Array], raw: dict[str, Any], x: Array, visible: Array) -> Array:
-    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-    dim, theta = raw.get("head_dim", raw["hidden_size"] // heads), rope_theta(raw)
-    eps, places = raw["rms_norm_eps"], np.arange(len(x))
-
-    def projected(name: str, count: int) -> Array:
-        y = x @ layer[f"self_attn.{name}_proj.weight"].T
-        y = (y + layer.get(f"self_attn.{name}_proj.bias", 0)).reshape(-1, count, dim)
-        if (norm := layer.get(f"self_attn.{name}_norm.weight")) is not None:
-            y = rms_norm(y, norm, eps)
-        return y
-
-    q = rotate(projected("q", heads), places, theta)
-    k, v = rotate(projected("k", kv_heads), places, theta), projected("v", kv_heads)
-    outputs = []
-    for head in range(heads):
-        shared = head // (heads // kv_heads)
-        scores = np.where(visible, q[:, head] @ k[:, shared].T / np.sqrt(dim), -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        outputs.append(weights / weights.sum(axis=-1, keepdims=True) @ v[:, shared])
-    out = np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
-    return out + layer.get("self_attn.o_proj.bias", 0)
 
 
 def case(raw: dict[str, Any], **more: Array) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -249,8 +225,8 @@ def written(folder: Path, name: str, target: Target, **settings: Any) -> MaskedM
 
 
 def load(folder: Path, target: Target, **settings: Any) -> MaskedModel:
-    config = checkpoint.read_drafter(folder).config
-    return checkpoint.load(folder, config, target, PairConfig(**settings))
+    config = FILES.read_drafter(folder).config
+    return FILES.load(folder, config, target, PairConfig(**settings))
 
 
 def behind(model: MaskedModel, text: Sequence[int], *cuts: int) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.specdiff.context import TokenContext
+from dflash_mlx.drafters.specdiff.model import TokenContext
 from support.law import VOCABULARY, ToyContext
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.eagle3 import checkpoint
+from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier.model import Target
 from support import masked_formats
@@ -21,5 +21,5 @@ def full_pair(place: Path, target: Target, tokenizer: Any = None) -> Pair:
     second = drafter_folder(place / "second", [1], 2, target)
     masked = masked_formats.load(masked_formats.folder(place / "masked"), target)
     folder = write_drafter_folder(place / "eagle", *FORMATS["raw"])
-    eagle = checkpoint.load(folder, checkpoint.read_drafter(folder).config, target, PairConfig())
+    eagle = FILES.load(folder, FILES.read_drafter(folder).config, target, PairConfig())
     return Pair(target, tokenizer, (first, second, masked, eagle), "tiny")

@@ -152,26 +152,33 @@ def mlp(layer: Tensors, x: Array) -> Array:
 
 
 def attention(layer: Tensors, config: Config, x: Array, context: Array, visible: Array) -> Array:
-    """Attend from x [B, d] to the context [T, d] and to x, where visible [B, T + B]."""
+    """Attend from x [B, d] to the context [T, d] and to x, where visible [B, T + B].
+
+    Biases, and norms of queries and keys, are applied where the layer has them.
+    """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim, eps, theta = config["head_dim"], config["rms_norm_eps"], rope_theta(config)
-    positions = np.arange(len(context) + len(x))
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
     # The context has keys and values in every layer, but no queries and no residual stream.
     sources = np.concatenate([context, x])
-    queries = (x @ layer["self_attn.q_proj.weight"].T).reshape(-1, heads, head_dim)
-    keys = (sources @ layer["self_attn.k_proj.weight"].T).reshape(-1, kv_heads, head_dim)
-    values = (sources @ layer["self_attn.v_proj.weight"].T).reshape(-1, kv_heads, head_dim)
-    queries = rms_norm(queries, layer["self_attn.q_norm.weight"], eps)
-    keys = rms_norm(keys, layer["self_attn.k_norm.weight"], eps)
-    interleaved = not config.get("rope_is_neox_style", True)
-    queries = rotate(queries, positions[len(context) :], theta, interleaved)
-    keys = rotate(keys, positions, theta, interleaved)
+    positions, interleaved = np.arange(len(sources)), not config.get("rope_is_neox_style", True)
+
+    def projected(name: str, rows: Array, count: int, turns: bool) -> Array:
+        y = rows @ layer[f"self_attn.{name}_proj.weight"].T
+        y = (y + layer.get(f"self_attn.{name}_proj.bias", 0)).reshape(-1, count, head_dim)
+        if (norm := layer.get(f"self_attn.{name}_norm.weight")) is not None:
+            y = rms_norm(y, norm, config["rms_norm_eps"])
+        places = positions[len(sources) - len(rows) :]
+        return rotate(y, places, rope_theta(config), interleaved) if turns else y
+
+    queries = projected("q", x, heads, True)
+    keys, values = projected("k", sources, kv_heads, True), projected("v", sources, kv_heads, False)
     outputs = []
     for head in range(heads):
         shared = head // (heads // kv_heads)
         scores = queries[:, head] @ keys[:, shared].T / np.sqrt(head_dim)
         outputs.append(_softmax(np.where(visible, scores, -np.inf)) @ values[:, shared])
-    return np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+    out = np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+    return out + layer.get("self_attn.o_proj.bias", 0)
 
 
 def _softmax(scores: Array) -> Array:

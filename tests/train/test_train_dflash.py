@@ -18,7 +18,7 @@ from mlx_lm.utils import quantize_model
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import parse_config
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.engine.pair import Pair
@@ -268,7 +268,7 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
     raw = tiny_config(dflash_config=method, note="mine")
     tensors = idle_tensors(raw)
     found = DFlashTrainee.read(write_drafter_folder(tmp_path, raw, tensors), tiny_target())
-    assert found.raw == raw and found.config == parse_config(raw, "tiny")
+    assert found.raw == raw and found.config == FILES.parse_config(raw, "tiny")
     assert "candidate_selector.successor_codebook" in arrays_of(found.network)
     plain = found.without_selector()
     arrays = arrays_of(plain.network)
@@ -277,7 +277,7 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
     expected = {"mask_token_id": 5, "target_layer_ids": [0, 2], **method}
     first = {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": expected}
     assert plain.raw == {**raw, **first}
-    assert plain.config == parse_config(plain.raw, "tiny")
+    assert plain.config == FILES.parse_config(plain.raw, "tiny")
     assert plain.without_selector() is plain
 
 

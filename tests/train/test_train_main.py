@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import read_drafter
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.corpus.rows import CorpusRow
@@ -68,7 +68,7 @@ def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, whe
     options = {"mode": "variable-prefix", "init": folder, "layers": None}
     place.train(**options, out=place.root / "same", steps=1)
     place.train(**options, block_size=10, steps=1)
-    same, other = (read_drafter(out).config for out in (place.root / "same", place.out))
+    same, other = (FILES.read_drafter(out).config for out in (place.root / "same", place.out))
     assert (same.block_size, other.block_size) == (6, 10)
     assert len(place.history()[-1]["by_prefix"]) == 9
 

@@ -19,9 +19,9 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import load_network, read_config, read_drafter
+from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
-from dflash_mlx.drafters.dflash.selector import SelectorConfig
+from dflash_mlx.drafters.dflash.paths import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.train import compare, selector
 from dflash_mlx.train.blocks import SAMPLERS
@@ -224,12 +224,12 @@ def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == {**both.raw, "dtype": "bfloat16"} and written["note"] == "mine"
     assert "block_size" not in written
-    config = read_config(tmp_path)
+    config = FILES.read_config(tmp_path)
     assert config.selector == SelectorConfig(8, 5) and config.convolution is not None
     assert replace(config, selector=None, convolution=None) == drafter.config
-    network = load_network(tmp_path, config, mx.float32)
+    network = FILES.load_network(tmp_path, config, mx.float32)
     assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
-    full = read_drafter(tmp_path).network()  # as another program would make it
+    full = FILES.read_drafter(tmp_path).network()  # as another program would make it
     full.set_dtype(mx.float32)
     assert all(isinstance(layer, ConvolvedLayer) for layer in full.layers)
     expected = block_logits(drafter.network, drafter)
@@ -324,7 +324,7 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     first, second = files(tmp_path / "once"), files(tmp_path / "again")
     assert first["model.safetensors"] == second["model.safetensors"]
     trained.train(init=trained.out, out=tmp_path / "first", layers=None, steps=1)
-    assert read_config(tmp_path / "first").selector is None
+    assert FILES.read_config(tmp_path / "first").selector is None
 
 
 def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.context import FeatureContext
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.paths import Candidates, Links
 from dflash_mlx.drafters.growth.grow import Array, Choices, Ranked, follow
 from dflash_mlx.drafters.growth.links import Linked, follow_links
-from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
-from dflash_mlx.engine.state import Context
+from dflash_mlx.drafters.networks.context import DraftContext
+from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 
@@ -31,76 +30,33 @@ class Ask(NamedTuple):
     prefixes: Shown = ((),)
 
 
-class BlockModel:
-    """A DFlash network with an embedding and a head: its own, or those of its target.
+class FeatureContext(DraftContext):
+    """Keys and values of the committed tokens' features, per layer."""
 
-    Logits are always over the target's vocabulary, and so are ranked tokens: what is drafted needs
-    to know nothing of a draft vocabulary. Tokens outside it have -inf.
-    Raises DFlashError for a target whose embedding cannot be found.
-    """
+    def take_in(self, tokens: mx.array, features: mx.array) -> None:
+        self._network.append(features, self._cache)
+
+
+class BlockModel(BoundModel[FeatureContext]):
+    """A DFlash network bound to its target."""
 
     family = FAMILY
+    context = FeatureContext
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
-        self.config = config
-        self.kernels = target.kernels
-        self._network = network
-        self._kv_bits = target.kv_bits
-        self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
-        self._scale = config.input_embedding_scale * (
-            1.0 if config.own_embedding else embedding_scale(target)
-        )
-        self._head = DraftHead(
-            network.lm_head if config.own_head else target.head(),
-            config.vocab_size,
-            target.kernels,
-            network.d2t if config.draft_vocab_size is not None else None,
-            config.final_logit_softcapping,
-            config.output_multiplier,
-        )
+        super().__init__(network, config, target)
+        self._scale *= config.input_embedding_scale
         self._links: Links | None = network.links
-        target.tap(config.target_layer_ids)
-
-    @property
-    def block_size(self) -> int:
-        """Rows of a tree that it was trained for, the anchor included."""
-        return self.config.block_size
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers that it reads."""
-        return self.config.aux_layers
-
-    @property
-    def module(self) -> Network:
-        """The network."""
-        return self._network
+        if self._links is not None:
+            self.least_vocabulary = self._links.top_k
 
     @property
     def is_linked(self) -> bool:
         """Whether its drafts know the token before each, see `candidates` and `linked`."""
         return self._links is not None
 
-    def try_out(self, context: Context) -> mx.array:
-        """Logits of a whole block; tokens outside a draft vocabulary have 0."""
-        assert isinstance(context, FeatureContext)
-        logits = self.logits(context, mx.zeros(1, mx.int32), self.block_size)
-        return logits if self._head.is_whole else mx.where(logits == -mx.inf, 0, logits)
-
-    def new_context(self) -> FeatureContext:
-        """An empty context for one sequence."""
-        windows = self.config.layer_windows
-        words = self._head.new_active()
-        return FeatureContext(self._network, windows, self.kernels, self._kv_bits, words)
-
-    def limit_vocabulary(self, target: Target, ids: Array, size: int) -> None:
-        """Draft only `size` tokens, and those that a conversation has; not with a head of its own.
-
-        ids: [V] all tokens, the likeliest first.
-        """
-        least = 1 if self._links is None else self._links.top_k
-        if not self.config.own_head:
-            self._head.limit(target, ids, max(size, least))
+    def tried(self, context: FeatureContext) -> mx.array:
+        return self.logits(context, mx.zeros(1, mx.int32), self.block_size)
 
     def logits(
         self,
@@ -126,9 +82,8 @@ class BlockModel:
         assert self._links is not None
         states = self._states(Ask(context, anchor, rows))
         logits, ids = self._head.logits(states, context.words)
-        return self._links.candidates(
-            states, logits, anchor, None if ids is None else mx.array(ids)
-        )
+        known = None if ids is None else mx.array(ids)
+        return self._links.candidates(states, logits, anchor, known)
 
     def choices(self, asks: Sequence[Ask], width: int) -> list[list[Choices]]:
         """What can follow each prefix of each block; of all in one pass, and waits for it.
@@ -137,7 +92,8 @@ class BlockModel:
         """
         if not asks:
             return []
-        states = self._all_states(asks)
+        joins = self.module.joins
+        states = self._together(asks) if joins else [self._states(ask) for ask in asks]
         logits = self._head.logits_of_all(states, [ask.context.words for ask in asks])
         of_each = zip(asks, states, logits, strict=True)
         if self._links is None:
@@ -165,17 +121,10 @@ class BlockModel:
 
         found, end = [], 0
         for prefix in ask.prefixes:
-            anchor = ask.anchor
-            before = mx.array(list(prefix[-1:]), anchor.dtype) if prefix else anchor
+            before = mx.array([*prefix[-1:]], ask.anchor.dtype) if prefix else ask.anchor
             part = slice(end, end := end + ask.rows - 1 - len(prefix))
             found.append(links.linked(states[part], logits[part], before, known, rank))
         return found
-
-    def _all_states(self, asks: Sequence[Ask]) -> list[mx.array]:
-        """[n, d] final states of the rows that draft, for each block."""
-        if not self._network.joins:
-            return [self._together([ask])[0] for ask in asks]
-        return self._together(asks)
 
     def _states(self, ask: Ask) -> mx.array:
         return self._together([ask])[0]
@@ -191,8 +140,8 @@ class BlockModel:
             (ask.context.cache, Block(tokens.size, branches=len(ask.prefixes)))
             for ask, (tokens, _) in zip(asks, rows, strict=True)
         ]
-        x = self._embed(mx.concatenate([tokens for tokens, _ in rows])[None]) * self._scale
-        states = self._network(x, blocks).astype(x.dtype)[0]
+        x = self._table(mx.concatenate([tokens for tokens, _ in rows])[None]) * self._scale
+        states = self.module(x, blocks).astype(x.dtype)[0]
         ends = [*accumulate(tokens.size for tokens, _ in rows)]
         parts = mx.split(states, ends[:-1]) if len(asks) > 1 else [states]
         return [part[drafting] for part, (_, drafting) in zip(parts, rows, strict=True)]

@@ -1,153 +1,214 @@
-"""Reading and writing drafter folders; all is checked before any weight is read.
+"""The files of DFlash's family, all read in the words of z-lab's DFlash and DFlash 2 folders.
 
-Formats: z-lab's DFlash (variable-prefix drafters have the same) and DFlash 2, DSpark as DeepSeek
-and others have it, vLLM's speculators, and our own folders, which are z-lab's with weights that MLX
-may have packed. A format is read by
-telling its config.json in z-lab's words, so what follows knows one format only.
+There fields of the method are in `dflash_config`; older and newer files have some of them beside
+it. Variable-prefix drafters have the same format, and so have our own folders, with weights that
+MLX may have packed.
 
-This is the file side of the family; `drafters/formats.py` says what every family offers.
+Folders of vLLM's speculators have the network under `transformer_layer_config`, what makes it a
+drafter beside that. Tensors have z-lab's names; embedding and head may be among them, and a reduced
+draft vocabulary with `d2t`. A file whose layers are numbered otherwise than hidden states can say
+so: `dflash_config.target_layer_ids` in it is taken as it is.
+
+Of DSpark's files DeepSeek's have the fields of the method beside those of the network, others as
+z-lab has them. Their `block_size` counts the rows of the network's block. Each row drafts the token
+behind it, the anchor's too (`sample_from_anchor`), so a block of 7 drafts 7 tokens and is one of 8
+here. Speculators files that do not have that field are from before there was one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.dflash.block_model import FAMILY as FAMILY
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.config_file import (
-    DSPARK,
-    OTHERS,
-    VERSION_1,
-    VERSION_2,
-    parse_fields,
-    problems,
-    tells_by_tensors,
-    translate,
+from dflash_mlx.drafters.dflash.network import ConvolutionConfig, Network, NetworkConfig
+from dflash_mlx.drafters.dflash.paths import MarkovConfig, SelectorConfig
+from dflash_mlx.drafters.formats import (
+    SPECULATORS,
+    FileFormat,
+    layers_of_speculators,
+    left_by_training,
 )
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, called, size_misfits
-from dflash_mlx.drafters.networks import tensors as files
-from dflash_mlx.drafters.networks.fields import architecture
-from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.tensors import FLOATING, DrafterFolder, Layout, in_words
-from dflash_mlx.verifier.model import Target
+from dflash_mlx.drafters.networks.fields import (
+    Fields,
+    architecture,
+    flag,
+    layer_windows,
+    layers_of_states,
+    part,
+    size,
+    whole,
+)
 
-_MARKS = ("dflash_config", "speculators_model_type", "speculators_config")
+VERSION_1, VERSION_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
+PROJECTOR = "dflash"
+MARKOV = "vanilla"
+_OF_SPECULATORS = {"dflash": VERSION_1, "dflash2": VERSION_2, "dspark": DSPARK}
+_DSPARKS = (DSPARK, "Qwen3DSparkModel", "Lfm2DSparkDraftModel")  # of one build
+_MARKS = ("dflash_config", SPECULATORS, "speculators_config")
+_METHOD = (  # what may be beside `dflash_config`
+    "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+    "projector_type", "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head",
+    "confidence_head_with_markov", "sample_from_anchor",
+)  # fmt: skip
+_HINT = (
+    "; they number hidden states from the output of the embedding, 0, which no drafter reads (if "
+    "these number layers, add them as dflash_config.target_layer_ids)"
+)
 _CODEBOOK = "_codebook.weight"
 
 
-def recognises(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of these formats, readable or not."""
-    if raw.get("speculators_model_type") in OTHERS:
-        return False
-    name = architecture(raw)
-    return name.startswith("DFlash") or "DSpark" in name or any(mark in raw for mark in _MARKS)
+class BlockFiles(FileFormat):
+    """DFlash, DFlash 2 and DSpark."""
+
+    config, network, model = NetworkConfig, Network, BlockModel
+    known = (VERSION_1, VERSION_2, DSPARK)
+    speculators = tuple(_OF_SPECULATORS)
+
+    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
+        return name.startswith("DFlash") or "DSpark" in name or "dflash_config" in raw
+
+    def resembles(self, raw: Mapping[str, Any]) -> bool:
+        return any(mark in raw for mark in _MARKS)
+
+    def translate(self, raw: Fields, names: Collection[str]) -> Fields:
+        if SPECULATORS in raw:
+            return _from_speculators(raw, names)
+        return _from_dspark(raw, names) if architecture(raw) in _DSPARKS else raw
+
+    def read_fields(self, told: Fields, names: Collection[str]) -> NetworkConfig:
+        if not isinstance(method := told["dflash_config"], dict):
+            raise ValueError(f"dflash_config is {method!r}")
+        kind, fields = architecture(told), {**told, **method}
+        _check_kind(told, method)
+        windows = layer_windows(told)
+        if flag(method, "use_swa") and not any(windows):
+            what = "dflash_config.use_swa is true, but layer_types has no sliding_attention"
+            raise ValueError(what)
+        # `is_causal` for all layers, or `causal` as vLLM has it; else sliding layers alone are
+        causal = "causal" if told.get("is_causal") is None else "is_causal"
+        return NetworkConfig.read(
+            fields,
+            layer_causal=tuple(flag(fields, causal, window is not None) for window in windows),
+            block_size=whole(fields, "block_size") + flag(method, "sample_from_anchor"),
+            **(_second_version(fields) if kind == VERSION_2 else {}),
+            markov=_markov(method) if kind == DSPARK else None,
+        )
+
+    def our_names(self, names: Collection[str]) -> dict[str, str]:
+        # speculators keeps the selector's codebooks as embeddings
+        plain = {n: n.removesuffix(".weight") if n.endswith(_CODEBOOK) else n for n in names}
+        return {n: n if ours != n and ours in names else ours for n, ours in plain.items()}
+
+    def optional(self, config: NetworkConfig) -> dict[str, str]:
+        return left_by_training(config.hidden_size, config.drafted)
+
+    def settle(self, network: Network, config: NetworkConfig) -> Network:
+        network.drop_idle_convolutions(config)
+        mx.eval(network.parameters())
+        return network
 
 
-def read_config(folder: Path) -> NetworkConfig:
-    """The configuration in a folder's config.json; DFlashError where it is of no usable drafter."""
-    raw, names = _read(folder)
-    return parse_config(raw, str(folder), names)
+FILES = BlockFiles()
 
 
-def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> NetworkConfig:
-    """The configuration in a config.json's contents.
-
-    source: where they are from, for messages. names: of the tensors, which of some formats show
-    whether they bring embedding and head. Raises DFlashError as `read_config` does.
-    """
-
-    def parse() -> NetworkConfig:
-        told = translate(raw, names)
-        if (kind := architecture(told)) not in (VERSION_1, VERSION_2, DSPARK):
-            raise DFlashError(
-                f"{source} holds a {kind}, not a {VERSION_1}, {VERSION_2} or {DSPARK}",
-                "give a DFlash or DSpark drafter folder with --drafter",
+def _check_kind(raw: Fields, method: Fields) -> None:
+    """Raise ValueError for drafters that only look like this one."""
+    known = "dspark" if architecture(raw) == DSPARK else PROJECTOR
+    for fields in (raw, method):
+        if (kind := fields.get("projector_type") or known) != known:
+            raise ValueError(f"projector_type is {kind!r}, supported is {known!r}")
+        if flag(fields, "shift_label") and not flag(method, "sample_from_anchor"):
+            raise ValueError(
+                "shift_label is true, but sample_from_anchor is not; supported are drafters that "
+                "predict masks, or from each row the token behind it"
             )
-        return parse_fields(told)
-
-    config: NetworkConfig = files.parsed(parse, problems, source)
-    return config
 
 
-def misfits(
-    config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
-) -> Iterator[Finding]:
-    """What keeps a drafter from a target, each with both values.
+def _second_version(fields: Fields) -> dict[str, Any]:
+    names = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+    taps, group, rank, top_k = (size(fields, name) for name in names)
+    convolution, selector = ConvolutionConfig(taps, group), SelectorConfig(rank, top_k)
+    return {"convolution": convolution, "selector": selector}
 
-    target: `hidden_size`, `vocab_size` and `num_hidden_layers` as in the target's config.json.
-    name, drafter: what to call the two.
-    """
-    who = called(drafter)
-    made_for = {
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.num_target_layers,
+
+def _markov(fields: Fields) -> MarkovConfig | None:
+    """Of DSpark's heads; None for a drafter that has none."""
+    if (kind := fields.get("markov_head_type") or MARKOV) != MARKOV:
+        raise ValueError(f"markov_head_type is {kind!r}, supported is {MARKOV!r}")
+    rank = whole(fields, "markov_rank", least=0)
+    confidence = flag(fields, "enable_confidence_head", default=True)
+    reads_token = flag(fields, "confidence_head_with_markov", default=True)
+    if not rank and confidence:
+        raise ValueError("markov_rank is 0, but enable_confidence_head is not false")
+    return MarkovConfig(rank, confidence, reads_token) if rank else None
+
+
+def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
+    layers, kind = layers_of_speculators(raw), raw[SPECULATORS]
+    width, target_width = layers["hidden_size"], raw.get("target_hidden_size")
+    if target_width not in (None, width):
+        raise ValueError(
+            f"target_hidden_size is {target_width!r} and hidden_size {width!r}; a drafter of "
+            "another width than its target's is not supported"
+        )
+    method: Fields = {"sample_from_anchor": _drafts_every_row(raw), **_given(raw, _METHOD)}
+    method |= part(raw, "dflash_config")
+    notes = []
+    if "target_layer_ids" not in method:
+        name = "aux_hidden_state_layer_ids"
+        method["target_layer_ids"], note = layers_of_states(raw[name], name, _HINT)
+        notes.append(note)
+    result = {
+        **layers,
+        "architectures": [_OF_SPECULATORS[kind]],
+        "block_size": raw["block_size"],
+        "num_target_layers": raw.get("num_target_layers"),
+        "notes": notes,
     }
-    yield from size_misfits(made_for, target, name, drafter)
-    layers, last = target.get("num_hidden_layers"), max(config.target_layer_ids)
-    if config.num_target_layers is None and type(layers) is int and last >= layers:
-        what = f"{who} reads layer {last} (counted from 0), but {name} has {layers} layers"
-        yield Finding("error", what, CHOOSE_ANOTHER)
+    if flag(raw, "sliding_window_non_causal", default=kind == "dflash2"):
+        result["is_causal"] = False
+    rope = layers.get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:
+        result["rope_parameters"] = rope["sliding_attention"]  # as the library itself does
+    if (drafted := raw.get("draft_vocab_size")) not in (None, layers["vocab_size"]):
+        result["draft_vocab_size"] = drafted
+    return {**result, "dflash_config": method | _own_tables(result, names)}
 
 
-def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
-    """See `FileFormat.read_drafter`."""
-    raw, names = _read(folder)
-    config = parse_config(raw, str(folder), names)
-    return LAYOUT.folder(folder, config, translate(raw, names), has_values)
-
-
-def load_network(
-    folder: Path, config: NetworkConfig, dtype: mx.Dtype, bits: int | None = None
-) -> Network:
-    """The drafter's weights from the safetensors files of `folder`, cast to `dtype`.
-
-    config: what `read_config` found there. bits: pack the matrices of a drafter that is not packed
-    yet (see `quantize_network`). Raises as `read_drafter` does.
-    """
-    network: Network = LAYOUT.load(folder, config, dtype, bits)
-    network.drop_idle_convolutions(config)
-    mx.eval(network.parameters())
-    return network
-
-
-def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> BlockModel:
-    """See `FileFormat.load`; raises as `read_drafter` does."""
-    windows = limit_windows(config.layer_windows, settings.draft_window)
-    config = replace(config, layer_windows=windows)
-    network = load_network(folder, config, target.dtype, settings.drafter_bits)
-    return BlockModel(network, config, target)
-
-
-def _read(folder: Path) -> tuple[Any, Collection[str]]:
-    """The config.json of a folder, and the names of its tensors where these tell anything."""
-    raw = files.read_json(folder)
-    return raw, files.read_headers(folder) if tells_by_tensors(raw) else ()
-
-
-def _left_by_training(config: NetworkConfig) -> dict[str, str]:
-    """Tensors that speculators' training leaves."""
-    width, head = config.hidden_size, config.draft_vocab_size or config.vocab_size
-    return {
-        "verifier_norm.weight": in_words(FLOATING, (width,)),
-        "verifier_lm_head.weight": in_words(FLOATING, (head, width)),
+def _from_dspark(raw: Fields, names: Collection[str]) -> Fields:
+    """DSpark's fields in z-lab's places; a folder of ours stays as it is."""
+    given = part(raw, "dflash_config")
+    if "own_head" in given:
+        return raw
+    result = {k: v for k, v in raw.items() if k != "draft_vocab_size" or v != raw.get("vocab_size")}
+    method = {"sample_from_anchor": True}
+    method |= _given(raw, (*_METHOD, "target_layer_ids", "num_target_layers")) | given
+    layers = method.pop("num_target_layers")
+    return result | {
+        "architectures": [DSPARK],
+        "num_target_layers": layers,
+        "dflash_config": method | _own_tables(result, names),
     }
 
 
-def _plain_names(names: Collection[str]) -> dict[str, str]:
-    """Speculators keeps the selector's codebooks as embeddings: `*_codebook.weight`."""
-    plain = {n: n.removesuffix(".weight") if n.endswith(_CODEBOOK) else n for n in names}
-    return {name: name if ours != name and ours in names else ours for name, ours in plain.items()}
+def _given(raw: Fields, names: Collection[str]) -> Fields:
+    return {name: raw[name] for name in names if raw.get(name) is not None}
 
 
-LAYOUT = Layout(Network, _plain_names, _left_by_training)
-check_tensors = LAYOUT.check
+def _own_tables(told: Fields, names: Collection[str]) -> dict[str, bool]:
+    """Whether a drafter with tensors of these names has an embedding and a head."""
+    has_head = told.get("draft_vocab_size") is not None or "lm_head.weight" in names
+    return {"own_embedding": "embed_tokens.weight" in names, "own_head": has_head}
+
+
+def _drafts_every_row(raw: Fields) -> bool:
+    """Whether older speculators files propose as many tokens as their block has rows."""
+    method: Any = raw.get("speculators_config")
+    proposals = method.get("proposal_methods") if isinstance(method, dict) else None
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return type(tokens) is int and tokens == raw["block_size"]

@@ -3,6 +3,11 @@
 A few decoder layers whose queries come from the block only. The target's features enter every
 layer as extra keys and values and never pass through the residual stream. Embedding and output
 head are the target's, except in drafters that bring their own.
+
+DFlash 2 convolves the rows of a block: out[t, c] = sum_j (base[j, c] + delta[t, j, group(c)])
+x[t - j, c], with zeros before a block's first row. Two convolutions stand around each sub-layer.
+Both deltas are one projection of what goes into the first: [before | after], in each tap by tap, in
+each tap group by group.
 """
 
 from __future__ import annotations
@@ -14,73 +19,144 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.dflash.convolution import ConvolutionConfig, DynamicConvolution
-from dflash_mlx.drafters.dflash.markov import (
+from dflash_mlx.drafters.dflash.paths import (
+    CandidateSelector,
     ConfidenceHead,
+    Links,
     MarkovConfig,
     MarkovHead,
     MarkovLinks,
+    SelectorConfig,
 )
-from dflash_mlx.drafters.dflash.paths import Links
-from dflash_mlx.drafters.dflash.selector import CandidateSelector, SelectorConfig
-from dflash_mlx.drafters.networks.layers import Layer
-from dflash_mlx.drafters.networks.quantized import Quantization
+from dflash_mlx.drafters.networks.fields import (
+    DraftConfig,
+    cap,
+    factor,
+    flag,
+    listed,
+    size,
+    size_or_none,
+    stored,
+    too_large,
+    whole,
+)
+from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import Forest, SequenceCache
 
 
 @dataclass(frozen=True)
-class NetworkConfig:
-    """Shapes of a DFlash drafter; names as in its config.json.
+class ConvolutionConfig:
+    """Of DFlash 2, `conv_*` in files."""
 
-    layer_windows: sliding window per layer, None for full attention; a window of w reaches w - 1
-    positions back, and as many ahead inside the block. layer_causal: whether the layer's block
-    rows see only rows before them. target_layer_ids: target layers (0-based) whose outputs are the
-    features. num_target_layers: None where the folder does not say. The scales and the cap are 1, 1
-    and None in most drafters.
+    kernel_size: int  # taps
+    group_size: int  # neighbouring channels that share a delta
 
-    block_size: the anchor and the tokens that it drafts. sample_from_anchor: whether each row
-    drafts the token behind it, so that the network's block has a row less; else masks draft their
-    own. draft_vocab_size: tokens that its own head knows, None for all of the target's.
-    own_embedding, own_head: whether it brings these itself. convolution, selector: of DFlash 2.
-    markov: of DSpark. quantization: of the weights in its files. notes: what reading the folder had
-    to assume.
+
+class DynamicConvolution(nn.Module):
+    """The convolutions before and after a sub-layer of width d.
+
+    base_kernel: [2, taps, d], before and after. kernel_projection: d -> 2 * taps * groups.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: dict[str, Any]
-    max_position_embeddings: int
-    layer_windows: tuple[int | None, ...]
-    layer_causal: tuple[bool, ...]
-    attention_bias: bool
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int | None
-    vocab_size: int
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-    draft_vocab_size: int | None = None
-    own_embedding: bool = False
-    own_head: bool = False
-    convolution: ConvolutionConfig | None = None
-    selector: SelectorConfig | None = None
-    sample_from_anchor: bool = False
-    markov: MarkovConfig | None = None
-    quantization: Quantization | None = None
-    notes: tuple[str, ...] = ()
+    def __init__(self, d: int, config: ConvolutionConfig) -> None:
+        super().__init__()
+        self._kernel = 2, config.kernel_size, d // config.group_size
+        self.base_kernel = mx.zeros((2, config.kernel_size, d))
+        self.kernel_projection = nn.Linear(d, 2 * config.kernel_size * self._kernel[2], bias=False)
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """`target_layer_ids`, by the name that all families have for it."""
-        return self.target_layer_ids
+    def is_identity(self) -> bool:
+        """Whether what comes out is what goes in, whatever that is."""
+        now, earlier = self.base_kernel[:, 0], self.base_kernel[:, 1:]
+        if (mx.any(now != 1) | mx.any(earlier != 0)).item():
+            return False
+        deltas = self.kernel_projection(mx.eye(self.base_kernel.shape[-1]))  # packed or not
+        return not mx.any(deltas != 0).item()
+
+    def before(self, x: mx.array, branches: int) -> tuple[mx.array, mx.array]:
+        """The sub-layer's input from x [1, n, d], and the deltas of the convolution after it.
+
+        branches: how many blocks of n / branches rows x holds, side by side.
+        """
+        deltas = mx.unflatten(self.kernel_projection(x), -1, self._kernel)
+        first, second = deltas[..., 0, :, :], deltas[..., 1, :, :]
+        return convolve(x, first, self.base_kernel[0], branches), second
+
+    def after(self, x: mx.array, deltas: mx.array, branches: int) -> mx.array:
+        """The sub-layer's output x [1, n, d], convolved."""
+        return convolve(x, deltas, self.base_kernel[1], branches)
+
+
+def convolve(x: mx.array, deltas: mx.array, base: mx.array, branches: int = 1) -> mx.array:
+    """The sum above of x [1, n, d], deltas [1, n, taps, groups] and base [taps, d]."""
+    taps, groups = deltas.shape[-2:]
+    channels = (groups, x.shape[-1] // groups)
+    blocks = mx.unflatten(mx.unflatten(x, -1, channels), 1, (branches, -1))
+    deltas = mx.unflatten(deltas, 1, (branches, -1))[..., None]
+    kernel = mx.unflatten(base, -1, channels).astype(x.dtype)
+    rows = blocks.shape[2]
+    out = mx.zeros_like(blocks)
+    for j in range(min(taps, rows)):
+        shifted = mx.pad(blocks[:, :, : rows - j], [(0, 0), (0, 0), (j, 0), (0, 0), (0, 0)])
+        out = out + (kernel[j] + deltas[:, :, :, j]) * shifted
+    return out.reshape(x.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig(DraftConfig):
+    """What the config.json of a DFlash drafter says."""
+
+    layer_causal: tuple[bool, ...]  # per layer, whether block rows see only rows before them
+    mask_token_id: int = stored(whole)
+    aux_layers: tuple[int, ...] = stored(
+        lambda raw, _: listed(raw["target_layer_ids"], "target_layer_ids", int)
+    )
+    num_target_layers: int | None = stored(
+        lambda raw, name: None if raw[name] is None else size(raw, name)
+    )
+    draft_vocab_size: int | None = stored(size_or_none, None)
+    input_embedding_scale: float = stored(factor, 1.0)
+    output_multiplier: float = stored(factor, 1.0)
+    final_logit_softcapping: float | None = stored(cap, None)
+    convolution: ConvolutionConfig | None = None  # of DFlash 2
+    selector: SelectorConfig | None = None
+    # Whether each row drafts the token behind it, so that the network's block has a row less; else
+    # masks draft their own tokens.
+    sample_from_anchor: bool = stored(flag, False)
+    markov: MarkovConfig | None = None  # of DSpark
+
+    def problems(self) -> dict[str, Any]:
+        width, own, vocabulary = self.hidden_size, self.draft_vocab_size, self.vocab_size
+        conv, selector = self.convolution or ConvolutionConfig(0, 1), self.selector
+        read, top_k = self.aux_layers, 0 if selector is None else selector.top_k
+        layers = self.num_target_layers or max(*read, 0, 0) + 1
+        groups = max(1, width // conv.group_size)
+        products = {
+            f"{len(read)} tapped layers of hidden_size {width}": len(read) * width,
+            f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups":
+                2 * conv.kernel_size * groups,
+        }  # fmt: skip
+        return {
+            **super().problems(),
+            **self.block_problems(self.mask_token_id, extra=int(self.sample_from_anchor)),
+            f"target_layer_ids are {list(read)}, outside the {layers} layers of the target":
+                not read or not all(0 <= layer < layers for layer in read),
+            f"draft_vocab_size is {own}, not less than the vocabulary of {vocabulary}":
+                own is not None and own >= vocabulary,
+            f"draft_vocab_size is {own}, but own_head is false":
+                own is not None and not self.own_head,
+            f"draft_vocab_size is {own}, but the selector needs the vocabulary of {vocabulary}":
+                own is not None and selector is not None,
+            f"hidden_size {width} does not divide by conv_group_size {conv.group_size}":
+                width % conv.group_size,
+            f"conv_kernel_size is {conv.kernel_size}, more than the block_size {self.block_size}":
+                conv.kernel_size > self.block_size,
+            f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}":
+                top_k > vocabulary,
+            **too_large(products),
+        }  # fmt: skip
 
 
 class ConvolvedLayer(Layer):
@@ -104,34 +180,24 @@ class ConvolvedLayer(Layer):
         return x + self.mlp_conv.after(self.mlp(inner), after, branches)
 
 
-class Network(nn.Module):
+class Network(DraftNetwork):
     """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
 
-    Its parameters have the names of the tensors in a drafter folder. embed_tokens, lm_head, d2t
-    (what to add to a draft id for the target's), candidate_selector, markov_head, confidence_head:
-    only where the config asks for them.
+    Its parameters have the names of the tensors in a drafter folder.
     """
 
     def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         d = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
+        self.fc = nn.Linear(len(config.aux_layers) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
         layer = Layer if config.convolution is None else ConvolvedLayer
         self.layers = [layer(config) for _ in config.layer_windows]
-        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
         self._causal = config.layer_causal
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, d)
-        if config.own_head:
-            self.lm_head = nn.Linear(d, config.draft_vocab_size or config.vocab_size, bias=False)
-        if config.draft_vocab_size is not None:
-            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
         if (markov := config.markov) is not None:
-            drafted = config.draft_vocab_size or config.vocab_size
-            self.markov_head = MarkovHead(config.vocab_size, drafted, markov)
+            self.markov_head = MarkovHead(config.vocab_size, config.drafted, markov)
             if markov.confidence:
                 self.confidence_head = ConfidenceHead(d, markov)
 

@@ -1,109 +1,131 @@
-"""Reading and writing EAGLE-3 folders; all is checked before any weight is read.
+"""The files of EAGLE-3: the authors' own, vLLM's speculators, and ours.
 
-Formats: raw ones, vLLM's speculators, and our own folders, which are raw ones without embedding and
-head where these are the target's, with weights that MLX may have packed. This is the file side of
-the family; `drafters/formats.py` says what every family offers.
+*Raw* files (SafeAILab, SGLang, SpecForge, NVIDIA) are a Llama's with `draft_vocab_size`; ours are
+raw files with `block_size`, `num_target_layers` and what else the others have no word for, without
+embedding and head where these are the target's, with weights that MLX may have packed. In vLLM's
+speculators the layer lies under `transformer_layer_config`; such a file is told in raw words first.
+
+Which layers are read has two numberings. `eagle_config.eagle_aux_hidden_state_layer_ids`, of raw
+files, are layers whose output is read, as SGLang takes them. The same field outside of
+`eagle_config`, speculators' and vLLM's, numbers hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.eagle3.config_file import parse_fields, problems, translate
-from dflash_mlx.drafters.eagle3.config_file import recognises as recognises
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
 from dflash_mlx.drafters.formats import (
-    CHOOSE_ANOTHER,
-    aux_layers_of,
-    called,
-    increase,
-    size_misfits,
+    SPECULATORS,
+    FileFormat,
+    layers_of_speculators,
+    left_by_training,
 )
-from dflash_mlx.drafters.networks import tensors as files
-from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.tensors import (
-    FLAGS,
-    FLOATING,
-    WHOLE,
-    DrafterFolder,
-    Layout,
-    in_words,
+from dflash_mlx.drafters.networks.fields import (
+    Fields,
+    flag,
+    layer_windows,
+    layers_of_states,
+    listed,
+    part,
+    size,
+    size_or_none,
+    whole,
 )
-from dflash_mlx.verifier.model import Target
+from dflash_mlx.drafters.networks.tensors import FLAGS, WHOLE, in_words
+
+RAW = "LlamaForCausalLMEagle3"
+DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be
+_FIRST = "LlamaForCausalLM"  # in the first uploads, which only draft_vocab_size tells apart
+LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
+_TOLD = (  # what speculators has beside the layer, by the same names
+    "draft_vocab_size", "target_hidden_size", "num_target_layers", "tie_word_embeddings",
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", LAYERS_READ,
+)  # fmt: skip
+_SWITCHES = {  # of eagle_config: what only this network does
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
 
 
-def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> EagleConfig:
-    """See `FileFormat.parse_config`; DFlashError for what is no usable drafter."""
+class EagleFiles(FileFormat):
+    """EAGLE-3 and EAGLE-3.1."""
 
-    def parse() -> EagleConfig:
-        return parse_fields(translate(raw), names)
+    config, network, model = EagleConfig, Network, EagleModel
+    known = (RAW, "Eagle3LlamaForCausalLM", _FIRST)
+    speculators = ("eagle3",)
 
-    config: EagleConfig = files.parsed(parse, problems, source)
-    return config
+    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
+        return "Eagle3" in name or (name == _FIRST and "draft_vocab_size" in raw)
 
+    def translate(self, raw: Fields, names: Collection[str]) -> Fields:
+        if SPECULATORS not in raw:
+            return raw
+        layer = layers_of_speculators(raw)
+        told = {name: raw[name] for name in _TOLD if raw.get(name) is not None}
+        kind = layer.get("model_type", "qwen3")  # as the library has it
+        return {**layer, **told, "architectures": [RAW], "qk_norm": kind == "qwen3"}
 
-def misfits(
-    config: EagleConfig, target: Mapping[str, Any], name: str, drafter: str = ""
-) -> Iterator[Finding]:
-    """See `FileFormat.misfits`; each with both values."""
-    who = called(drafter)
-    made_for = {
-        "hidden_size": config.target_hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_hidden_layers": config.num_target_layers,
-    }
-    yield from size_misfits(made_for, target, name, drafter)
-    layers = target.get("num_hidden_layers")
-    if type(layers) is int:
-        aux_layers = aux_layers_of(config, layers)
-        if outside := [tap for tap in aux_layers if not 0 <= tap < layers]:
-            what = (
-                f"{who} reads layers {list(aux_layers)} (counted from 0), but {name} has {layers} "
-            )
-            yield Finding("error", f"{what}layers, and no layer {outside[0]}", CHOOSE_ANOTHER)
-        elif not increase(aux_layers):
-            read = f"{who} reads layers {list(aux_layers)} (counted from 0)"
-            what = f"{read}, not each once and in order; "
-            yield Finding("error", f"{what}{name} has {layers} layers", CHOOSE_ANOTHER)
+    def read_fields(self, told: Fields, names: Collection[str]) -> EagleConfig:
+        method = part(told, "eagle_config")
+        _check_kind(told, method, names)
+        aux_layers, notes = _aux_layers(told, method)
+        vocabulary, width = size(told, "vocab_size"), size(told, "hidden_size")
+        drafted = size(told, "draft_vocab_size", vocabulary)
+        target_width = size(told, "target_hidden_size", width)
+        narrower, unknown = target_width != width, not names
+        first = (told.get("layer_types") or [])[:1]  # some have those of a target
+        return EagleConfig.read(
+            {**method, **told},
+            block_size=size(told, "block_size", DEFAULT_BLOCK),
+            target_hidden_size=target_width,
+            aux_layers=aux_layers,
+            num_target_layers=size_or_none(told, "num_target_layers"),
+            layer_windows=layer_windows({**told, "layer_types": first}),
+            head_norms=flag(told, "qk_norm"),
+            draft_vocab_size=None if drafted == vocabulary else drafted,
+            own_embedding="embed_tokens.weight" in names or (unknown and narrower),
+            own_head="lm_head.weight" in names or (unknown and (narrower or drafted != vocabulary)),
+            notes=(*listed(told.get("notes") or [], "notes", str), *notes),
+        )
 
+    def our_names(self, names: Collection[str]) -> dict[str, str]:
+        return {n: n.replace("layers.0.", "midlayer.", 1) for n in names}  # speculators counts it
 
-def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
-    """See `FileFormat.read_drafter`."""
-    raw = files.read_json(folder)
-    config = parse_config(raw, str(folder), files.read_headers(folder))
-    return LAYOUT.folder(folder, config, translate(raw), has_values)
-
-
-def load(folder: Path, config: EagleConfig, target: Target, settings: PairConfig) -> EagleModel:
-    """See `FileFormat.load`; raises as `read_drafter` does."""
-    network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
-    (window,) = limit_windows([config.window], settings.draft_window)
-    return EagleModel(files.unpacked(network, config), replace(config, window=window), target)
-
-
-def _raw_names(names: Collection[str]) -> dict[str, str]:
-    """Speculators counts the one layer."""
-    return {name: name.replace("layers.0.", "midlayer.", 1) for name in names}
+    def optional(self, config: EagleConfig) -> dict[str, str]:
+        found = left_by_training(config.target_hidden_size, config.drafted)
+        if config.draft_vocab_size is None:  # maps of a draft vocabulary that is the whole one
+            found["d2t"] = in_words(WHOLE, (config.vocab_size,))
+            found["t2d"] = in_words(FLAGS, (config.vocab_size,))
+        return found
 
 
-def _left_over(config: EagleConfig) -> dict[str, str]:
-    """What training leaves, and maps of a draft vocabulary that is the whole one."""
-    width, head = config.target_hidden_size, config.draft_vocab_size or config.vocab_size
-    found = {
-        "verifier_norm.weight": in_words(FLOATING, (width,)),
-        "verifier_lm_head.weight": in_words(FLOATING, (head, width)),
-    }
-    if config.draft_vocab_size is None:
-        found["d2t"] = in_words(WHOLE, (config.vocab_size,))
-        found["t2d"] = in_words(FLAGS, (config.vocab_size,))
-    return found
+FILES = EagleFiles()
 
 
-LAYOUT = Layout(Network, _raw_names, _left_over)
-check_tensors = LAYOUT.check
+def _check_kind(raw: Fields, method: Fields, names: Collection[str]) -> None:
+    """Raise ValueError for drafters that only look like this one."""
+    if (layers := size(raw, "num_hidden_layers")) != 1:
+        raise ValueError(f"num_hidden_layers is {layers}, supported is 1")
+    for name, value in _SWITCHES.items():
+        if method.get(name) not in (None, value):
+            raise ValueError(f"eagle_config.{name} is {method[name]!r}, supported is {value}")
+    if flag(raw, "tie_word_embeddings") and names and "lm_head.weight" not in names:
+        raise ValueError("tie_word_embeddings is true, supported is false")
+
+
+def _aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Layers whose outputs are read, None where no field says so; and what had to be assumed."""
+    if (ids := method.get(LAYERS_READ)) is not None:
+        if not listed(ids, LAYERS_READ, int) or min(ids) < 0:
+            raise ValueError(f"{LAYERS_READ} are {ids!r}, not numbers from 0 up")
+        return tuple(whole({LAYERS_READ: i}, LAYERS_READ) for i in ids), ()
+    if (ids := raw.get(LAYERS_READ)) is None:
+        return None, ()
+    layers, note = layers_of_states(ids, LAYERS_READ)
+    return tuple(layers), (note,)

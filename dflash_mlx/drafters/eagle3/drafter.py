@@ -15,9 +15,8 @@ from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.drawing import Drawing
-from dflash_mlx.drafters.eagle3 import checkpoint
-from dflash_mlx.drafters.eagle3.context import EagleContext
-from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleModel
+from dflash_mlx.drafters.eagle3.checkpoint import FILES
+from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleContext, EagleModel
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan, branches_option
 from dflash_mlx.engine.drafter import Drafter, Proposal
@@ -140,7 +139,7 @@ METHOD = Method(
     _make,
     EagleOptions,
     family=FAMILY,
-    files=checkpoint,
+    files=FILES,
     best_with=1,
     has_budget=True,
     draws=True,

@@ -1,4 +1,4 @@
-"""An EAGLE-3 network bound to its target, and a draft in the making."""
+"""An EAGLE-3 network bound to its target: what it remembers, and a draft in the making."""
 
 from __future__ import annotations
 
@@ -8,70 +8,93 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.eagle3.context import EagleContext
-from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
-from dflash_mlx.drafters.formats import aux_layers_of
-from dflash_mlx.drafters.growth.grow import Array, Ranked
-from dflash_mlx.drafters.networks.head import DraftHead
-from dflash_mlx.engine.state import Context
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.networks.context import DraftContext
+from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.sequence import SequenceCache
+from dflash_mlx.verifier.saved import Saved, join, split
 
 FAMILY = "eagle3"
 
 
-class EagleModel:
-    """An EAGLE-3 network with an embedding and a head: its own, or those of its target.
+class EagleContext(DraftContext):
+    """Rows 0 to L - 2 of a sequence of L committed tokens; row L - 1 waits for the token behind it.
 
-    Logits are always over the target's vocabulary, and so are ranked tokens. Embeddings are taken
-    as they are stored: the norm behind them undoes any scale. Raises DFlashError for a target whose
-    embedding cannot be found.
+    The states h of all rows are kept as well, a few percent of what the target keeps: wherever the
+    sequence is cut, the last row left has to wait again, and its features are gone.
     """
 
-    family = FAMILY
-
-    def __init__(self, network: Network, config: EagleConfig, target: Target) -> None:
-        self.config, self.module, self.kernels = config, network, target.kernels
-        self.aux_layers = aux_layers_of(config, target.num_layers)
-        self._kv_bits = target.kv_bits
-        self._embed: Any = network.embed_tokens if config.own_embedding else target.embedding()
-        self._head = DraftHead(
-            network.lm_head if config.own_head else target.head(),
-            config.vocab_size,
-            target.kernels,
-            network.d2t if config.draft_vocab_size is not None else None,
-        )
-        target.tap(self.aux_layers)
+    def __init__(self, embed: Callable[[mx.array], mx.array], *parts: Any) -> None:
+        super().__init__(*parts)
+        self._embed = embed  # tokens [n] to [n, d]
+        self._states: list[mx.array] = []  # h of consecutive tokens, [n, d] each
 
     @property
-    def block_size(self) -> int:
-        """Rows of its drafts, the anchor included."""
-        return self.config.block_size
+    def last(self) -> mx.array:
+        """H of the last committed token, [1, d]."""
+        _ = self.cache
+        return self._states[-1][-1:]
 
-    def new_context(self) -> EagleContext:
-        """An empty context for one sequence."""
-        cache = SequenceCache([LayerCache(self.config.window, self.kernels, self._kv_bits)])
-        return EagleContext(self.module, self._embed, cache, self._head.new_active())
+    @property
+    def length(self) -> int:
+        return sum(map(len, self._states)) + self._rows
 
-    def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
-        """Draft only `size` tokens, and those that a conversation has; not with a head of its own.
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self.cache.arrays, *self._states]
 
-        tokens: [V] all of them, the likeliest first.
-        """
-        if not self.config.own_head:
-            self._head.limit(target, tokens, size)
+    def refill_from(self, length: int) -> int:
+        return super().refill_from(length - 1) + 1 if length else 0
 
-    def try_out(self, context: Context) -> mx.array:
-        """Logits behind an anchor; tokens outside a draft vocabulary have 0."""
-        assert isinstance(context, EagleContext)
-        logits = self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
-        return logits if self._head.is_whole else mx.where(logits == -mx.inf, 0, logits)
+    def trim(self, length: int) -> None:
+        super().trim(max(length - 1, 0))
+        pieces, self._states = self._states, []
+        for piece in pieces:
+            if length > 0:
+                self._states.append(piece[:length])
+            length -= len(piece)
+
+    def fork(self) -> EagleContext:
+        other = super().fork()
+        other._states = list(self._states)
+        return other
+
+    def saved(self) -> Saved:
+        return join([super().saved(), (list(self._states), None)])
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        cache, (self._states, _) = split(saved)
+        super().restore(cache, tokens)
+
+    def take_in(self, tokens: mx.array, features: mx.array) -> None:
+        states = self._network.fuse(features)
+        if self._states:
+            rows = mx.concatenate([self._states[-1][-1:], states[:-1]])
+        else:
+            rows, tokens = states[:-1], tokens[1:]
+        if len(rows):
+            self._network.append(self._embed(tokens), rows, self._cache)
+        self._states.append(states)
+        while len(self._states) > 1 and len(self._states[-2]) <= len(self._states[-1]):
+            self._states[-2:] = [mx.concatenate(self._states[-2:])]  # so that few arrays are many
+
+
+class EagleModel(BoundModel[EagleContext]):
+    """An EAGLE-3 network bound to its target."""
+
+    family = FAMILY
+    scales_embeddings = False  # the norm behind them undoes any scale
+
+    def context(self, *parts: Any) -> EagleContext:
+        return EagleContext(self._table, *parts)
+
+    def tried(self, context: EagleContext) -> mx.array:
+        return self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
 
     def begin(self, context: EagleContext) -> Draft:
         """A draft behind the context, with no row yet."""
-        return Draft(self.module, self._embed, self._head, context)
+        return Draft(self, context)
 
 
 class Draft:
@@ -82,14 +105,8 @@ class Draft:
     behind the context's until the next draft.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        embed: Callable[[mx.array], mx.array],
-        head: DraftHead,
-        context: EagleContext,
-    ) -> None:
-        self._network, self._embed, self._head = network, embed, head
+    def __init__(self, model: EagleModel, context: EagleContext) -> None:
+        self._network, self._embed, self._head = model.module, model._table, model._head
         self._cache, self._words = context.cache, context.words
         self._states = context.last  # [1 + N, d]: h of the last committed token, then of all rows
         self._parents: list[int] = []
@@ -118,4 +135,5 @@ class Draft:
         final, states = self._network(x[None], h[None], mask, layer)
         self._cache.discard()
         self._states = mx.concatenate([self._states, states[0]])
-        return final[0].astype(x.dtype)  # the head's, where the network computes in another
+        logits_of: mx.array = final[0].astype(x.dtype)  # the head's, where the network has another
+        return logits_of

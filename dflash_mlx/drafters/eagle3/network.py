@@ -7,14 +7,17 @@ there h is the layer's own output of the row before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.networks.layers import MLP, Attention
-from dflash_mlx.drafters.networks.quantized import Quantization
+from dflash_mlx.core.config import MOST_ROWS
+from dflash_mlx.drafters.networks.fields import DraftConfig, flag, stored, too_large
+from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -22,56 +25,67 @@ from dflash_mlx.verifier.sequence import SequenceCache
 USUAL_TAPS = 3
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    """Shapes of an EAGLE-3 drafter; names as in its config.json.
+def usual_layers(layers: int) -> tuple[int, int, int]:
+    """What is read of a target with so many layers where a file names none: low, middle, high.
 
-    target_hidden_size: width of the features. target_layer_ids: target layers (0-based) whose
-    outputs they are, None for `formats.usual_taps`. num_target_layers: None where the folder does
-    not say. window: how many rows a row sees, itself included, None for all.
-
-    head_norms: whether queries and keys are normalised, as in Qwen3. norm_before_residual: whether
-    the layer adds to the normed h, and not to h. norm_before_fc, fc_norm: whether features are
-    normed, all at once or layer by layer. norm_output: whether a drafted row's h is normed, too
-    (EAGLE-3.1). draft_vocab_size: tokens that its own head knows, None for all of the target's.
-    own_embedding, own_head: whether it brings these itself. notes: what reading had to assume.
+    EAGLE-3 takes the states before layers 2, n // 2 and n - 3. Below seven layers these are not
+    three, see `increase`.
     """
+    return 1, layers // 2 - 1, layers - 4
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: dict[str, Any]
-    max_position_embeddings: int
-    attention_bias: bool
-    block_size: int
-    target_hidden_size: int
-    target_layer_ids: tuple[int, ...] | None
-    num_target_layers: int | None
-    vocab_size: int
-    window: int | None = None
-    head_norms: bool = False
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    draft_vocab_size: int | None = None
-    own_embedding: bool = False
-    own_head: bool = False
-    quantization: Quantization | None = None
-    notes: tuple[str, ...] = ()
+
+def increase(aux_layers: Sequence[int]) -> bool:
+    """Whether no layer is read twice or out of order."""
+    return all(low < high for low, high in pairwise(aux_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DraftConfig):
+    """The config.json of an EAGLE-3 drafter; without `aux_layers` it reads the usual ones."""
+
+    target_hidden_size: int  # width of the features
+    head_norms: bool = False  # of queries and keys, as in Qwen3
+    norm_before_residual: bool = stored(flag, False)  # whether the layer adds to the normed h
+    norm_before_fc: bool = stored(flag, False)  # whether features are normed all at once
+    fc_norm: bool = stored(flag, False)  # ... layer by layer
+    norm_output: bool = stored(flag, False)  # whether a drafted row's h is normed, too (EAGLE-3.1)
 
     @property
-    def aux_layers(self) -> tuple[int, ...] | None:
-        """`target_layer_ids`, by the name that all families have for it."""
-        return self.target_layer_ids
+    def target_width(self) -> int:
+        return self.target_hidden_size
 
     @property
     def features(self) -> int:
         """Layers that it reads."""
-        return USUAL_TAPS if self.target_layer_ids is None else len(self.target_layer_ids)
+        return USUAL_TAPS if self.aux_layers is None else len(self.aux_layers)
+
+    def layers_read(self, layers: int) -> tuple[int, ...]:
+        return usual_layers(layers) if self.aux_layers is None else self.aux_layers
+
+    def unreadable(self, layers: int) -> str:
+        in_order = increase(self.layers_read(layers))
+        return super().unreadable(layers) or ("" if in_order else "and each is read once, in order")
+
+    def problems(self) -> dict[str, Any]:
+        width, features = self.hidden_size, self.target_hidden_size
+        vocabulary, own = self.vocab_size, self.draft_vocab_size
+        borrows = not (self.own_embedding and self.own_head)
+        products = {
+            f"{self.features} layers of target_hidden_size {features}": self.features * features,
+            f"two inputs of hidden_size {width}": 2 * width,
+        }
+        return {
+            **super().problems(),
+            **self.block_problems(most=MOST_ROWS),
+            f"draft_vocab_size is {own}, more than the vocabulary of {vocabulary}":
+                own is not None and own > vocabulary,
+            f"draft_vocab_size is {own} of {vocabulary} tokens, but there is no lm_head for them":
+                own is not None and not self.own_head,
+            f"target_hidden_size is {features} and hidden_size {width}, but the drafter does not "
+            "bring an embedding and a head of its own": borrows and features != width,
+            "norm_before_fc and fc_norm are both true": self.norm_before_fc and self.fc_norm,
+            **too_large(products),
+        }  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -100,30 +114,19 @@ class Layer(nn.Module):
         return y + self.mlp(self.post_attention_layernorm(y))
 
 
-class Network(nn.Module):
-    """Its parameters have the names of the tensors in a raw folder.
-
-    embed_tokens, lm_head, d2t (what to add to a draft id for the target's), input_norm and fc_norm:
-    only where the config asks for them.
-    """
+class Network(DraftNetwork):
+    """Its parameters have the names of the tensors in a raw folder."""
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         d, width, eps = config.hidden_size, config.target_hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(config.features * width, d, bias=False)
         self.midlayer = Layer(config)
-        self.norm = nn.RMSNorm(d, eps)
         self._norm_output = config.norm_output
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(config.features * width, eps)
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(width, eps) for _ in range(config.features)]
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, d)
-        if config.own_head:
-            self.lm_head = nn.Linear(d, config.draft_vocab_size or config.vocab_size, bias=False)
-        if config.draft_vocab_size is not None:
-            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)
 
     def fuse(self, features: mx.array) -> mx.array:
         """States h [..., d] from the target's features [..., m*D]."""

@@ -1,21 +1,26 @@
-"""Fields of a config.json, each checked when it is read.
+"""A draft model's config.json: which fields it has, and how each is checked when it is read.
 
-KeyError for a missing field, ValueError or TypeError for one of the wrong kind or size.
+A field of a configuration says in its metadata how it is read. Readers raise KeyError for a missing
+field, ValueError or TypeError for one of the wrong kind or size.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar
 
-from dflash_mlx.drafters.networks.layers import Shape
 from dflash_mlx.drafters.networks.quantized import Quantization
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 MAX_LAYERS = 1024  # published drafters have 1 to 8
+MAX_BLOCK = 1024  # tokens; published drafters have 4 to 32
 ACTIVATION = "silu"
 
 Fields = dict[str, Any]
+_Config = TypeVar("_Config", bound="DraftConfig")
 
 
 def architecture(raw: Any) -> str:
@@ -25,7 +30,7 @@ def architecture(raw: Any) -> str:
 
 
 def flag(raw: Fields, name: str, default: bool = False) -> bool:
-    """A field that is true, false or absent; ValueError for anything else."""
+    """A field that is true, false or absent."""
     value = raw.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}, not true or false")
@@ -55,9 +60,30 @@ def whole(raw: Fields, name: str, default: int | None = None, least: float = -ma
     return int(value)
 
 
-def size(raw: Fields, name: str, default: int | None = None) -> int:
-    """A whole number from 1 on."""
-    return whole(raw, name, default, least=1)
+size = partial(whole, least=1)
+
+
+def size_or_none(raw: Fields, name: str) -> int | None:
+    """A size, None where the field is absent."""
+    return None if raw.get(name) is None else size(raw, name)
+
+
+def factor(raw: Fields, name: str) -> float:
+    """A number above 0, 1 where the field is absent."""
+    return number(raw, name, 1.0, above=0)
+
+
+def cap(raw: Fields, name: str) -> float | None:
+    """A soft cap, None where the field is absent or 0."""
+    return number(raw, name, 0.0) or None
+
+
+def part(raw: Fields, name: str) -> Fields:
+    """A field that holds fields, {} where it is absent."""
+    given = raw.get(name) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is {given!r}")
+    return given
 
 
 def listed(given: Any, name: str, kind: type) -> tuple[Any, ...]:
@@ -67,67 +93,40 @@ def listed(given: Any, name: str, kind: type) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def rope(raw: Fields) -> dict[str, Any]:
+def layers_of_states(ids: Any, name: str, hint: str = "") -> tuple[list[int], str]:
+    """The target layers (0-based) whose outputs have these numbers among hidden states.
+
+    Number 0 is the embedding's output, so k is the output of layer k - 1. A file alone cannot prove
+    that it counts so: beside the layers comes a note of what was assumed.
+    """
+    if not listed(ids, name, int) or min(ids) < 1:
+        raise ValueError(f"{name} are {ids!r}, not numbers from 1 up{hint}")
+    layers = [number - 1 for number in ids]
+    note = f"{name} {ids} are taken to number hidden states, so the drafter reads the outputs of "
+    return layers, f"{note}layers {layers}, counted from 0"
+
+
+def rope(raw: Fields, name: str = "") -> dict[str, Any]:
     """`rope_parameters` (newer files), or rope_theta beside an optional `rope_scaling`."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ValueError(f"rope_parameters are {given!r}")
-    for name, value in given.items():
+    for own, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} of the rope is {value!r}, not a finite number")
+            raise ValueError(f"{own} of the rope is {value!r}, not a finite number")
     result = dict(given)
     result.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     number(result, "rope_theta", above=0)
     result.setdefault("rope_type", result.get("type", "default"))
     if not flag(raw, "rope_is_neox_style", default=True):
-        result["interleaved"] = True
+        result["interleaved"] = True  # neighbouring numbers turn together
     return result
 
 
-def shape(raw: Fields) -> Fields:
-    """The fields of `layers.Shape`."""
-    width, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
-    return {
-        "hidden_size": width,
-        "intermediate_size": size(raw, "intermediate_size"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": size(raw, "num_key_value_heads", heads),
-        "head_dim": size(raw, "head_dim", width // heads),
-        "rms_norm_eps": number(raw, "rms_norm_eps", above=0),
-        "rope": rope(raw),
-        "max_position_embeddings": size(raw, "max_position_embeddings"),
-        "attention_bias": flag(raw, "attention_bias"),
-    }
-
-
-def shape_problems(shape: Shape) -> dict[str, Any]:
-    """Contradictions of a shape in words, each with whether it holds."""
-    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-    products = {  # dimensions that MLX may be unable to have although each factor is one
-        f"{heads} attention heads of {dim}": heads * dim,
-        f"{kv_heads} key/value heads of {dim}": kv_heads * dim,
-    }
-    divided = f"{heads} attention heads do not divide by {kv_heads} key/value heads"
-    return {divided: heads % kv_heads, **too_large(products)}
-
-
-def too_large(products: dict[str, int]) -> dict[str, Any]:
-    """Products in words, each with whether MLX cannot have such a dimension."""
-    return {
-        f"{what} are more than {MAX_DIMENSION}": n > MAX_DIMENSION for what, n in products.items()
-    }
-
-
-def layer_count(raw: Fields) -> int:
-    """num_hidden_layers, as many as a draft model can have."""
+def layer_windows(raw: Fields, name: str = "") -> tuple[int | None, ...]:
+    """The sliding window of every layer, None for full attention; by layer_types, if given."""
     if (layers := size(raw, "num_hidden_layers")) > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
-    return layers
-
-
-def layer_windows(raw: Fields) -> tuple[int | None, ...]:
-    """The sliding window of every layer, None for full attention; by layer_types, if given."""
-    layers = layer_count(raw)
     types = raw.get("layer_types") or ["full_attention"] * layers
     if len(types) != layers:
         raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
@@ -136,15 +135,9 @@ def layer_windows(raw: Fields) -> tuple[int | None, ...]:
     return tuple(size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
 
 
-def check_activation(raw: Fields) -> None:
-    """ValueError for another activation than `layers.MLP` has."""
-    if (activation := raw.get("hidden_act", ACTIVATION)) != ACTIVATION:
-        raise ValueError(f"hidden_act is {activation!r}, supported is {ACTIVATION!r}")
-
-
-def quantization(raw: Fields) -> Quantization | None:
+def quantization(raw: Fields, name: str) -> Quantization | None:
     """How MLX has packed the weights, None where it has not."""
-    given = raw.get("quantization")
+    given = raw.get(name)
     if given is None and raw.get("quantization_config") is None:
         return None
     if not isinstance(given, dict):
@@ -154,3 +147,107 @@ def quantization(raw: Fields) -> Quantization | None:
     if given.get("mode", "affine") != "affine":
         raise ValueError(f"quantization.mode is {given['mode']!r}")
     return Quantization(size(given, "group_size"), size(given, "bits"))
+
+
+def stored(read: Callable[..., Any], default: Any = MISSING, **limits: Any) -> Any:
+    """A field of a configuration that `read` finds in a config.json, by its own name there."""
+    return field(default=default, metadata={"read": partial(read, **limits)})
+
+
+def too_large(products: dict[str, int]) -> dict[str, Any]:
+    """Products in words, each with whether MLX cannot have such a dimension."""
+    return {
+        f"{what} are more than {MAX_DIMENSION}": n > MAX_DIMENSION for what, n in products.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """What the config.json of every draft network says; names as there."""
+
+    hidden_size: int = stored(size)
+    intermediate_size: int = stored(size)
+    num_attention_heads: int = stored(size)
+    num_key_value_heads: int = stored(
+        lambda raw, name: size(raw, name, size(raw, "num_attention_heads"))
+    )
+    head_dim: int = stored(
+        lambda raw, name: size(
+            raw, name, size(raw, "hidden_size") // size(raw, "num_attention_heads")
+        )
+    )
+    rms_norm_eps: float = stored(number, above=0)
+    rope: dict[str, Any] = stored(rope)
+    max_position_embeddings: int = stored(size)
+    attention_bias: bool = stored(flag)
+    # Per layer, None for full attention. A window of w reaches w - 1 positions back, and as many
+    # ahead inside a block.
+    layer_windows: tuple[int | None, ...] = stored(layer_windows)
+    vocab_size: int = stored(size)  # the target's
+    block_size: int = stored(whole)  # the anchor and the tokens that it drafts
+    draft_vocab_size: int | None = None  # tokens that its own head knows, None for all
+    aux_layers: tuple[int, ...] | None = ()  # target layers (0-based) whose outputs are read
+    num_target_layers: int | None = None  # None where the file does not say
+    final_logit_softcapping: float | None = None
+    output_multiplier: float = 1.0  # of final states
+    own_embedding: bool = stored(flag, False)  # else the target's
+    own_head: bool = stored(flag, False)
+    tied: bool = False  # whether its own head is its embedding
+    quantization: Quantization | None = stored(quantization, None)  # of the weights in its files
+    notes: tuple[str, ...] = stored(  # what reading or converting the file had to assume
+        lambda raw, name: listed(raw.get(name) or [], name, str), ()
+    )
+
+    @classmethod
+    def read(cls: type[_Config], raw: Fields, **known: Any) -> _Config:
+        """From a config.json in our words. known: fields that are read otherwise."""
+        if (activation := raw.get("hidden_act", ACTIVATION)) != ACTIVATION:
+            raise ValueError(f"hidden_act is {activation!r}, supported is {ACTIVATION!r}")
+        for own in fields(cls):
+            if own.name not in known and "read" in own.metadata:
+                known[own.name] = own.metadata["read"](raw, own.name)
+        return cls(**known)
+
+    @property
+    def target_width(self) -> int | None:
+        """`hidden_size` of the targets that it was made for, None for any."""
+        return self.hidden_size
+
+    @property
+    def drafted(self) -> int:
+        """Rows of a head of its own."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def layers_read(self, layers: int) -> tuple[int, ...]:
+        """The layers that it reads of a target with so many."""
+        return self.aux_layers or ()
+
+    def unreadable(self, layers: int) -> str:
+        """Why it cannot read what it wants of a target with so many layers, "" where it can."""
+        missing = [layer for layer in self.layers_read(layers) if not 0 <= layer < layers]
+        return f"and no layer {missing[0]}" if missing else ""
+
+    def problems(self) -> dict[str, Any]:
+        """How fields contradict each other or MLX's limits, in words, each with whether they do."""
+        heads, kv_heads, dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        products = {  # dimensions that MLX may be unable to have although each factor is one
+            f"{heads} attention heads of {dim}": heads * dim,
+            f"{kv_heads} key/value heads of {dim}": kv_heads * dim,
+        }
+        divided = f"{heads} attention heads do not divide by {kv_heads} key/value heads"
+        return {divided: heads % kv_heads, **too_large(products)}
+
+    def block_problems(
+        self, mask: int | None = None, most: int = MAX_BLOCK, extra: int = 0
+    ) -> dict[str, Any]:
+        """Whether blocks are not of 2 to `most` tokens, or a mask is no token; as `problems`.
+
+        extra: how much larger our block is than the one that the file tells.
+        """
+        block, vocabulary = self.block_size, self.vocab_size
+        least = f"not from {2 - extra} to {most - extra}"
+        found = {f"block_size is {block - extra}, {least}": not 2 <= block <= most}
+        if mask is not None:
+            words = f"mask_token_id is {mask}, outside the vocabulary of {vocabulary}"
+            found[words] = not 0 <= mask < vocabulary
+        return found

@@ -1,48 +1,109 @@
-"""From final states of a draft network to tokens: by a head of its own, or by its target's."""
+"""From final states of a draft network to tokens: by a head of its own, or by its target's.
+
+A draft needs no logits of rare tokens (FR-Spec, arXiv 2502.14856): the target's check keeps the
+answer exact, and the head is the largest matrix that a draft reads. Of a target's head it may have
+rows for the likeliest tokens only, and for those that the conversation has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from dflash_mlx.drafters.growth.grow import Array, Ranked
 from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.networks.active_vocabulary import ActiveVocabulary, PartialHead
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Kernels
 
+_STEP = 32  # tokens that are added at a time, so that matrices seldom change their shape
+
+Ids = npt.NDArray[np.int64]
+Head = Callable[[mx.array], mx.array]
+
+
+class PartialHead:
+    """Rows of a target's head, for the first `size` of all `tokens` [V], the likeliest first."""
+
+    def __init__(self, target: Target, tokens: Ids, size: int) -> None:
+        self.rows_of = target.head_of
+        self.ids, self.others = tokens[:size], tokens[size:]
+        self.head = self.rows_of(mx.array(self.ids))
+
+
+class ActiveVocabulary:
+    """Rows of a conversation for its tokens that a partial head does not have.
+
+    Tokens wait until a draft needs them. What was taken back may stay: it only could be drafted.
+    """
+
+    def __init__(self, base: PartialHead) -> None:
+        self._base = base
+        self._waiting: list[mx.array] = []
+        self._others = base.others
+        self._ids = base.ids
+        self._more: Head | None = None
+
+    def fork(self) -> ActiveVocabulary:
+        """A copy that goes on by itself."""
+        other = copy(self)
+        other._waiting = list(self._waiting)
+        return other
+
+    def add(self, tokens: mx.array) -> None:
+        """Take in committed tokens [n]."""
+        self._waiting.append(tokens)
+
+    def complete(self, states: mx.array, logits: mx.array) -> tuple[mx.array, Ids]:
+        """[n, v] of final states [n, d], and the tokens [v] that they are for.
+
+        logits: [n, size] of the common rows.
+        """
+        self._take_in()
+        if self._more is not None:
+            logits = mx.concatenate([logits, self._more(states)], axis=-1)
+        return logits, self._ids
+
+    def _take_in(self) -> None:
+        """Give the waiting tokens rows, and some of the next likeliest, to fill up a step."""
+        if not self._waiting:
+            return
+        said = np.unique(np.concatenate([np.array(tokens) for tokens in self._waiting]))
+        self._waiting.clear()
+        is_new = np.isin(self._others, said)
+        if not is_new.any():
+            return
+        new, rest = self._others[is_new], self._others[~is_new]
+        had = len(self._ids) - len(self._base.ids)
+        spare = -(had + len(new)) % _STEP
+        self._ids, self._others = np.concatenate([self._ids, new, rest[:spare]]), rest[spare:]
+        self._more = self._base.rows_of(mx.array(self._ids[len(self._base.ids) :]))
+
 
 class DraftHead:
-    """Logits over the target's vocabulary, and so ranked tokens, whatever a drafter knows of it.
-
-    head: [n, d] -> [n, v], the drafter's own or its target's. d2t: [v] what to add to a draft id
-    for the target's, None where the two are the same. vocabulary: tokens of the target. softcap:
-    of the logits, None for none. words: the conversation's, see `active_vocabulary.py`.
-    """
+    """Logits over the target's vocabulary, and so ranked tokens, whatever a drafter knows of it."""
 
     def __init__(
         self,
-        head: Callable[[mx.array], mx.array],
+        head: Head,
         vocabulary: int,
         kernels: Kernels | None = None,
         d2t: mx.array | None = None,
         softcap: float | None = None,
         scale: float = 1.0,
     ) -> None:
-        self._head, self._vocabulary, self._kernels, self._scale = head, vocabulary, kernels, scale
+        self._head = head  # [n, d] -> [n, v], the drafter's own or its target's
+        self._vocabulary, self._kernels = vocabulary, kernels  # tokens of the target
+        # [v] which token each row of the head is for, None where row i is token i
         self._ids = None if d2t is None else np.array(mx.arange(d2t.size) + d2t)
-        self._softcap = softcap
+        self._softcap, self._scale = softcap, scale  # of logits, and of final states
         self._partial: PartialHead | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it knows all tokens."""
-        return self._ids is None
 
     def limit(self, target: Target, tokens: Array, size: int) -> None:
         """Know only the first `size` of all `tokens` [V], and those that a conversation has.
@@ -54,26 +115,23 @@ class DraftHead:
 
     def new_active(self) -> ActiveVocabulary | None:
         """Of a conversation that begins; None where it makes no difference."""
-        return None if self._partial is None else self._partial.new_active()
+        return None if self._partial is None else ActiveVocabulary(self._partial)
 
     def logits(
         self, states: mx.array, words: ActiveVocabulary | None
     ) -> tuple[mx.array, Array | None]:
         """[n, v] from final states [n, d], and the tokens [v] that they are for; None for all."""
-        states, ids = states * self._scale, self._ids
-        logits, ids = (self._head(states), ids) if words is None else words.logits(states)
-        return capped(logits, self._softcap), ids
+        return self.logits_of_all([states], [words])[0]
 
     def logits_of_all(
         self, states: Sequence[mx.array], words: Sequence[ActiveVocabulary | None]
     ) -> list[tuple[mx.array, Array | None]]:
         """As `logits`, of several conversations; what is common to them is computed at once."""
-        if len(states) == 1:
-            return [self.logits(states[0], words[0])]
         scaled = [part * self._scale for part in states]
-        head = self._head if self._partial is None else self._partial.head
+        head = self._head if self._partial is None or words[0] is None else self._partial.head
         ends = [*accumulate(part.shape[0] for part in states)]
-        common = mx.split(head(mx.concatenate(scaled)), ends[:-1])
+        whole = head(mx.concatenate(scaled) if len(scaled) > 1 else scaled[0])
+        common = mx.split(whole, ends[:-1]) if len(scaled) > 1 else [whole]
         found = []
         for part, logits, own in zip(scaled, common, words, strict=True):
             logits, ids = (logits, self._ids) if own is None else own.complete(part, logits)

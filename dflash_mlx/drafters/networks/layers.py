@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.drafters.networks.fields import DraftConfig
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.hooks import rotate_by_row
-
-
-class Shape(Protocol):
-    """Of a decoder layer; names as in a config.json. attention_bias: of all projections."""
-
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_key_value_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def rms_norm_eps(self) -> float: ...  # noqa: D102
-    @property
-    def rope(self) -> dict[str, Any]: ...  # noqa: D102
-    @property
-    def max_position_embeddings(self) -> int: ...  # noqa: D102
-    @property
-    def attention_bias(self) -> bool: ...  # noqa: D102
 
 
 def limit_windows(windows: Iterable[int | None], most: int | None) -> tuple[int | None, ...]:
@@ -46,40 +23,35 @@ def limit_windows(windows: Iterable[int | None], most: int | None) -> tuple[int 
 
 
 class Attention(nn.Module):
-    """Attention of a pass's rows to what is committed and to the pass itself.
-
-    width: of its input, where that is not hidden_size. head_norms: whether queries and keys of
-    every head are normalised, as in Qwen3. output_bias: whether the output has a bias where the
-    others have one; not in Qwen2.
-    """
+    """Attention of a pass's rows to what is committed and to the pass itself."""
 
     def __init__(
         self,
-        shape: Shape,
-        width: int | None = None,
-        head_norms: bool = True,
-        output_bias: bool = True,
+        config: DraftConfig,
+        width: int | None = None,  # of its input, where that is not hidden_size
+        head_norms: bool = True,  # of queries and keys, as in Qwen3
+        output_bias: bool = True,  # where the others have one; not in Qwen2
     ) -> None:
         from mlx_lm.models.rope_utils import initialize_rope
 
         super().__init__()
-        d, dim, bias = width or shape.hidden_size, shape.head_dim, shape.attention_bias
+        d, dim, bias = width or config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = dim
-        self.q_proj = nn.Linear(d, shape.num_attention_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(d, shape.num_key_value_heads * dim, bias=bias)
-        outputs = shape.num_attention_heads * dim, shape.hidden_size
+        self.q_proj = nn.Linear(d, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
+        outputs = config.num_attention_heads * dim, config.hidden_size
         self.o_proj = nn.Linear(*outputs, bias=bias and output_bias)
         if head_norms:
-            self.q_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(dim, shape.rms_norm_eps)
+            self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
         self._head_norms = head_norms
         self.rope = initialize_rope(
             dim,
-            shape.rope["rope_theta"],
-            shape.rope.get("interleaved", False),  # neighbours turn together, as in LFM2
-            shape.rope,
-            shape.max_position_embeddings,
+            config.rope["rope_theta"],
+            config.rope.get("interleaved", False),  # neighbours turn together, as in LFM2
+            config.rope,
+            config.max_position_embeddings,
         )
         rotate_by_row(self.rope)
 
@@ -105,9 +77,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        d, hidden = shape.hidden_size, shape.intermediate_size
+        d, hidden = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(d, hidden, bias=False)
         self.up_proj = nn.Linear(d, hidden, bias=False)
         self.down_proj = nn.Linear(hidden, d, bias=False)
@@ -120,15 +92,30 @@ class MLP(nn.Module):
         return self.down_proj(nn.silu(gate) * up)
 
 
+class DraftNetwork(nn.Module):
+    """What every draft network has: its last norm, and what it brings in its target's place."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        d = config.hidden_size
+        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, d)
+        if config.own_head and not config.tied:
+            self.lm_head = nn.Linear(d, config.drafted, bias=False)
+        if config.draft_vocab_size is not None:
+            self.d2t = mx.zeros(config.draft_vocab_size, mx.int64)  # to add to a draft id
+
+
 class Layer(nn.Module):
     """Pre-norm decoder layer: Qwen3's with head_norms, Llama's and Qwen2's without."""
 
-    def __init__(self, shape: Shape, head_norms: bool = True) -> None:
+    def __init__(self, config: DraftConfig, head_norms: bool = True) -> None:
         super().__init__()
-        self.self_attn = Attention(shape, head_norms=head_norms, output_bias=head_norms)
-        self.mlp = MLP(shape)
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(config, head_norms=head_norms, output_bias=head_norms)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
         """[1, n, d] -> [1, n, d]."""

@@ -1,84 +1,112 @@
-"""Reading and writing folders of masked diffusion drafters; all is checked before a weight is read.
+"""The files of masked diffusion models: ours, and published ones told in our words.
 
-This is the file side of the family; `drafters/formats.py` says what every family offers.
+Ours has the fields of Llama, Qwen2 and Qwen3, with `mask_token_id`, `block_size`, `head_norms` and
+`logits_shifted`; `own_embedding` and `own_head` where the folder brings these.
+
+Published models bring both. They are autoregressive ones that were trained on, so their layers are
+plain; what distinguishes them is known by the name of their class: which token the mask is, where
+their config.json leaves that to a tokenizer, and whether a row's logits are for the next position,
+as they were before the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.findings import Finding
-from dflash_mlx.drafters.formats import size_misfits
-from dflash_mlx.drafters.networks import tensors as files
-from dflash_mlx.drafters.networks.fields import architecture
-from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.tensors import FLOATING, DrafterFolder, Layout, in_words
-from dflash_mlx.drafters.specdiff.config_file import (
-    OTHERS,
-    OURS,
-    PUBLISHED,
-    parse_fields,
-    problems,
-    translate,
-)
+from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.networks.fields import Fields, architecture, flag
+from dflash_mlx.drafters.networks.tensors import FLOATING, in_words
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
-from dflash_mlx.verifier.model import Target
 
-_PREFIX = "model."  # of all tensors but the head in published files
-
-
-def recognises(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a masked diffusion model, readable or not."""
-    return architecture(raw) in (OURS, *PUBLISHED, *OTHERS)
+OURS = "MaskedDiffusionDraftModel"
+USUAL_BLOCK = 8  # where a file says none
 
 
-def parse_config(raw: Any, source: str, names: Collection[str] = ()) -> NetworkConfig:
-    """The configuration in a config.json's contents.
+@dataclass(frozen=True)
+class Published:
+    """What the name of a published class says."""
 
-    source: where they are from, for messages. names: of the tensors beside it. Raises DFlashError
-    for what is of no usable drafter.
-    """
-    config: NetworkConfig = files.parsed(
-        lambda: parse_fields(translate(raw, names)), problems, source
-    )
-    return config
-
-
-def misfits(
-    config: NetworkConfig, target: Mapping[str, Any], name: str, drafter: str = ""
-) -> Iterator[Finding]:
-    """What keeps a drafter from a target, each with both values; names as of `FileFormat`."""
-    made_for: dict[str, int | None] = {"vocab_size": config.vocab_size}
-    if not (config.own_embedding and config.own_head):
-        made_for["hidden_size"] = config.hidden_size
-    return size_misfits(made_for, target, name, drafter)
+    head_norms: bool  # of its attention, beside what the config.json says; `bias` likewise
+    bias: bool
+    mask: int | None = None  # what its authors' code takes where the config.json has none
+    block: int | None = None  # likewise
+    shifted: bool = False  # as `logits_shifted`
 
 
-def read_drafter(folder: Path, has_values: bool = True) -> DrafterFolder:
-    """See `FileFormat.read_drafter`."""
-    raw, names = files.read_json(folder), files.read_headers(folder)
-    config = parse_config(raw, str(folder), names)
-    return LAYOUT.folder(folder, config, translate(raw, names), has_values)
+PUBLISHED = {
+    "A2DLlamaLMHeadModel": Published(head_norms=False, bias=False),
+    "A2DQwen2LMHeadModel": Published(head_norms=False, bias=True, mask=151665),
+    "A2DQwen3LMHeadModel": Published(head_norms=True, bias=False, mask=151669),
+    "SDARForCausalLM": Published(head_norms=True, bias=False, mask=151669, block=4),
+    "Fast_dLLM_QwenForCausalLM": Published(
+        head_norms=False, bias=True, mask=151665, block=32, shifted=True
+    ),
+    # DiffuCoder's as well
+    "DreamModel": Published(head_norms=False, bias=True, mask=151666, shifted=True),
+}
+# Masked diffusion models with layers of other kinds: recognised, to be refused by name.
+OTHERS = (
+    "LLaDAModelLM", "LLaDA2MoeModelLM", "SDARMoeForCausalLM", "DreamForCausalLM", "BD3LM", "MDLM",
+)  # fmt: skip
+
+_HEAD = "lm_head.weight"
+_DROPPED = ("auto_map", "bd_size", "model_type", "transformers_version")
+_READ = (
+    "text is read causally here, but this model was trained to see later tokens too, all of them "
+    "or those of its block, so it may guess less well than it could"
+)
 
 
-def load(folder: Path, config: NetworkConfig, target: Target, settings: PairConfig) -> MaskedModel:
-    """See `FileFormat.load`. On a CPU packed matrices are unpacked, which is faster there."""
-    windows = limit_windows(config.layer_windows, settings.draft_window)
-    config = replace(config, layer_windows=windows)
-    network = LAYOUT.load(folder, config, target.dtype, settings.drafter_bits)
-    return MaskedModel(files.unpacked(network, config), config, target)
+class MaskedFiles(FileFormat):
+    """Masked diffusion models."""
+
+    config, network, model = NetworkConfig, Network, MaskedModel
+    known = (OURS,)
+
+    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
+        return name in (OURS, *PUBLISHED, *OTHERS)
+
+    def translate(self, raw: Fields, names: Collection[str]) -> Fields:
+        kind = architecture(raw)
+        if kind == OURS:
+            return raw
+        if kind not in PUBLISHED:
+            known = ", ".join((OURS, *PUBLISHED))
+            raise ValueError(f"architectures has {kind}, whose layers are not known; {known} are")
+        own, told, notes = PUBLISHED[kind], dict(raw), [_READ]
+        if flag(raw, "logits_shifted", own.shifted) != own.shifted:
+            says = f"logits_shifted is {raw['logits_shifted']}"
+            raise ValueError(f"{says}, but for {kind} it is {own.shifted}")
+        if raw.get("mask_token_id") is None and own.mask is not None:
+            told["mask_token_id"] = own.mask
+            notes.append(
+                f"no mask_token_id is given, so it is {own.mask}, as {kind} usually has it"
+            )
+        sizes = raw.get("block_size"), raw.get("bd_size"), own.block
+        if (block := next((each for each in sizes if each is not None), None)) is None:
+            block = USUAL_BLOCK
+            notes.append(
+                f"no block_size is given, so blocks have {block} tokens; one there changes it"
+            )
+        told |= {"architectures": [OURS], "block_size": block, "notes": notes}
+        told |= {"head_norms": own.head_norms, "logits_shifted": own.shifted}
+        told |= {"own_embedding": True, "own_head": True}
+        if raw.get("attention_bias") is None:
+            told["attention_bias"] = own.bias
+        if raw.get("tie_word_embeddings") is None:
+            told["tie_word_embeddings"] = bool(names) and _HEAD not in names
+        return {name: value for name, value in told.items() if name not in _DROPPED}
+
+    def our_names(self, names: Collection[str]) -> dict[str, str]:
+        return {name: name.removeprefix("model.") for name in names}  # of all but the head
+
+    def optional(self, config: NetworkConfig) -> dict[str, str]:
+        # Some published folders have a copy of the embedding that they tie to it
+        shape = config.vocab_size, config.hidden_size
+        return {_HEAD: in_words(FLOATING, shape)} if config.tied else {}
 
 
-def _second_head(config: NetworkConfig) -> dict[str, str]:
-    """Some published folders have a copy of the embedding that they tie to it."""
-    shape = (config.vocab_size, config.hidden_size)
-    return {"lm_head.weight": in_words(FLOATING, shape)} if config.tied else {}
-
-
-LAYOUT = Layout(Network, lambda names: {n: n.removeprefix(_PREFIX) for n in names}, _second_head)
-check_tensors = LAYOUT.check
+FILES = MaskedFiles()

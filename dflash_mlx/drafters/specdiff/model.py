@@ -1,78 +1,126 @@
-"""A masked diffusion network bound to its target: what it thinks is behind the masks of a block."""
+"""A masked diffusion network bound to its target: what it remembers, and what masks stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.growth.grow import Array, Ranked
-from dflash_mlx.drafters.networks.head import DraftHead, embedding_scale
-from dflash_mlx.drafters.specdiff.context import TokenContext
+from dflash_mlx.drafters.growth.grow import Ranked
+from dflash_mlx.drafters.networks.context import MOST_WAITING, DraftContext
+from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
-from dflash_mlx.engine.state import Context
-from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.saved import Saved
 
 FAMILY = "specdiff"
+CHUNK = 512  # tokens of a pass over text alone
+
+Embed = Callable[[mx.array], mx.array]
 
 
-class MaskedModel:
-    """A masked diffusion network with an embedding and a head: its own, or those of its target.
+class TokenContext(DraftContext):
+    """Keys and values of committed tokens, of which no features are read.
 
-    Blocks [b] begin with the anchor; places are positions in them, from 1 on. Raises DFlashError
-    for a target whose embedding cannot be found, where it is needed.
+    Tokens that wait take part in the first pass of a draft; many at once, as of a prompt, do not
+    wait. All tokens are remembered: where a window has passed on, they are read again without the
+    target.
+    """
+
+    def __init__(self, embed: Embed, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._embed = embed
+        self._text = mx.array([], mx.int32)  # what waits
+        self._tokens: list[mx.array] = []  # all of them, part by part
+
+    @property
+    def _rows(self) -> int:
+        return int(self._text.size)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [*self._cache.arrays, self._text]
+
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        tokens = tokens.astype(mx.int32)
+        self._tokens.append(tokens)
+        self._note(tokens)
+        self.take_in(tokens)
+
+    def take_in(self, tokens: mx.array, features: mx.array | None = None) -> None:
+        self._text = mx.concatenate([self._text, tokens])
+        while self._text.size > MOST_WAITING:
+            self._network.read(self._embed(self._text[:CHUNK]), self._cache)
+            self._text = self._text[CHUNK:]
+
+    def run(self, block: mx.array) -> mx.array:
+        """Final states [b, d] of a block [b] behind all tokens; what waited is then committed."""
+        rows, text = mx.concatenate([self._text, block]), self._text.size
+        self._text = self._text[:0]
+        return self._network(self._embed(rows), self._cache, text)[0, text:]  # type: ignore[no-any-return]
+
+    def refill_from(self, length: int) -> int:
+        return length  # no token has to be appended again
+
+    def trim(self, length: int) -> None:
+        tokens = mx.concatenate([self._text[:0], *self._tokens])[:length]
+        mx.eval(tokens)  # or it would hold on to all parts
+        self._tokens = [tokens]
+        if length >= self._cache.length or self._cache.refill_from(length) == length:
+            self._text = self._text[: max(0, length - self._cache.length)]
+            self._cache.rewind(length)
+        else:
+            start = self._reached_from(length)
+            self._text = self._text[:0]
+            self._cache.rewind(start)
+            self.take_in(tokens[start:])
+
+    def fork(self) -> TokenContext:
+        other = super().fork()
+        other._tokens = list(self._tokens)
+        return other
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        super().restore(saved, tokens)
+        self._tokens, self._text = [tokens], tokens[self._cache.length :]
+
+    def _reached_from(self, length: int) -> int:
+        """The first token that rows at `length` see anything of, through all layers.
+
+        Each window reaches a little further back. A layer without one sees all tokens, and what
+        these are in it comes of the windows before it, from the first token on.
+        """
+        windows = [layer.window for layer in self._cache.layers]
+        if None in windows:
+            return 0
+        return max(0, length - int(sum(windows) - len(windows)))
+
+
+class MaskedModel(BoundModel[TokenContext]):
+    """A masked diffusion network bound to its target.
+
+    Blocks [b] begin with the anchor; places are positions in them, from 1 on.
     """
 
     family = FAMILY
-    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
-        self.config = config
-        self._network, self._target = network, target
-        self._kernels, self._kv_bits = target.kernels, target.kv_bits
-        self._table: Any = network.embed_tokens if config.own_embedding else target.embedding()
-        self._scale = 1.0 if config.own_embedding else embedding_scale(target)
-        if config.tied:
-            head = network.embed_tokens.as_linear
-        else:
-            head = network.lm_head if config.own_head else target.head()
-        cap = config.final_logit_softcapping
-        self._head = DraftHead(head, config.vocab_size, target.kernels, softcap=cap)
+        super().__init__(network, config, target)
+        self._target = target
 
-    @property
-    def block_size(self) -> int:
-        """Rows that it was trained for, the anchor included."""
-        return self.config.block_size
-
-    @property
-    def module(self) -> Network:
-        """The network."""
-        return self._network
+    def own_head(self, network: Any) -> Embed:
+        return network.embed_tokens.as_linear if self.config.tied else super().own_head(network)
 
     @property
     def mask(self) -> int:
         """The token that stands for one that is not known yet."""
-        return self.config.mask_token_id
+        return self.config.mask_token_id  # type: ignore[no-any-return]
 
-    def new_context(self) -> TokenContext:
-        """An empty context for one sequence."""
-        windows, words = self.config.layer_windows, self._head.new_active()
-        layers = [LayerCache(window, self._kernels, self._kv_bits) for window in windows]
-        return TokenContext(self._network, self._embed, layers, words)
+    def context(self, *parts: Any) -> TokenContext:
+        return TokenContext(self._embed, *parts)
 
-    def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
-        """Draft only the first `size` of `tokens` [V], and those that a conversation has.
-
-        Not with a head of its own.
-        """
-        if not self.config.own_head:
-            self._head.limit(target, tokens, size)
-
-    def try_out(self, context: Context) -> mx.array:
-        """Logits of a whole block of masks; all tokens have some."""
-        assert isinstance(context, TokenContext)
+    def tried(self, context: TokenContext) -> mx.array:
         masks = mx.full(self.block_size, self.mask, mx.int32)
         return self.logits(context, masks, range(1, self.block_size))
 

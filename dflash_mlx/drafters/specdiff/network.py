@@ -11,67 +11,47 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from dflash_mlx.drafters.networks.layers import Layer
-from dflash_mlx.drafters.networks.quantized import Quantization
+from dflash_mlx.drafters.networks.fields import DraftConfig, cap, flag, stored, whole
+from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.sequence import SequenceCache
 
 
-@dataclass(frozen=True)
-class NetworkConfig:
-    """Shapes of a masked diffusion drafter; names as in its config.json.
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig(DraftConfig):
+    """What the config.json of a masked diffusion drafter says.
 
-    attention_bias: of queries, keys and values, with head_norms of the output too. head_norms:
-    whether queries and keys of every head are normalised. layer_windows: sliding window per layer,
-    None for full attention; a window of w reaches w - 1 positions back, and as many ahead inside
-    the block. logits_shifted: whether a row's logits are for the position behind it. own_embedding,
-    own_head: whether it brings these itself; tied: the head is its embedding. quantization: of the
-    weights in its files. notes: what reading the folder had to assume. draft_vocab_size,
-    aux_layers: it has no vocabulary of its own and reads no layer of the target.
+    Biases are of queries, keys and values, with head_norms of the output too.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope: dict[str, Any]
-    max_position_embeddings: int
-    attention_bias: bool
-    head_norms: bool
-    layer_windows: tuple[int | None, ...]
-    block_size: int
-    mask_token_id: int
-    vocab_size: int
-    logits_shifted: bool = False
-    final_logit_softcapping: float | None = None
-    own_embedding: bool = False
-    own_head: bool = False
-    tied: bool = False
-    quantization: Quantization | None = None
-    notes: tuple[str, ...] = ()
-    draft_vocab_size: int | None = None
-    aux_layers: tuple[int, ...] = ()
+    mask_token_id: int = stored(whole)
+    head_norms: bool = stored(flag)  # of queries and keys
+    logits_shifted: bool = stored(flag)  # whether a row's logits are for the position behind it
+    final_logit_softcapping: float | None = stored(cap, None)
+    tied: bool = stored(
+        lambda raw, _: flag(raw, "own_head") and flag(raw, "tie_word_embeddings"), False
+    )
+
+    @property
+    def target_width(self) -> int | None:
+        return None if self.own_embedding and self.own_head else self.hidden_size
+
+    def problems(self) -> dict[str, Any]:
+        untied = self.tied and not self.own_embedding
+        return {
+            **super().problems(),
+            **self.block_problems(self.mask_token_id),
+            "tie_word_embeddings is true, but own_embedding is false": untied,
+        }
 
 
-class Network(nn.Module):
-    """Its parameters have the names of the tensors in a drafter folder.
-
-    embed_tokens, lm_head: only where the config asks for them.
-    """
+class Network(DraftNetwork):
+    """Its parameters have the names of the tensors in a drafter folder."""
 
     def __init__(self, config: NetworkConfig) -> None:
-        super().__init__()
-        d, size = config.hidden_size, config.vocab_size
+        super().__init__(config)
         self.layers = [Layer(config, config.head_norms) for _ in config.layer_windows]
-        self.norm = nn.RMSNorm(d, config.rms_norm_eps)
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(size, d)
-        if config.own_head and not config.tied:
-            self.lm_head = nn.Linear(d, size, bias=False)
 
     def read(self, x: mx.array, cache: SequenceCache) -> None:
         """Commit the text with embeddings x [1, n, d]; the last layer only has to remember it."""

@@ -1,170 +1,147 @@
-"""What block-diffusion drafters remember of a sequence: keys and values of its features."""
+"""What a draft network remembers of a sequence: keys and values of its committed tokens."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from copy import copy
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.network import Network
-from dflash_mlx.drafters.networks.active_vocabulary import ActiveVocabulary
+from dflash_mlx.drafters.networks.head import ActiveVocabulary
 from dflash_mlx.engine.state import Kind
-from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.saved import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
-_MOST_WAITING = 64  # rows of features
+MOST_WAITING = 64  # rows
+_Context = TypeVar("_Context", bound="DraftContext")
 
 
-class FeatureContext:
-    """The drafter's keys and values of the committed tokens' features, per layer.
+class DraftContext:
+    """Keys and values of committed tokens, made of the target's features.
 
-    Features wait until a draft needs them: rounds without one must not pay for its context.
-    words: the conversation's, where its drafter has a partial head.
+    Rows wait until a draft needs them: rounds without one must not pay for its context.
     """
 
     def __init__(
-        self,
-        network: Network,
-        windows: tuple[int | None, ...],
-        kernels: Kernels | None = None,
-        kv_bits: int | None = None,
-        words: ActiveVocabulary | None = None,
+        self, network: Any, cache: SequenceCache, words: ActiveVocabulary | None = None
     ) -> None:
-        self.words = words
-        self._network = network
-        self._cache = SequenceCache([LayerCache(window, kernels, kv_bits) for window in windows])
-        self._waiting: list[mx.array] = []
+        self.words = words  # the conversation's, where its drafter has a partial head
+        self._network, self._cache = network, cache
+        self._waiting: list[tuple[mx.array, mx.array]] = []  # tokens [n], features [n, m*d]
+
+    @abstractmethod
+    def take_in(self, tokens: mx.array, features: mx.array) -> None:
+        """Make keys and values of what waited."""
 
     @property
-    def contexts(self) -> tuple[FeatureContext, ...]:
-        """One per drafter."""
+    def contexts(self) -> tuple[DraftContext, ...]:
         return (self,)
 
     @property
     def cache(self) -> SequenceCache:
         """Keys and values, up to date."""
         if self._waiting:
-            self._network.append(mx.concatenate(self._waiting), self._cache)
+            tokens, features = (mx.concatenate([*p]) for p in zip(*self._waiting, strict=True))
             self._waiting.clear()
+            self.take_in(tokens, features)
         return self._cache
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
         return self._cache.length + self._rows
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Keys and values of all layers."""
         return self.cache.arrays
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens [n]."""
         if features is None:
             raise ValueError("no features of tokens, though the drafter reads them")
-        self._waiting.append(features)
-        if self.words is not None:
-            self.words.add(tokens)
-        if self._rows >= _MOST_WAITING:
+        self._waiting.append((tokens, features))
+        self._note(tokens)
+        if self._rows >= MOST_WAITING:
             _ = self.cache
 
     def refill_from(self, length: int) -> int:
-        """From where on features have to be appended again for drafts at `length`."""
         return self.cache.refill_from(length)
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
         self.cache.rewind(length)
 
     @property
     def kind(self) -> Kind:
-        """The network, and what is kept of its keys and values."""
         return (self._network,), self._cache.kind
 
-    def fork(self) -> FeatureContext:
-        """A copy that goes on by itself."""
+    def fork(self: _Context) -> _Context:
         other = copy(self)
         other._cache, other._waiting = self._cache.fork(), list(self._waiting)
         other.words = self.words and self.words.fork()
         return other
 
     def saved(self) -> Saved:
-        """Keys and values."""
         return self.cache.saved()
 
     def restore(self, saved: Saved, tokens: mx.array) -> None:
-        """Hold what another has saved of `tokens` [n]."""
         self._cache.restore(saved)
+        self._note(tokens)
+
+    def _note(self, tokens: mx.array) -> None:
         if self.words is not None:
             self.words.add(tokens)
 
     @property
     def _rows(self) -> int:
-        return sum(features.shape[0] for features in self._waiting)
+        return sum(len(tokens) for tokens, _ in self._waiting)
 
 
 class DualContext:
-    """The contexts of both drafters, fed from one set of features.
-
-    columns: which of the m auxiliary layers, of width d each, either drafter reads.
-    """
+    """The contexts of several networks, fed from one set of features."""
 
     def __init__(
-        self,
-        contexts: tuple[FeatureContext, ...],
-        columns: tuple[tuple[int, ...], ...],
-        aux_layers: int,
+        self, contexts: tuple[DraftContext, ...], columns: Sequence[Sequence[int]], aux_layers: int
     ) -> None:
         self.contexts = contexts
-        self._columns, self._aux_layers = columns, aux_layers
+        self._columns = tuple(map(tuple, columns))  # which of the auxiliary layers each reads
+        self._aux_layers = aux_layers
 
     @property
     def length(self) -> int:
-        """Committed tokens."""
         return self.contexts[0].length
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Keys and values of all layers of both."""
         return [array for context in self.contexts for array in context.arrays]
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Take in the features [n, m*d] of the next n committed tokens [n]."""
         for context, columns in zip(self.contexts, self._columns, strict=True):
-            if features is None or columns == tuple(range(self._aux_layers)):
-                context.append(tokens, features)
-            else:
+            own = features
+            if features is not None and columns != tuple(range(self._aux_layers)):
                 parts = mx.split(features, self._aux_layers, axis=-1)
-                context.append(tokens, mx.concatenate([parts[i] for i in columns], axis=-1))
+                own = mx.concatenate([parts[i] for i in columns], axis=-1)
+            context.append(tokens, own)
 
     def refill_from(self, length: int) -> int:
-        """From where on either needs features appended again for drafts at `length`."""
         return min(context.refill_from(length) for context in self.contexts)
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
         for context in self.contexts:
             context.trim(length)
 
     @property
     def kind(self) -> Kind:
-        """Both networks, what they read, and what is kept of them."""
         kinds = [context.kind for context in self.contexts]
         networks = tuple(network for own, _ in kinds for network in own)
         return networks, (self._columns, self._aux_layers, *(settings for _, settings in kinds))
 
     def fork(self) -> DualContext:
-        """A copy that goes on by itself."""
         contexts = tuple(context.fork() for context in self.contexts)
         return DualContext(contexts, self._columns, self._aux_layers)
 
     def saved(self) -> Saved:
-        """Keys and values of both."""
         return join(context.saved() for context in self.contexts)
 
     def restore(self, saved: Saved, tokens: mx.array) -> None:
-        """Hold what another has saved of `tokens` [n]."""
         for context, own in zip(self.contexts, split(saved), strict=True):
             context.restore(own, tokens)
