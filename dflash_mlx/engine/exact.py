@@ -11,7 +11,7 @@ last such case are computed again one by one, as plain decoding computed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -235,3 +235,36 @@ class _CloserLook:
     def _before(self, path: tuple[int, ...]) -> list[int]:
         drafted = self.verdict.tree.drafted
         return [*self.state.tokens, *(drafted[node - 1] for node in path[1:])]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an answer first leaves the plain one.
+
+    margin: how far apart the target's logits of the two tokens are there; None where one answer
+    goes on after the other has ended, which no near-tie explains.
+    """
+
+    position: int
+    margin: float | None
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether the order of floating-point sums can explain it."""
+        return self.margin is not None and self.margin < 1e-3
+
+
+def first_difference(
+    target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]
+) -> Difference | None:
+    """Compare two answers; the margin comes from one fresh pass over the shared tokens."""
+    pairs = enumerate(zip(plain, other, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(other)))
+    if at == len(plain) == len(other):
+        return None
+    if at in (len(plain), len(other)):
+        return Difference(at, None)
+    tokens = mx.array([*prompt, *plain[:at]])
+    logits, _ = target.forward(tokens, target.new_cache(), Block(tokens.shape[0]))
+    margin = mx.abs(logits[-1, plain[at]] - logits[-1, other[at]])
+    return Difference(at, margin.item())  # type: ignore[arg-type]

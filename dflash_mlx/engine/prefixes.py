@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from dflash_mlx.core.prompt import Prompt
-from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.prefix_files import PrefixFiles
+from dflash_mlx.engine.prefix_files import CacheKey, PrefixFiles
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 

@@ -13,7 +13,7 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.prompt import Piece, Prompt
 from dflash_mlx.core.tree import rows_on
 from dflash_mlx.engine.constraint import Constraint
-from dflash_mlx.verifier.saved import Saved, join, split
+from dflash_mlx.verifier.block import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
 Kind = tuple[tuple[nn.Module, ...], Hashable]  # networks, and settings of what they keep

@@ -7,20 +7,27 @@ from bisect import bisect_right
 from collections import abc, deque
 from collections.abc import Hashable, Iterable
 from functools import partial
+from weakref import WeakKeyDictionary
 
+import mlx.core as mx
+
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
-from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.sequence import Sequence, Status
+from dflash_mlx.engine.sequence import Sequence, Status, make_sequence
+from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import guarded, step
-from dflash_mlx.session.cache_memory import CacheMemory
-from dflash_mlx.session.new_sequence import make_sequence
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import STEP
+from dflash_mlx.verifier.model import Target
 
 LONGEST = 1.75  # times a step without prompts that one with a chunk of a prompt may take
 UNUSED = 8  # drafters that are kept for answers to come: a draw of each temperature has its own
@@ -28,6 +35,61 @@ _LEAST_CHUNK, _UNTIMED_CHUNK = 8, 64  # rows
 _WORTH_SHARING = 64  # tokens that two prompts begin with
 
 Said = list[tuple[Sequence, Delta | Exception]]  # what a step brings, in order
+
+
+class CacheMemory:
+    """Bytes of the caches of target and drafter, with a limit."""
+
+    def __init__(self, target: Target, limit: int | None) -> None:
+        self.limit = limit  # bytes, None for no limit
+        self._target = target
+        # By drafter: bytes of STEP tokens, and of twice as many.
+        self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise DFlashError for a sequence that alone would not fit."""
+        if self.limit is None:
+            return
+        tokens = sequence.state.end + 1
+        if (need := self.bytes_of(sequence.drafter, tokens)) > self.limit:
+            raise DFlashError(
+                f"an answer of up to {tokens} tokens, the prompt included, takes {amount(need)}, "
+                f"more than the limit of {amount(self.limit)}",
+                "ask for a shorter one, shorten the prompt, or raise the limit",
+            )
+
+    def left(self, running: Iterable[Sequence]) -> int | None:
+        """Bytes that these sequences leave to others, less than 0 where they take too much.
+
+        None where there is no limit.
+        """
+        return None if self.limit is None else self.limit - self.used(running)
+
+    def used(self, running: Iterable[Sequence]) -> int:
+        """Bytes of these sequences, those that prompts will need included."""
+        return sum(map(self.reserved, running))
+
+    def reserved(self, sequence: Sequence) -> int:
+        """Bytes that a sequence takes, or will as soon as its prompt is read."""
+        now = sequence.state.nbytes
+        if self.limit is None or not sequence.is_reading:
+            return now
+        prompt = self.bytes_of(sequence.drafter, len(sequence.prompt) + 1)
+        return max(now, sequence.preempted_nbytes, prompt)
+
+    def bytes_of(self, drafter: Drafter, tokens: int) -> int:
+        """What a sequence of so many tokens takes, by two short passes per drafter."""
+        if drafter not in self._sizes:
+            state, sizes = State(self._target.new_cache(), drafter.new_context()), []
+            for rows in (STEP, STEP):
+                ids, layers = mx.zeros(rows, mx.int32), drafter.aux_layers
+                _, features = self._target.forward(ids, state.cache, Block(rows), layers)
+                state.cache.commit(range(rows))
+                state.context.append(ids, features)
+                sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
+            self._sizes[drafter] = sizes
+        least, more = self._sizes[drafter]
+        return least + (more - least) * (tokens // STEP)
 
 
 class Scheduler:

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
-from dflash_mlx.verifier.block import Block, JoinedMask, Mask
+from dflash_mlx.verifier.block import Block, Cache, JoinedMask, Mask, Saved
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.saved import Cache, Saved
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Cache, Saved
 from dflash_mlx.verifier.hooks import Hooks, override, through
 from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
-from dflash_mlx.verifier.saved import Cache, Saved
 
 if TYPE_CHECKING:
     from dflash_mlx.verifier.sequence import Forest

@@ -16,10 +16,9 @@ import numpy as np
 from mlx.utils import tree_map
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Cache, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.saved import Cache, Saved, join, split
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.norm_rope import padded
 

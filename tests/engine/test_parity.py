@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.engine.parity import Difference, first_difference
+from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.verifier.model import Target
 from support.families import make_model
 

@@ -19,8 +19,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.cache_key import CacheKey, weights_digest
-from dflash_mlx.engine.prefix_files import PrefixFiles
+from dflash_mlx.engine.prefix_files import CacheKey, PrefixFiles, weights_digest
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session, collect
@@ -241,7 +240,7 @@ import os, signal, sys
 from pathlib import Path
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.cache_key import CacheKey
+from dflash_mlx.engine.prefix_files import CacheKey
 from support.decoding import start
 from support.families import make_model
 from support.toys import prompt_of

@@ -10,8 +10,8 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler
