@@ -40,10 +40,7 @@ class Constraint:
         return list(self._matcher.compute_ff_tokens()) if taken else []
 
     def forced_tree(self, history: Sequence[int], most: int) -> Tree | None:
-        """The forced tokens behind `history` as a chain of at most `most` drafts, None for none.
-
-        A token that ends the answer is no draft, since nothing is asked for behind it.
-        """
+        """At most `most` forced tokens as a chain, without the one that ends; None for none."""
         forced = self.forced_tokens(history) if self._drafts else []
         if not forced:
             return None
@@ -53,10 +50,7 @@ class Constraint:
         return Tree.of_chains([(tokens, [0.0] * len(tokens), FORCED)])
 
     def mask(self, history: Sequence[int], size: int) -> npt.NDArray[np.bool_] | None:
-        """[size] which tokens may follow; None behind tokens that the grammar forbids.
-
-        Behind the end of the answer this is the end token.
-        """
+        """[size] which tokens may follow; behind the end its token, None behind forbidden ones."""
         if not self._go_to(self._answer(history)):
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -98,10 +92,7 @@ class Constraint:
         return self._go_to(answer) and self._matcher.validate_tokens([token]) == 1
 
     def _go_to(self, answer: list[int]) -> bool:
-        """Bring the matcher behind these tokens; whether the grammar takes them all.
-
-        What stands behind the end of the answer is not looked at.
-        """
+        """Bring the matcher behind `answer`, or its end; whether the grammar takes all of it."""
         at = self._at
         shared = min(len(answer), len(at))
         if at[:shared] != answer[:shared]:
@@ -141,7 +132,6 @@ class MaskedSampler(Sampler):
         return True
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
-        """Logits [V] with forbidden tokens at -inf, then as `Sampler` has them."""
         mask = self._constraint.mask(history, logits.shape[-1])
         if mask is not None:
             logits = mx.where(mx.array(mask), logits, -mx.inf)

@@ -64,11 +64,7 @@ def collect(deltas: Iterator[Delta]) -> Answer:
 def logprobs_of(
     tokens: Sequence[int], logits: mx.array | None, most: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Of tokens with the logits [n, V] that they were chosen from, and the `most` likeliest.
-
-    () without logits, which are there where the answer was asked for with `logprobs`. Waits for
-    the device.
-    """
+    """Log-probabilities of tokens, and the `most` likeliest, from logits [n, V]; () without any."""
     if logits is None:
         return ()
     rows = logits[: len(tokens)].astype(mx.float32)

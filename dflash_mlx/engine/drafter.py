@@ -41,7 +41,6 @@ class Proposal:
 
     @property
     def reason(self) -> str:
-        """A sentence for people, "" where nothing chooses."""
         return "" if self.why is None else self.why()
 
 
@@ -89,10 +88,7 @@ class Drafter(Protocol):
 
     @property
     def rounds_ahead(self) -> int:
-        """Rounds that may start before the first of them is read.
-
-        More than 0 only where the next tree does not depend on the tokens of this one.
-        """
+        """Rounds that may start unread; 0 where the next tree depends on the tokens of this one."""
 
     def new_context(self) -> Context:
         """An empty context for one sequence."""

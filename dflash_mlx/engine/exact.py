@@ -79,7 +79,6 @@ def _prompt_cache(target: Target, tokens: int) -> SequenceCache:
 
 
 def _greedy(target: Target, cache: SequenceCache, tokens: int) -> tuple[list[int], mx.array]:
-    """A plain answer from token 0 on, and the logits [tokens, V] after each of its tokens."""
     answer, rows = [0], []
     for _ in range(tokens):
         logits, _ = target.forward(mx.array(answer[-1:]), cache, Block(1))
@@ -92,11 +91,7 @@ def _greedy(target: Target, cache: SequenceCache, tokens: int) -> tuple[list[int
 def _wide_passes(
     target: Target, cache: SequenceCache, answer: list[int]
 ) -> Iterator[tuple[mx.array, int]]:
-    """Commit the answer by passes of several rows.
-
-    Yields the logits of the rows that will stay and where in the answer they begin, before the
-    pass is committed.
-    """
+    """Commit the answer by passes of several rows; before that, the logits kept and their place."""
     at, last, number = 0, len(answer) - 1, 0
     remaining = target.context_length - cache.length - last
     while at < last:
@@ -118,7 +113,6 @@ def _block(target: Target, kept: int, width: int) -> Block:
 
 
 def _spread(logits: mx.array, plain: mx.array) -> float:
-    """Largest amount by which a difference of two logits of one row is off."""
     off = mx.nan_to_num(logits.astype(mx.float32) - plain.astype(mx.float32))
     return (off.max(axis=-1) - off.min(axis=-1)).max().item()  # type: ignore[return-value]
 
@@ -184,13 +178,11 @@ class _CloserLook:
 
     @cached_property
     def leads(self) -> tuple[mx.array, mx.array]:
-        """Of all nodes, see `lead`."""
         found = lead(self.verdict.logits)
         mx.eval(found)
         return found
 
     def choose(self, path: tuple[int, ...]) -> int:
-        """Plain decoding's token after the nodes in `path`."""
         token, margin = self._lead(path)
         noise, plain = self.guard.noise, self.verdict.is_plain
         if margin >= self._scaled(noise.cache if plain else noise.wide):
@@ -226,7 +218,6 @@ class _CloserLook:
         return noise * max(penalty, 1 / penalty)
 
     def _one_row(self, path: tuple[int, ...]) -> mx.array:
-        """Logits [V] after the path's last token, by a pass over it alone."""
         fork = self.state.cache.fork()
         fork.commit(path[:-1])
         tokens = self.verdict.ids[path[-1] :][:1]

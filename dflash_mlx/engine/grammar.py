@@ -101,7 +101,6 @@ def _llguidance(structure: StructureConfig) -> Any:
 
 
 def _limits(structure: StructureConfig) -> Any:
-    """The usual ones; errors do not repeat the whole grammar."""
     return _llguidance(structure).LLParserLimits(verbose_errors=False)
 
 

@@ -135,7 +135,6 @@ class Pair:
             progress(done, total)
 
     def calibrating(self, again: bool = False) -> Generator[tuple[int, int], None, None]:
-        """The same in steps: passes that are done, and of all."""
         yield from enumerate(calibrating(self.target, again), 1)
 
     def require_drafter(self) -> DraftModel:

@@ -183,7 +183,6 @@ class PrefixFiles:
         return True
 
     def _of(self, key: str) -> Iterator[Path]:
-        """Those that were written under a key, by whatever process, and whose tokens are known."""
         for file in self._files(f"{key}-*"):
             try:
                 if file.name not in self._known:
@@ -198,7 +197,6 @@ class PrefixFiles:
         return self._keys[cache_key]
 
     def _check_versions(self, file: Path) -> None:
-        """Remove what another version has written; it cannot be of use again."""
         try:
             with safe_open(file, framework="numpy") as opened:
                 if opened.metadata()["versions"] != self._versions:
@@ -213,7 +211,6 @@ class PrefixFiles:
         return []
 
     def _evict(self) -> None:
-        """Remove what was used least recently, until the rest is within the limit."""
         found = []
         for file in self._files():
             with suppress(OSError):  # another program may be evicting, too
@@ -262,7 +259,6 @@ def _read(file: Path, key: str, state: State) -> None:
 
 
 def _digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
-    """Of all that a file says."""
     said = [metadata[name] for name in ("model", "versions", "key", "about")]
     digest = hashlib.sha256(repr(said).encode())
     for name in sorted(arrays):

@@ -49,7 +49,6 @@ class PrefixCache:
 
     @property
     def problem(self) -> str:
-        """A sentence about why nothing can be kept on the disk, "" where it can."""
         return "" if self.files is None else self.files.problem
 
     def take(
@@ -115,7 +114,6 @@ class PrefixCache:
             self.files.clear()
 
     def _best(self, cache_key: CacheKey, prompt: Prompt) -> tuple[_Entry | None, int]:
-        """The entry with the longest usable prefix, of several the last used, and its length."""
         best, most = None, 0
         for entry in reversed(self._entries):
             if entry.cache_key == cache_key and (length := entry.state.match_length(prompt)) > most:

@@ -68,10 +68,6 @@ class Sequence:
 
     @property
     def exact(self) -> bool:
-        """Whether its prompt is read by the passes that would read it alone.
-
-        The keys and values of others differ in the last bits.
-        """
         return self.config.exact
 
     @property
@@ -121,10 +117,7 @@ class Sequence:
         self.looked_for_prefix = False
 
     def end_prompt(self, logits: mx.array) -> Round | None:
-        """Take in the logits [1, V] after a prompt; an answer that had begun goes on there.
-
-        Otherwise the token after it is a round that drafts nothing and takes no pass.
-        """
+        """Take in the logits [1, V] after a prompt; the first token is a round without a pass."""
         self.state.end_prompt(logits)
         self.status = Status.DECODE
         if self._preempted_at is not None:
@@ -169,7 +162,6 @@ class Sequence:
         )
 
     def start_clock(self) -> None:
-        """The time to the first token counts from here."""
         self._begin = self._resumed = time.perf_counter()
 
     def resume(self) -> None:
@@ -228,7 +220,7 @@ def check_length(target: Target, prompt: Prompt) -> None:
 
 
 def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> AcceptanceRule:
-    """The rule that the settings ask for, for one answer, under its constraint."""
+    """The acceptance rule that the settings ask for, under the answer's grammar."""
     sampler = Sampler(config.sampling)
     if state.constraint is not None:
         sampler = MaskedSampler(sampler, state.constraint)

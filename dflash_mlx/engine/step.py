@@ -143,10 +143,7 @@ def propose(
 
 
 def _forced(state: State) -> Proposal | None:
-    """The tokens that the grammar leaves no choice of; None where there is one.
-
-    No draft model is asked: what it proposed would have to begin with these tokens.
-    """
+    """What the grammar leaves no choice of; a draft would have to begin with these tokens."""
     if state.constraint is None:
         return None
     tree = state.constraint.forced_tree(state.tokens, state.remaining - 1)
@@ -156,7 +153,6 @@ def _forced(state: State) -> Proposal | None:
 def _drafted(
     decoding: abc.Sequence[Sequence], observer: Observer
 ) -> dict[Sequence, Proposal | Exception]:
-    """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
     found: dict[Sequence, Proposal | Exception] = {}
     for key, drafter in drafters.items():
@@ -176,10 +172,7 @@ def _drafted(
 def forward(
     target: Target, parts: abc.Sequence[_Verify | _Prefill], observer: Observer
 ) -> list[Found | Exception]:
-    """Prepare the pass over all parts; where it cannot be, one over each part.
-
-    Nothing is evaluated yet, so that this can be done while a draft is still running.
-    """
+    """Prepare, unevaluated, the pass over all parts; where it cannot be, one over each part."""
     if not parts:
         return []
     found = guarded(partial(_forward, target, parts))

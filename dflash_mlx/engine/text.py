@@ -96,7 +96,6 @@ class ThinkingReader:
             self._held, self.inside = after, not self.inside
 
     def finish(self) -> SplitText:
-        """What was held back because it might have become a tag."""
         held, self._held = self._held, ""
         return self._part(held)
 

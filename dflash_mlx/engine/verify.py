@@ -44,14 +44,10 @@ class Verdict:
 
     @cached_property
     def greedy(self) -> Any:
-        """The same on the host, a list."""
         return self.argmax.tolist()
 
     def choices(self, sampler: Sampler, state: State) -> Choose:
-        """The target's token after a path, as `accept` asks for it.
-
-        Starts the pass. With drafts to compare this waits for it; after a lone root it does not.
-        """
+        """The target's token after a path. Starts the pass; only drafts to compare make it wait."""
         mx.async_eval(self.argmax if sampler.is_argmax else self.logits)
         if not sampler.is_argmax:
             return self._sampled(sampler, state)
@@ -71,7 +67,6 @@ class Verdict:
         return Accepted(self.tree, tuple(path[:length]), token)
 
     def _sampled(self, sampler: Sampler, state: State) -> Choose:
-        """Draw at a node only when it is reached."""
         before = state.tokens if sampler.needs_history else []
         position = state.next_position
         if len(self.tree) > 1:

@@ -59,14 +59,10 @@ class CacheMemory:
             )
 
     def left(self, running: Iterable[Sequence]) -> int | None:
-        """Bytes that these sequences leave to others, less than 0 where they take too much.
-
-        None where there is no limit.
-        """
+        """Bytes that these leave to others, perhaps below 0; None without a limit."""
         return None if self.limit is None else self.limit - self.used(running)
 
     def used(self, running: Iterable[Sequence]) -> int:
-        """Bytes of these sequences, those that prompts will need included."""
         return sum(map(self.reserved, running))
 
     def reserved(self, sequence: Sequence) -> int:
@@ -131,7 +127,6 @@ class Scheduler:
 
     @property
     def used(self) -> int:
-        """Bytes of the running sequences, those that prompts will need included."""
         return self.memory.used(self.running)
 
     def submit(
@@ -209,10 +204,7 @@ class Scheduler:
         return said
 
     def _schedule(self) -> tuple[list[Sequence], Said]:
-        """Who takes part in the next pass, and those that could not begin.
-
-        Prompts ride along, the oldest first, as far as the others' answers can bear it.
-        """
+        """Who takes part in the next pass, and those that could not begin."""
         self._admit()
         failed: Said = []
         ready: list[Sequence] = []
@@ -238,7 +230,6 @@ class Scheduler:
         return [each for each in self.running if each.chunk_limit or not each.is_reading], failed
 
     def _admit(self) -> None:
-        """Begin with those that wait, as long as there is memory for what they read."""
         while self.waiting and len(self.running) < self.most:
             first = self.waiting[0]
             left = self.memory.left(self.running)
@@ -269,11 +260,7 @@ class Scheduler:
         return True
 
     def _bearable(self, decoding: abc.Sequence[Sequence], position: int) -> int:
-        """Rows of a prompt with which a step takes at most `LONGEST` times what it takes without.
-
-        position: where they begin. What is read of all contexts together counts by rows, and no
-        answer's for less than it is long.
-        """
+        """Prompt rows from `position` on that make a step at most `LONGEST` times as long."""
         times, trees = self.target.pass_times, max(1, self._rows)
         if times is None:
             return _UNTIMED_CHUNK
@@ -305,7 +292,6 @@ class Scheduler:
         return said
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        """Let others go on from what a sequence has read; where that fails they read it again."""
         if self.prefixes is not None and not sequence.exact:
             guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
 
@@ -321,7 +307,6 @@ class Scheduler:
         return False
 
     def _make_room_for_running(self) -> None:
-        """Let prefixes go that take the memory of those that run."""
         left = self.memory.left(self.running)
         if self.prefixes is not None and left is not None:
             self.prefixes.shrink(max(0, left))

@@ -75,7 +75,6 @@ class Session:
         return self._deltas(scheduler, scheduler.submit(tokens, self.config))
 
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
-        """Step until the answer is over; empty caches where a pass broke off half-way."""
         self.state = sequence.state
         sequence.start_clock()
         try:
@@ -165,10 +164,7 @@ class Responder:
             opening = ""
 
     def plain_speed(self) -> tuple[float, str]:
-        """Tokens per second that the timed passes allow without drafts, and the day of the timing.
-
-        0 and "" where nothing was timed.
-        """
+        """Tokens per second without drafts by the timed passes, and their day; 0 and "" without."""
         target = self.pair.target
         if target.pass_times is None:
             return 0.0, ""

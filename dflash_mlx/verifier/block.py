@@ -61,10 +61,7 @@ class Block:
         return self.rows <= MAX_ROWS and self.before + self.rows <= MAX_LOCAL
 
     def positions(self, first: int) -> int | mx.array:
-        """The position of the first row, or [rows] of each where they are not consecutive.
-
-        All layers of a pass ask for the same ones, so they go to the device once.
-        """
+        """The position of the first row, or [rows] of each where they are not consecutive."""
         if self.is_run:
             return first + self.before
         if first not in self._positions:

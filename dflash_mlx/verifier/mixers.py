@@ -100,10 +100,7 @@ class Products:
     def of_call(
         self, noted: Noted | None, paths: Paths | None = None, known: Noted | None = None
     ) -> Iterator[None]:
-        """Within it what they give is noted, or given: what is `known` is not computed.
-
-        paths: their rows [B, L, d] stand for nodes, of which each is computed once.
-        """
+        """Within it products are noted, once per node of `paths`; `known` ones are not computed."""
         self._noted, self._paths, self._known = noted, paths, known or {}
         try:
             yield
@@ -159,7 +156,6 @@ class Call:
             self.on(part)
 
     def on(self, change: Callable[[Any], Any]) -> Any:
-        """Run it with its arguments changed, the state's place among them."""
         return self.changed(change)()
 
     def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:

@@ -93,7 +93,6 @@ class RecurrentLayer(ArraysCache):
             return call() if running.paths is None else self.along(running.paths, kept)
 
     def along(self, paths: Paths, call: Call) -> Any:
-        """What a call returns for the nodes of a tree; the state stays as it is."""
         copies: Any = ArraysCache(len(self.cache))
         copies.cache = paths.copies(self.cache)
         return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
@@ -174,10 +173,7 @@ class RecurrentStates(Cache):
             layer.running = self._running
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows in `path`, each of which has to follow the one before in its pass.
-
-        Raises ValueError for other paths, and for a part of a prompt's pass of over MOST_ROWS.
-        """
+        """Keep the rows in `path`; ValueError where they are no path, or were not kept in part."""
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")

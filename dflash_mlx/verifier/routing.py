@@ -72,10 +72,7 @@ class Kernels:
         self._notes[subject] = Choice(False, reason)
 
     def running(self) -> object | None:
-        """What stands for the choices that hold now; None where no kernel can run.
-
-        Whoever keeps a choice for quick calls asks anew when this is another object.
-        """
+        """The choices that hold now, as an object: another one when they have to be made again."""
         runs_on = executor()
         if self.mode == "off" or runs_on is None:
             return None
@@ -89,10 +86,7 @@ class Kernels:
     def chosen(
         self, operation: Operation, args: Arguments, layers: Sequence[Arguments] = ()
     ) -> Choice | None:
-        """The choice of a kernel for these arguments, None where stock MLX is to be used.
-
-        layers: the same call in other layers, for a race.
-        """
+        """The kernel's choice, None for stock MLX. layers: the same call in others, for a race."""
         if self.running() is None:
             return None
         before = len(self._dispatch.table)
@@ -118,10 +112,7 @@ class Kernels:
 
 
 class Plans:
-    """Kernel or stock MLX, settled for calls by what tells them apart.
-
-    It holds as long as the same kernels can run, and on the same weights.
-    """
+    """Kernel or stock MLX, settled while the same kernels run on the same weights."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
