@@ -165,7 +165,7 @@ class Worker:
         return prefixes.problem
 
     def close(self, seconds: float, last: Callable[[], object] | None = None) -> bool:
-        """Cancel the running job, do `last`, end the thread; False if it is busy after `seconds`."""
+        """Cancel the running job, do `last`, end the thread; False if busy after `seconds`."""
         self._last = last
         if (running := self._running) is not None:
             running.cancelled.set()
