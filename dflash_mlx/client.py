@@ -32,7 +32,7 @@ from dflash_mlx.engine.delta import Answer, Delta
 from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.text import SplitText, ThinkingReader, split_thinking
+from dflash_mlx.engine.text import SplitText, split_thinking
 from dflash_mlx.models.downloads import Download, DownloadPlan, download_plans
 from dflash_mlx.models.library import (
     AvailableModel,

@@ -125,7 +125,7 @@ def lead(logits: mx.array) -> tuple[mx.array, mx.array]:
     return best[..., 0], logits.max(axis=-1) - others.max(axis=-1)
 
 
-class NearTieGuard:
+class NearTieGuard(TargetSampling):
     """The acceptance rule of `--exact`, for greedy decoding.
 
     Plain decoding from the same prompt cache gives the same tokens, as long as the noise is no
@@ -133,24 +133,20 @@ class NearTieGuard:
     """
 
     def __init__(self, target: Target, sampler: Sampler, noise: Noise) -> None:
-        self.target, self.sampler, self.noise = target, sampler, noise
-        self._match = TargetSampling(sampler)
-        self.needs_history = sampler.needs_history
+        super().__init__(sampler)
+        self.target, self.noise = target, noise
         self._twin: SequenceCache | None = None  # written by one-row passes alone since the prompt
         self._plain_rows = 0  # that the state's own cache has, the first ones
-
-    @property
-    def remembers(self) -> bool:
-        return self._twin is not None
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """As `TargetSampling`, with every near-tie decided as plain decoding decides it."""
         if self._twin is None:  # the token behind the prompt
             self._twin, self._plain_rows = state.cache.fork(), state.position
+            self.remembers = True
         untouched = state.position == self._plain_rows
         if untouched and verdict.is_plain:
             self._plain_rows += state.anchor.size  # none behind the prompt, which is committed
-            return replace(self._match.accept(verdict, state), near_ties=NearTies())
+            return replace(super().accept(verdict, state), near_ties=NearTies())
         look = _CloserLook(self, verdict, state, untouched)
         accepted = accept(verdict.tree, look.choose)
         return replace(accepted, near_ties=look.ties)

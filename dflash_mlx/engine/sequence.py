@@ -25,7 +25,7 @@ from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.text import StopText
-from dflash_mlx.engine.verify import AcceptanceRule, RejectionSampling, TargetSampling, Verdict
+from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
 from dflash_mlx.verifier.model import Target
 
 
@@ -48,7 +48,7 @@ class Sequence:
         drafter: Drafter,
         prompt: Prompt,
         config: DecodeConfig,
-        rule: AcceptanceRule,
+        rule: TargetSampling,
         text: StopText | None = None,
     ) -> None:
         self.state, self.drafter, self.prompt = state, drafter, prompt
@@ -219,7 +219,7 @@ def check_length(target: Target, prompt: Prompt) -> None:
         )
 
 
-def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> AcceptanceRule:
+def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> TargetSampling:
     """The acceptance rule that the settings ask for, under the answer's grammar."""
     sampler = Sampler(config.sampling)
     if state.constraint is not None:

@@ -71,43 +71,23 @@ class SplitText:
     thought: str = ""
     answer: str = ""
 
-    def __add__(self, other: SplitText) -> SplitText:
-        return SplitText(self.thought + other.thought, self.answer + other.answer)
 
+def split_thinking(text: str, inside: bool | None = None, ended: bool = True) -> SplitText:
+    """The thoughts and the answer in a text.
 
-class ThinkingReader:
-    """Splits text as it streams; a tag may arrive in pieces."""
-
-    def __init__(self, inside: bool = False) -> None:
-        self.inside = inside  # a thought, which may have been opened before the text
-        self._held = ""
-
-    def feed(self, text: str) -> SplitText:
-        """The parts of `text` that are certain by now."""
-        parts, self._held = SplitText(), self._held + text
-        while True:
-            tag = END if self.inside else BEGIN
-            before, found, after = self._held.partition(tag)
-            certain = before if found else before[: len(before) - begun(before, (tag,))]
-            parts += self._part(certain)
-            if not found:
-                self._held = self._held[len(certain) :]
-                return parts
-            self._held, self.inside = after, not self.inside
-
-    def finish(self) -> SplitText:
-        held, self._held = self._held, ""
-        return self._part(held)
-
-    def _part(self, text: str) -> SplitText:
-        return SplitText(thought=text) if self.inside else SplitText(answer=text)
-
-
-def split_thinking(text: str) -> SplitText:
-    """Thought and answer of a finished text; an unopened `</think>` closes a thought too."""
-    closes_first = END in text and BEGIN not in text.partition(END)[0]
-    reader = ThinkingReader(inside=closes_first)
-    return reader.feed(text) + reader.finish()
+    inside: it begins in a thought; None where an unopened `</think>` says so. ended: it grows no
+    more, so that its end cannot become a tag.
+    """
+    if inside is None:
+        inside = END in text and BEGIN not in text.partition(END)[0]
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    while text:
+        tag = END if inside else BEGIN
+        part, found, text = text.partition(tag)
+        certain = part if found or ended else part[: len(part) - begun(part, (tag,))]
+        parts[inside].append(certain)
+        inside = not inside
+    return SplitText("".join(parts[True]), "".join(parts[False]))
 
 
 def opens_thought(tokenizer: Any, prompt: Sequence[int]) -> bool:

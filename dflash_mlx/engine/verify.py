@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -98,35 +98,25 @@ def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.
 WALK = replace(TREE_WALK, reference=_walk_on_host)
 
 
-class AcceptanceRule(Protocol):
-    """Decides which nodes of a verified tree to keep; the caches stay as they are."""
-
-    needs_history: bool  # asks for the tokens before a node, so no round can run ahead of another
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it has caches of its own, which reading the tokens again does not give back."""
-
-    def accept(self, verdict: Verdict, state: State) -> Accepted:
-        """The accepted path and the target's token after it."""
-
-
 class TargetSampling:
-    """Take the target's token at a node, follow the child that carries it (see `accept`)."""
+    """Take the target's token at a node, follow the child that carries it (see `accept`).
 
-    remembers = False
+    The acceptance rule that others fall back on; rules leave the caches as they are.
+    """
+
+    remembers = False  # has caches of its own, which reading the tokens again does not give back
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.needs_history = sampler.needs_history
+        self.sampler = sampler
+        self.needs_history = sampler.needs_history  # so no round can run ahead of another
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
-        walked = verdict.greedy_walk() if self._sampler.is_argmax else None
-        return walked or accept(verdict.tree, verdict.choices(self._sampler, state))
+        walked = verdict.greedy_walk() if self.sampler.is_argmax else None
+        return walked or accept(verdict.tree, verdict.choices(self.sampler, state))
 
 
-class RejectionSampling:
+class RejectionSampling(TargetSampling):
     """Rejection sampling of chains that know what they were drawn from; other trees are matched.
 
     Exact (arXiv 2211.17192), with p of the target and q of the draft: every token follows p. A
@@ -134,35 +124,28 @@ class RejectionSampling:
     p(d).
     """
 
-    remembers = False
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.needs_history = sampler.needs_history
-        self._match = TargetSampling(sampler)
-
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Keep drafts up to the first that is rejected; then one token from p or what is left."""
         q, drafted = verdict.proposal.q, len(verdict.tree) - 1
         if q is None or drafted == 0:
-            return self._match.accept(verdict, state)
+            return super().accept(verdict, state)
         position = state.next_position
         p = self._laws(verdict, state)
-        keys = [self._sampler.key(position + k, KEEP) for k in range(drafted)]
+        keys = [self.sampler.key(position + k, KEEP) for k in range(drafted)]
         u = mx.stack([mx.random.uniform(key=key) for key in keys])
         k = int(kept(p[:-1], q, verdict.ids[1:], u).item())  # type: ignore[arg-type]
         law = p[k] if k == drafted else remainder(p[k], q[k])
-        token = mx.random.categorical(mx.log(law)[None], key=self._sampler.key(position + k))
+        token = mx.random.categorical(mx.log(law)[None], key=self.sampler.key(position + k))
         return Accepted(verdict.tree, tuple(range(k + 1)), token)
 
     def _laws(self, verdict: Verdict, state: State) -> mx.array:
         """P [N, V] after every node of the chain."""
-        if not self._sampler.needs_history:
-            return self._sampler.law(verdict.logits, [])
+        if not self.sampler.needs_history:
+            return self.sampler.law(verdict.logits, [])
         tokens = [*state.tokens, *verdict.tree.drafted]
         first = len(state.tokens)
         rows = range(verdict.logits.shape[0])
-        laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
+        laws = [self.sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
         return mx.stack(laws)
 
 

@@ -203,10 +203,10 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
     whole = [next(rounds), next(rounds)]
     forward = target.forward
 
-    def interrupted(tokens, cache, block, aux_layers=()):
+    def interrupted(tokens, cache, block, *more):
         if block.rows == 1:
             raise KeyboardInterrupt
-        return forward(tokens, cache, block, aux_layers)
+        return forward(tokens, cache, block, *more)
 
     monkeypatch.setattr(target, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
