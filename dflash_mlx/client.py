@@ -28,11 +28,10 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.drafters.methods import choices as method_choices
 from dflash_mlx.drafters.methods import sources as token_sources
-from dflash_mlx.engine.delta import Answer, Delta
+from dflash_mlx.engine.delta import Answer, Delta, SplitText, split_thinking
 from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.text import SplitText, split_thinking
 from dflash_mlx.models.downloads import Download, DownloadPlan, download_plans
 from dflash_mlx.models.library import (
     AvailableModel,

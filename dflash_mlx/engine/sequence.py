@@ -17,14 +17,12 @@ from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.tree import Tree, rows_on
-from dflash_mlx.engine.constraint import MaskedSampler
-from dflash_mlx.engine.delta import Delta, logprobs_of
+from dflash_mlx.engine.delta import Delta, StopText, logprobs_of
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
-from dflash_mlx.engine.grammar import constraint_of
+from dflash_mlx.engine.grammar import MaskedSampler, constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.text import StopText
 from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
 from dflash_mlx.verifier.model import Target
 

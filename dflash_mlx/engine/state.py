@@ -12,7 +12,7 @@ import mlx.nn as nn
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.prompt import Piece, Prompt
 from dflash_mlx.core.tree import rows_on
-from dflash_mlx.engine.constraint import Constraint
+from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.verifier.block import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 

@@ -16,7 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.methods import settle
-from dflash_mlx.engine.delta import Answer, Delta, collect
+from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.grammar import constraint_of
@@ -25,7 +25,6 @@ from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.text import BEGIN, opens_thought
 from dflash_mlx.models.memory import available_memory
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens

@@ -9,9 +9,8 @@ from dflash_mlx.client import SplitText, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import drafting_of
-from dflash_mlx.engine.delta import collect
+from dflash_mlx.engine.delta import StopText, collect
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.text import StopText
 from dflash_mlx.session.session import Session
 from support.toys import Scripted, ToyTarget
 

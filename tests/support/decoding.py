@@ -16,8 +16,8 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
-from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence, acceptance_rule
 from dflash_mlx.engine.state import State
