@@ -289,7 +289,8 @@ def within_budget(
     """
     target = pair.target
     if config.recalibrate:
-        pair.calibrate(again=True)
+        for _ in pair.calibrating(again=True):
+            pass
     elif target.pass_times is None:
         target.pass_times = stored_times(target)
     drafts, sources = bool(method.family), tuple(source.name for source in method.sources)

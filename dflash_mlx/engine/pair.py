@@ -123,18 +123,12 @@ class Pair:
             self.learned[key] = learn()
         return self.learned[key]  # type: ignore[no-any-return]
 
-    def calibrate(
-        self, again: bool = False, progress: Callable[[int, int], object] = lambda done, all: None
-    ) -> None:
-        """Time passes of the target, so that a budget need not learn from its rounds what pays.
+    def calibrating(self, again: bool = False) -> Generator[tuple[int, int], None, None]:
+        """Time passes of the target, so that a budget knows what pays: those done, and all.
 
         What this machine took before is read from the disk. again: measure all the same, once in a
-        program. progress: hears of passes that are done, and of all.
+        program.
         """
-        for done, total in self.calibrating(again):
-            progress(done, total)
-
-    def calibrating(self, again: bool = False) -> Generator[tuple[int, int], None, None]:
         yield from enumerate(calibrating(self.target, again), 1)
 
     def require_drafter(self) -> DraftModel:

@@ -135,7 +135,7 @@ def test_passes_are_timed_once(pair, monkeypatch):
     monkeypatch.setattr(pass_times, "measuring", measuring)
     monkeypatch.setattr(pass_times, "keep_text", lambda file, text: None)
     for again in (True, False):
-        pair.calibrate(again, lambda done, total: heard.append((done, total)))
+        heard += pair.calibrating(again)
         assert pair.target.pass_times is times
     assert len(measured) == 1 and heard == [(1, 2), (2, 2)]
 
