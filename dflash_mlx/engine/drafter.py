@@ -102,10 +102,7 @@ class Drafter(Protocol):
 
 
 def allowed(proposal: Proposal, state: State) -> Proposal:
-    """Without the nodes that the grammar of a sequence's answer forbids.
-
-    A chain that was drawn stays whole: cut by its own tokens it would no longer follow q.
-    """
+    """Without the nodes that the grammar forbids; a chain that was drawn stays whole, as q asks."""
     if state.constraint is None or proposal.q is not None or len(proposal.tree) == 1:
         return proposal
     return proposal.part(state.constraint.nodes(proposal.tree, state.tokens))

@@ -126,11 +126,7 @@ def lead(logits: mx.array) -> tuple[mx.array, mx.array]:
 
 
 class NearTieGuard(TargetSampling):
-    """The acceptance rule of `--exact`, for greedy decoding.
-
-    Plain decoding from the same prompt cache gives the same tokens, as long as the noise is no
-    larger than was measured. Only forks of the state's cache are written.
-    """
+    """The rule of `--exact`: plain decoding's tokens, as far as the noise is what was measured."""
 
     def __init__(self, target: Target, sampler: Sampler, noise: Noise) -> None:
         super().__init__(sampler)

@@ -176,10 +176,7 @@ def _depth_first(tree: Tree) -> list[int]:
 
 
 def constraint_of(pair: Pair, config: DecodeConfig, start: int) -> Constraint | None:
-    """What an answer behind `start` tokens may be, None where it may be anything.
-
-    Raises DFlashError as `check_structure` does, and for a tokenizer that llguidance cannot take.
-    """
+    """What an answer behind `start` tokens may be, None for anything; DFlashError if refused."""
     if not config.structure.kind:
         return None
     grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
@@ -195,10 +192,7 @@ def check_structure(structure: StructureConfig) -> None:
 
 
 class Grammars:
-    """Grammars compiled for one tokenizer; those that were asked for last are kept.
-
-    Several threads may ask, so that one can compile ahead while another decodes.
-    """
+    """Grammars compiled for one tokenizer, those asked for last; several threads may ask."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer  # mlx-lm's, around one of Hugging Face's

@@ -45,10 +45,7 @@ class DraftModel(Protocol):
         """Draft only the first `size` of all `tokens` [V], and those that a conversation has."""
 
     def try_out(self, context: Context) -> mx.array:
-        """Logits of one draft behind a context, 0 for tokens that it never drafts.
-
-        Loading looks at their numbers, so nothing else may be infinite.
-        """
+        """Logits of one draft, which loading looks at: finite, and 0 for tokens never drafted."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,7 @@ class Pair:
         return Capabilities(families, self.target.takes_trees, self.preset)
 
     def of(self, family: str, method: str = "") -> list[DraftModel]:
-        """The draft models of a family, at least one; one that is known is loaded when asked for.
-
-        method: who asks. Raises DFlashError where there is none.
-        """
+        """The draft models of a family, loaded when asked for; DFlashError naming `method`."""
         if found := [model for model in self.drafters if model.family == family]:
             return found
         if found := self.recall(("draft models", family), lambda: self.further(family)):

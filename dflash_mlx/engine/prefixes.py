@@ -32,10 +32,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keeps states of sequences that are over, the last used ones, for one thread.
-
-    Not for sequences of `exact`: their rows have to be those of one-row passes.
-    """
+    """States of sequences that are over, the last used ones, for one thread; none of `exact`."""
 
     def __init__(self, limit: int = 0, files: PrefixFiles | None = None) -> None:
         self.limit = limit  # bytes in memory; the newest state stays until another begins

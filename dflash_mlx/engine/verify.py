@@ -99,10 +99,7 @@ WALK = replace(TREE_WALK, reference=_walk_on_host)
 
 
 class TargetSampling:
-    """Take the target's token at a node, follow the child that carries it (see `accept`).
-
-    The acceptance rule that others fall back on; rules leave the caches as they are.
-    """
+    """The acceptance rule: take the target's token at a node, follow the child that carries it."""
 
     remembers = False  # has caches of its own, which reading the tokens again does not give back
 

@@ -150,10 +150,7 @@ class Responder:
     def answer(
         self, asked: Question, observer: Observer | None = None
     ) -> Generator[Delta, None, None]:
-        """A delta per round; a thought that the chat template opened is opened in the text.
-
-        Raises DFlashError as `prompt_tokens` and `Session` do.
-        """
+        """A delta per round; a thought that the chat template opened is opened in the text."""
         pair = self.pair
         tokens = prompt_tokens(pair.tokenizer, asked.messages, asked.system, template=pair.template)
         session = Session(pair, asked.config, self.prefixes, self._drafters)

@@ -165,11 +165,7 @@ class Cache(Protocol):
         """Where to go back to, for rows from there on to see all they should at `length` again."""
 
     def rewind(self, length: int) -> int:
-        """Forget the committed tokens from `length` on; returns how many there are now.
-
-        Where `nearest` is less than `length`, windows begin empty, and recurrent states raise
-        ValueError.
-        """
+        """Forget tokens from `length` on; returns how many are left. ValueError for no way back."""
 
     def fork(self) -> Cache:
         """A copy that goes on by itself; storage is shared until either of them writes."""

@@ -78,11 +78,7 @@ class Paths:
 
 
 class Products:
-    """The linear modules of a model's mixers, which read most of their weights.
-
-    They can be given the places of paths and see nodes; and what they gave in a pass can be given
-    again for some of its rows, with no weight read a second time.
-    """
+    """The linear modules of mixers: they see each node once, and give again what they gave."""
 
     def __init__(self, mixers: Sequence[nn.Module]) -> None:
         kinds = nn.Linear, nn.QuantizedLinear

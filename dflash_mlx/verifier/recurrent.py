@@ -289,12 +289,7 @@ class RecurrentStates(Cache):
 
 
 def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
-    """Hook the recurrent mixers of a model: passes with a RecurrentLayer keep their calls.
-
-    A mixer is a module that is given a layer's state and hands it to no module of its own. Which
-    they are is found by a pass that is never evaluated. Returns the names of mlx-lm's sources that
-    they are from, and their products. Raises DFlashError where no module is one.
-    """
+    """Let passes keep mixers' calls: mixers' mlx-lm sources and products. DFlashError for none."""
     mixers = _mixers(model, name)
     products = Products(mixers)
     for mixer in mixers:
