@@ -222,14 +222,10 @@ class _CloserLook:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer first leaves the plain one.
-
-    margin: how far apart the target's logits of the two tokens are there; None where one answer
-    goes on after the other has ended, which no near-tie explains.
-    """
+    """Where an answer first leaves the plain one."""
 
     position: int
-    margin: float | None
+    margin: float | None  # between the two tokens' logits; None where one answer just goes on
 
     @property
     def is_near_tie(self) -> bool:

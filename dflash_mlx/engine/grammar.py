@@ -82,7 +82,8 @@ class Constraint:
         kept, behind = [0], {0: self._answer(history)}
         for node in _depth_first(tree):  # neighbours share most of their paths
             parent, token = tree.parents[node], tree.drafted[node - 1]
-            if parent in behind and self._allows(behind[parent], token):
+            fits = parent in behind and self._go_to(behind[parent])
+            if fits and self._matcher.validate_tokens([token]):
                 behind[node] = [*behind[parent], token]
                 kept.append(node)
         return sorted(kept)
@@ -104,9 +105,6 @@ class Constraint:
 
     def _answer(self, history: Sequence[int]) -> list[int]:
         return list(history[self._start :])
-
-    def _allows(self, answer: list[int], token: int) -> bool:
-        return self._go_to(answer) and self._matcher.validate_tokens([token]) == 1
 
     def _go_to(self, answer: list[int]) -> bool:
         """Bring the matcher behind `answer`, or its end; whether the grammar takes all of it."""

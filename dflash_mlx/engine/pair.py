@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,21 +22,13 @@ _T = TypeVar("_T")
 class DraftModel(Protocol):
     """A draft model bound to its target; drafters of its family know what else it can do."""
 
-    @property
-    def family(self) -> str:
-        """Which methods can run it, see `Method.family`."""
+    family: ClassVar[str]  # which methods can run it, see `Method.family`
+    aux_layers: tuple[int, ...]  # target layers (0-based) whose output it reads
+    module: nn.Module  # its own network
 
     @property
     def block_size(self) -> int:
         """The largest block that it was trained for, the anchor included."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers (0-based) whose output it reads."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Its own network."""
 
     def new_context(self) -> Context:
         """An empty context for one sequence."""

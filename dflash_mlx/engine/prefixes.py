@@ -94,8 +94,7 @@ class PrefixCache:
         mx.eval(state.cache.arrays, state.context.arrays)
         kept = state.fork()
         new = _Entry(CacheKey.of(target, drafter, kept), kept, kept.nbytes)
-        if (known := next((old for old in self._entries if old.covers(new)), None)) is not None:
-            new = known
+        new = next((old for old in self._entries if old.covers(new)), new)
         self._entries = [old for old in self._entries if not new.covers(old)]
         self._entries.append(new)
         self.shrink(self.limit, least=1)

@@ -65,10 +65,6 @@ class Sequence:
         self.start_clock()
 
     @property
-    def exact(self) -> bool:
-        return self.config.exact
-
-    @property
     def is_reading(self) -> bool:
         return self.state.position < len(self.prompt)
 
@@ -92,7 +88,7 @@ class Sequence:
         """
         first, last, rows = self.state.position, len(self.prompt), self.state.cache.tail
         step = self.config.prefill_step
-        most = step if self.exact else min(step, self.chunk_limit)
+        most = step if self.config.exact else min(step, self.chunk_limit)
         end = min(first + most, last)
         tail = last - min(rows + 1, most) if rows else last
         return (tail if first < tail < end else end) - first

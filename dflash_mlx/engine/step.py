@@ -95,9 +95,9 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     }
     verify = [_Verify(e, p) for e, p in proposals.items() if not isinstance(p, Exception)]
     prefill = [_Prefill(each, target, each.next_chunk()) for each in reading]
-    alone = [part for part in prefill if part.sequence.exact]
+    alone = [part for part in prefill if part.sequence.config.exact]
     joined: list[_Verify | _Prefill] = [*verify]
-    joined += [part for part in prefill if not part.sequence.exact]
+    joined += [part for part in prefill if not part.sequence.config.exact]
 
     trees = [part.proposal.tree for part in verify]
     known = all(tree.is_known for tree in trees)

@@ -83,13 +83,10 @@ class Verdict:
         return choose
 
 
-def _on_host(tokens: mx.array) -> Any:
-    return tokens.tolist()
-
-
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
     """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
-    greedy, above, drafts = _on_host(choices), _on_host(parents), _on_host(tokens[1:])
+    on_host: list[Any] = [each.tolist() for each in (choices, parents, tokens[1:])]
+    greedy, above, drafts = on_host
     found = accept(Tree(tuple(drafts), tuple(above)), lambda path: greedy[path[-1]])
     unused = [-1] * (len(greedy) - len(found.path))
     return mx.array([len(found.path), found.token, *found.path, *unused])

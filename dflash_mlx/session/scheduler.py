@@ -240,7 +240,7 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence, older: abc.Sequence[Sequence]) -> bool:
         """Let it go on from what others have read. False: it waits for what an older one reads."""
-        if self.prefixes is None or sequence.exact or sequence.looked_for_prefix:
+        if self.prefixes is None or sequence.config.exact or sequence.looked_for_prefix:
             return True
         if sequence.state.position:  # whoever made it has read that
             return True
@@ -248,7 +248,8 @@ class Scheduler:
         alike = [
             each
             for each in older
-            if not each.exact and CacheKey.of(self.target, each.drafter, each.state) == cache_key
+            if not each.config.exact
+            and CacheKey.of(self.target, each.drafter, each.state) == cache_key
         ]
         recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
         if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
@@ -292,7 +293,7 @@ class Scheduler:
         return said
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        if self.prefixes is not None and not sequence.exact:
+        if self.prefixes is not None and not sequence.config.exact:
             guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
 
     def _begin_those_behind(self, sequence: Sequence) -> None:

@@ -134,10 +134,6 @@ class Target:
             override(self.model.layers[i], partial(self._keep_output, i))
         self._tapped.update(layers)
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return tuple(sorted(self._tapped))
-
     def forward(
         self,
         tokens: mx.array,
