@@ -57,9 +57,8 @@ class PrefixCache:
     ) -> State:
         """A state from which `State.reuse` keeps most of `prompt`; empty where there is none.
 
-        It is the caller's. Where the cache has no room for a copy it gives up its own, except where
-        the prompt needs less than half of it; then others have to leave the memory.
-        running: states of unfinished sequences with the same cache key, which go on as well.
+        It is the caller's. Where there is no room for a copy the cache gives up its own, unless the
+        prompt needs less than half of it. running: states of unfinished sequences, which go on.
         """
         prompt = Prompt.of(prompt)
 

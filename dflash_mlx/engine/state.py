@@ -163,8 +163,7 @@ class State:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
         The last token of `prompt` is never reused: its pass says how the answer begins. Where a
-        sliding window or a recurrent state has no way back to that prefix, less of it is reused, or
-        none. A drafter's window is no more to be computed again than it is long.
+        window or a recurrent state has no way back to that prefix, less of it is reused, or none.
         """
         self.trim(min(self._common_prefix(prompt), self.context.length))
         return self.position

@@ -115,7 +115,6 @@ def stream(
 
     prompt: a user's text, or a conversation as messages with "role" and "content".
     Raises DFlashError for an empty or too long prompt and for settings that do not fit the pair.
-    For conversations with reused caches see `Session`.
     """
     tokens = prompt_tokens(pair.tokenizer, prompt, system, template=pair.template)
     return Session(pair, config).stream(tokens, observer)

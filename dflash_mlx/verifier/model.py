@@ -48,9 +48,8 @@ _CHAINS = "use --method dflash or --method ngram, which draft chains"
 class Target:
     """A language model that can verify chains, and with most families prefix trees.
 
-    model: an mlx-lm model. context_length: the most tokens a sequence may have.
-    name: what to call it on screen. Raises DFlashError for layers that no draft can be taken back
-    from.
+    model: an mlx-lm model. context_length: the most tokens a sequence may have. name: on screen.
+    Raises DFlashError for layers that no draft can be taken back from.
     """
 
     def __init__(self, model: Any, context_length: int, name: str) -> None:

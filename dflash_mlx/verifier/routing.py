@@ -33,9 +33,8 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 class Kernels:
     """The kernels of one model instance, off until switched; it changes nothing outside itself.
 
-    What was raced is kept in a file of the cache folder, one for each machine, model and set of
-    versions. It is read when kernels could run on Metal for the first time, and written after every
-    new race; one that cannot be read or written is done without. name, parameters: of the model.
+    What was raced is kept in a file for each machine, model and set of versions, which is read when
+    kernels could first run on Metal and written after every race; a broken one is done without.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ from dflash_mlx.client import (
     Ended,
     Failed,
     Prefilled,
-    PrefixCache,
     Question,
     Responder,
     SamplingConfig,
@@ -85,15 +84,6 @@ def test_caches_are_kept_unless_drafting_itself_changes(responder, settings, reu
     assert statistics.generated_tokens <= follow_up.config.max_tokens
     _, statistics = answer(responder, follow_up)
     assert statistics.reused_tokens > 0
-
-
-def test_other_conversations_in_between_cost_a_turn_nothing(pair):
-    responder = Responder(pair, PrefixCache(10**9))
-    text, first = answer(responder, request("hello"))
-    for other in ("what?", "why?"):
-        answer(responder, request(other))
-    _, second = answer(responder, request("hello", text, "and you?"))
-    assert second.reused_tokens >= first.prompt_tokens
 
 
 def test_the_worker_does_a_last_thing_when_it_ends():
