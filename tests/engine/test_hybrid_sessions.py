@@ -36,13 +36,7 @@ from support.toys import Letters, foretold, prompt_of
 
 FEW = ["falcon_h1", "lfm2", "qwen3_5"]
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture(scope="module", params=FEW)

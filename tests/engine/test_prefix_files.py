@@ -35,13 +35,7 @@ ROOT = Path(__file__).parents[2]
 RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "specdiff")]
 RESTARTS += [("llama_sliding", "d2sd"), ("falcon_h1", "d2sd")]
 LIMIT = 10**9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -36,13 +35,7 @@ METHODS = {
     "specdiff": {"budget": 12},
 }
 PLENTY = 10**9  # bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture(scope="module", params=TARGETS)
