@@ -44,10 +44,6 @@ class PrefixCache:
         """Bytes in memory; what a running sequence still shares is counted here as well."""
         return sum(entry.nbytes for entry in self._entries)
 
-    @property
-    def problem(self) -> str:
-        return "" if self.files is None else self.files.problem
-
     def take(
         self,
         prompt: Prompt | Sequence[int],
@@ -98,10 +94,11 @@ class PrefixCache:
         self._entries.append(new)
         self.shrink(self.limit, least=1)
 
-    def save(self) -> None:
-        """Write to the disk what is not there yet, as before the program ends."""
+    def save(self) -> str:
+        """Write to the disk what is not there yet; why that could not be, or ""."""
         for entry in self._entries:
             self._save(entry)
+        return "" if self.files is None else self.files.problem
 
     def clear(self) -> None:
         self._entries.clear()

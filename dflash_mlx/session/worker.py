@@ -159,10 +159,7 @@ class Worker:
     def save(self) -> str:
         """Keep on the disk what was read, for the thread alone; why that could not be, or ""."""
         prefixes = None if self._scheduler is None else self._scheduler.prefixes
-        if prefixes is None:
-            return ""
-        prefixes.save()
-        return prefixes.problem
+        return "" if prefixes is None else prefixes.save()
 
     def close(self, seconds: float, last: Callable[[], object] | None = None) -> bool:
         """Cancel the running job, do `last`, end the thread; False if busy after `seconds`."""

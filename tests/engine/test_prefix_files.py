@@ -280,6 +280,6 @@ def test_where_nothing_can_be_kept_one_sentence_says_so(tmp_path, monkeypatch, w
     prefixes = PrefixCache(LIMIT, PrefixFiles(folder, LIMIT, worth=8))
     for seed in range(2):
         prefixes.put(start(target, NoDraft(), prompt_of(seed, 40)), target, NoDraft())
-    prefixes.save()
-    assert str(folder) in prefixes.problem and prefixes.problem.endswith("after a restart")
+    problem = prefixes.save()
+    assert str(folder) in problem and problem.endswith("after a restart")
     assert prefixes.take([*prompt_of(0, 40), 1], target, NoDraft()).position == 40
