@@ -121,7 +121,7 @@ class Sequence:
         self.resume()
         self.statistics.prefill_seconds = self._resumed - self._begin
         nothing = Proposal(Tree.chain())
-        first = self.accept(Verdict(nothing, self.state.anchor, logits, None))
+        first = self.accept(Verdict(nothing, self.state.anchor, logits))
         self.state.begin(first)
         return Round(nothing, first)
 

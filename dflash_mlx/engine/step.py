@@ -45,11 +45,11 @@ class _Verify:
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
     def commit(self, target: Target, found: Found, shared: bool, observer: Observer) -> Round:
-        state, ids = self.sequence.state, self.rows.tokens
-        verdict = Verdict(self.proposal, ids, *found, target.kernels, shared)
+        state, ids, (logits, features) = self.sequence.state, self.rows.tokens, found
+        verdict = Verdict(self.proposal, ids, logits, target.kernels, shared)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
-        state.commit(accepted, ids, verdict.features, self.proposal.forced)
+        state.commit(accepted, ids, features, self.proposal.forced)
         observer.mark("commit")
         return Round(self.proposal, accepted)
 

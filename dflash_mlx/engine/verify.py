@@ -24,7 +24,6 @@ class Verdict:
     proposal: Proposal
     ids: mx.array  # [N] their tokens
     logits: mx.array  # [N, V] for the token after each node
-    features: mx.array | None  # [N, m*d] states of auxiliary layers, where the drafter reads them
     kernels: Kernels | None = None  # the target's
     shared: bool = False  # whether rows of other sequences were in the pass
 
