@@ -22,7 +22,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.core.option import check_values, option
 from dflash_mlx.models.check import ModelFacts, loading
-from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
 from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES
@@ -237,7 +237,7 @@ def _mlx_lm_convert(source: Path, folder: Path, options: Mapping[str, Any]) -> N
 def _unpacked(file: Path, dtype: str | None, folder: Path) -> Path:
     from mlx_lm.utils import save
 
-    model, tokenizer, config = open_gguf(file, None if dtype is None else getattr(mx, dtype))
+    model, tokenizer, config = load_gguf(file, None if dtype is None else getattr(mx, dtype))
     if packing := _packing(model):
         config["quantization"] = packing
     save(folder, file, model, tokenizer, config)

@@ -6,7 +6,6 @@ the heads of weight files are fetched until all is known to be possible.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -35,16 +34,17 @@ from dflash_mlx.models.check import (
     check_target,
     describe_target,
 )
-from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, disk_of_cache
-from dflash_mlx.system.files import existing
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, check_space, disk_of_cache
+from dflash_mlx.system.files import existing, locked
 from dflash_mlx.system.machine import describe_versions
 
 MARGIN = 16_000_000  # bytes left free beside what is written
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FREE = "free some space or choose another disk"
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
 
@@ -102,10 +102,10 @@ def check_spaces(plan: Plan) -> None:
     cache, parent = disk_of_cache(), plan.destination.parent
     needed, what = plan.size, str(plan.destination)
     if plan.download:
-        check_space(cache, plan.download, "the download")
+        check_space(cache, plan.download + MARGIN, "the download", _FREE)
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
             needed, what = needed + plan.download, f"{what} with the download"
-    check_space(parent, needed, what)
+    check_space(parent, needed + MARGIN, what, _FREE)
 
 
 def convert(plan: Plan, settings: ConvertConfig) -> None:
@@ -157,7 +157,7 @@ def open_part(name: str, scratch: Path) -> Part:
     path = existing(name)
     if path is not None and path.is_file():
         _check_gguf(path)
-        return Part(name, path, describe_target(open_gguf(path)[2], name))
+        return Part(name, path, describe_target(load_gguf(path)[2], name))
     source = _on_hub(name) if path is None else _of_folder(path)
     facts = _check(source, name)
     if source.folder is not None:
@@ -263,15 +263,6 @@ def resolve_destination(name: str) -> Path:
     return destination
 
 
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise DFlashError unless `needed` bytes, for `what`, fit on the disk of `folder`."""
-    free = shutil.disk_usage(folder).free
-    if free < needed + MARGIN:
-        has = f"but only {amount(free)} are free in {folder}"
-        what = f"{what} needs {amount(needed + MARGIN)}, {has}"
-        raise DFlashError(what, "free some space or choose another disk")
-
-
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
     """A folder beside `destination` that takes its place once the block has ended well.
@@ -281,7 +272,8 @@ def staged(destination: Path) -> Iterator[Path]:
     """
     folder = destination.with_name(f".{destination.name}.partial")
     try:
-        with _locked(folder, destination):
+        folder.mkdir(exist_ok=True)
+        with locked(folder, wait=False):
             try:
                 for left in folder.iterdir():
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -293,26 +285,13 @@ def staged(destination: Path) -> Iterator[Path]:
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+    except BlockingIOError:
+        what = f"{destination} is being written by another conversion"
+        raise DFlashError(what, "wait until that has ended, or choose another DST") from None
     except OSError as error:
         step = "free some space, or choose another DST; nothing was left behind"
         what = f"{destination} cannot be written ({error.strerror or error})"
         raise DFlashError(what, step) from error
-
-
-@contextmanager
-def _locked(folder: Path, destination: Path) -> Iterator[None]:
-    """`folder`, made if need be, for this process alone, as long as it lives."""
-    folder.mkdir(exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            what = f"{destination} is being written by another conversion"
-            raise DFlashError(what, "wait until that has ended, or choose another DST") from None
-        yield
-    finally:
-        os.close(lock)
 
 
 def _sync(path: Path) -> None:

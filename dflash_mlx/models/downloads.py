@@ -7,7 +7,6 @@ one that was under way begins anew.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,11 +22,12 @@ from dflash_mlx.models.load import check_named
 from dflash_mlx.models.memory import bits_of, memory_needed, needed, needed_by
 from dflash_mlx.models.names import DEFAULT_MODEL, find_names, find_source, inherited
 from dflash_mlx.models.registry import same_weights, without_quantisation
-from dflash_mlx.models.source import MODEL, NoBar, disk_of_cache, published
+from dflash_mlx.models.source import MODEL, NoBar, check_space, disk_of_cache, published
 from dflash_mlx.system.files import existing
 
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
 _MOST = 12  # quantisations to offer
+_ROOM = "choose a smaller or a quantised model, or remove others with dflash-chat clean"
 
 
 @dataclass(frozen=True)
@@ -169,22 +169,12 @@ class Download:
                 if part[1] == MODEL:
                     raise
         self.total = sum(sum(wanted.values()) for _, wanted in files)
-        check_space(self.total)
+        check_space(disk_of_cache(), self.total, "the download", _ROOM)
         for source, wanted in files:
             for file in wanted:
                 self.advance(0)
                 source.fetch_file(file, _bar(self))
             source.fetch()  # all is here: this notes that it is whole
-
-
-def check_space(wanted: int) -> None:
-    """Raise DFlashError where the disk has no room for `wanted` bytes in the Hugging Face cache."""
-    folder = disk_of_cache()
-    if (free := shutil.disk_usage(folder).free) < wanted:
-        raise DFlashError(
-            f"the download takes {amount(wanted)}, and {folder} has {amount(free)} free",
-            "choose a smaller or a quantised model, or remove others with dflash-chat clean",
-        )
 
 
 def _bar(download: Download) -> type:

@@ -8,7 +8,6 @@ answers nonsense, or its drafter is never right. Such a model is cast to a type 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,28 +82,32 @@ def read_target(
     share: leaves of a model the part that this process computes, before weights are read. make:
     the target, of model, context length and name. DFlashError for what mlx-lm cannot load.
     """
+    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
+
+    def begin(model: nn.Module) -> nn.Module:
+        if on_cpu():
+            model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
+            model = dequantize_model(model)
+            model.set_dtype(mx.float32)  # of formats whose scales are no floats
+        if share is not None:
+            share(model)
+        mx.async_eval(model.parameters())
+        return model
+
     if facts.source is None:
         from dflash_mlx.models.default_model import fetch
         from dflash_mlx.models.gguf_target import load_gguf
 
-        file = facts.file or fetch()
-        model, tokenizer, config = load_gguf(file, on_cpu(), share)
+        dtype = mx.float32 if on_cpu() else None
+        model, tokenizer, config = load_gguf(facts.file or fetch(), dtype, begin)
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
-    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
-
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
         model, config = load_model(folder, lazy=share is not None)
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
         if share is None:
             mx.eval(model(mx.array([[0]])))  # here, where it can be said, not in the first answer
-    if on_cpu():
-        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
-        model = dequantize_model(model)
-        model.set_dtype(mx.float32)  # of formats whose scales are no floats
-    if share is not None:
-        share(model)
-    with loading(facts.name) if share is not None else nullcontext():  # parts are read only now
+        model = begin(model)
         mx.eval(model.parameters())
     return make(model, facts.context_length, facts.name), tokenizer
 

@@ -38,7 +38,7 @@ class Entry:
     billions: float = 0
     verified: bool = False
     alternatives: tuple[str, ...] = ()
-    pickled: tuple[str, ...] = ()
+    pickled: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -80,10 +80,8 @@ def registered(name: str) -> Entry | None:
 
 def instead_of(drafter: str) -> str | None:
     """A drafter in .safetensors files for the target of one that is a pickle; None if unknown."""
-    for entry in entries():
-        if _normalised(drafter) in map(_normalised, entry.pickled):
-            return dict(entry.others).get("eagle3", entry.drafter)
-    return None
+    pickled = (pair for entry in entries() for pair in entry.pickled)
+    return next((other for name, other in pickled if same_weights(name, drafter)), None)
 
 
 def same_weights(one: str, other: str) -> bool:

@@ -140,7 +140,7 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(hub, monkeypatch
 
 
 def test_a_download_that_fails_keeps_the_reason(hub, monkeypatch):
-    monkeypatch.setattr(module, "check_space", lambda wanted: hub.repositories.clear())
+    monkeypatch.setattr(module, "check_space", lambda *_: hub.repositories.clear())
     download = finish(Download(PairConfig(TARGET)))
     assert isinstance(download.error, DFlashError)
     assert TARGET in str(download.error)
