@@ -1,7 +1,6 @@
-"""What a conversion would do, its weights not yet read; then the doing, and words for it.
+"""What is to be converted, what that needs, and the folder that is complete or absent.
 
-What is to be converted is a local folder, a GGUF file or a Hugging Face repository, of which only
-the heads of weight files are fetched until all is known to be possible.
+Of a Hugging Face repository only the heads of weight files are fetched until all is known to fit.
 """
 
 from __future__ import annotations
@@ -149,10 +148,9 @@ def report(plan: Plan) -> str:
 
 
 def open_part(name: str, scratch: Path) -> Part:
-    """Find and check `name`, and of a repository that is not here no more than the headers.
+    """Find and check `name`; what stands for weights that are not here is written into `scratch`.
 
-    scratch: a folder for these. Raises DFlashError for what is no model, is damaged, or cannot be
-    had.
+    Raises DFlashError for what is no model, is damaged, or cannot be had.
     """
     path = existing(name)
     if path is not None and path.is_file():
@@ -265,9 +263,8 @@ def resolve_destination(name: str) -> Path:
 
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A folder beside `destination` that takes its place once the block has ended well.
+    """A folder that takes the place of `destination` if the block ends well, or else is removed.
 
-    Otherwise it is removed. What a killed conversion to the same place has left is removed first.
     Raises DFlashError where another conversion to it is running, or it cannot be written.
     """
     folder = destination.with_name(f".{destination.name}.partial")
@@ -275,7 +272,7 @@ def staged(destination: Path) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         with locked(folder, wait=False):
             try:
-                for left in folder.iterdir():
+                for left in folder.iterdir():  # by a conversion that was killed
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
                 yield folder
                 for path in (*folder.rglob("*"), folder):

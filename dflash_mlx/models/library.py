@@ -1,7 +1,4 @@
-"""What lies on this disk: models to choose from, and what can be removed.
-
-The Hugging Face cache is read and cleared through huggingface_hub, since other programs share it.
-"""
+"""What lies on this disk: models to choose from, and what can be removed."""
 
 from __future__ import annotations
 
@@ -194,8 +191,7 @@ class CacheEntry:
 def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
     """Everything, in the order of KINDS, then by name.
 
-    here: the folder whose subfolders may be models. cache: the program's own, by default the
-    user's. What cannot be read is left out.
+    here: the folder whose subfolders may be models. cache: the program's own, or else the user's.
     """
     cache = cache or platformdirs.user_cache_path("dflash-chat")
     found = list(_repositories())
@@ -227,10 +223,7 @@ def _scan() -> HFCacheInfo | None:
 
 
 def _revisions() -> Iterator[tuple[CachedRepoInfo, list[tuple[str, Source]]]]:
-    """What this program could load of the Hugging Face cache.
-
-    Each with the kinds and the places of its revisions, the newest first.
-    """
+    """What this program could load of the Hugging Face cache, with the kinds of its revisions."""
     scanned = _scan()
     for repo in sorted(scanned.repos if scanned else (), key=lambda repo: repo.repo_id):
         order = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
@@ -263,10 +256,7 @@ def _kind(source: Source) -> str:
 
 
 def find_entries(names: list[str], kept: list[CacheEntry]) -> list[CacheEntry]:
-    """What of `kept` goes by these names or is of these kinds; DFlashError for a name of nothing.
-
-    names: as `CacheEntry.name`, in any case, or of KINDS, also with an s at their end.
-    """
+    """What of `kept` has these names or kinds, or their plurals; DFlashError for other names."""
     found: dict[Path, CacheEntry] = {}
     for name in names:
         wanted = name.lower().rstrip("/")

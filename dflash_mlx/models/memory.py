@@ -76,10 +76,7 @@ def memory_needed(needs: int, there: int, about: str = "") -> str:
 
 
 def check_memory(config: PairConfig, machines: int = 1) -> None:
-    """Raise DFlashError for a pair that does not fit; nothing is downloaded.
-
-    machines: that share the target.
-    """
+    """Raise DFlashError for a pair that does not fit, its target shared by so many machines."""
     names = find_names(config)
     needs, there = needed_by(names, machines), available_memory()
     if needs > there:
@@ -89,11 +86,7 @@ def check_memory(config: PairConfig, machines: int = 1) -> None:
 
 
 def needed_by(names: Names, machines: int = 1) -> int:
-    """Of a target with its drafters, without downloading; what is not known counts nothing.
-
-    Of what is not here the hub lists the sizes, and its name tells the bits of a weight. machines:
-    that share the target.
-    """
+    """Bytes for a machine's share of a target, and for the drafters, as far as they are known."""
     total = 0
     if names.model is None:
         whole = DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)

@@ -1,8 +1,7 @@
 """From checked facts to a target in memory; whether numbers fit their type; likely tokens.
 
-Some models have hidden states beyond float16's largest number, 65,504, most of all those that were
-trained in bfloat16 and converted. What overflows becomes infinite, then not a number: the target
-answers nonsense, or its drafter is never right. Such a model is cast to a type with more range.
+Models that were trained in bfloat16 and converted to float16 can exceed its largest number, 65,504.
+Then the target answers nonsense, or its drafter is never right, so it is cast to a wider type.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _SHARE = 4  # of the vocabulary one part in so many is drafted from, unless aske
 
 
 def target_facts(names: Names, update: bool = True) -> ModelFacts:
-    """What a target is, as far as that can be had without its weights; DFlashError for none.
-
-    update: as of `find_source`.
-    """
+    """What a target is, as far as that can be had without its weights; update as `find_source`."""
     if names.model is not None and (file := gguf_file(names.model)) is not None:
         from dflash_mlx.models.gguf_target import read_config as read_gguf  # takes seconds
 
@@ -116,10 +112,9 @@ def read_target(
 
 
 def fit_target(target: Target, aux_layers: Collection[int]) -> tuple[str, ...]:
-    """Widen a target where its numbers, those of the auxiliary layers among them, do not fit.
+    """Widen a target where its numbers, or those of its auxiliary layers, do not fit; says so.
 
-    Returns a sentence where it was cast. Raises DFlashError where no type can hold its numbers, and
-    for keys and values that cannot be quantised as asked for.
+    Raises DFlashError where no type can hold them, and for caches that cannot be quantised so.
     """
     read = tuple(sorted(set(aux_layers)))
     target.tap(read)

@@ -68,11 +68,9 @@ def _entry(**row: Any) -> Entry:
 
 
 def registered(name: str) -> Entry | None:
-    """The entry of a target, None where it has none.
+    """The entry of a target, by its Hugging Face id or folder; None where it has none.
 
-    name: a Hugging Face id or a folder. Its last part counts, whoever the owner is, without upper
-    case and without what names a quantisation or a dtype at its end. The whole rest must be equal:
-    another release, size or tuning is another model.
+    The last part counts, whatever its case and what names a quantisation or a dtype at its end.
     """
     wanted = _normalised(name)
     return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)

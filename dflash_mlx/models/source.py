@@ -64,10 +64,7 @@ class Source:
 
     @cached_property
     def files(self) -> Mapping[str, int]:
-        """Names and sizes of the files at its top; DFlashError where they cannot be listed.
-
-        Of a folder regular files only, links followed; of a repository what the hub lists.
-        """
+        """Names and sizes of the files at its top; DFlashError where they cannot be listed."""
         if self.folder is None:
             with self._asking():
                 found = HfApi().model_info(self.name, files_metadata=True, timeout=_SECONDS)
@@ -116,10 +113,7 @@ class Source:
         return found
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
-        """The tensors of a .safetensors file, from its head alone; DFlashError where damaged.
-
-        Of a repository the head is fetched by two requests at most.
-        """
+        """The tensors of a .safetensors file, from its head alone; DFlashError where damaged."""
         if self.folder is not None:
             return read_header(self.folder / file, next_step)
         place = self.place(file)
@@ -151,10 +145,7 @@ class Source:
         return sum(self.to_come().values())
 
     def to_come(self) -> dict[str, int]:
-        """Files that `fetch` would download and their bytes, the small ones first.
-
-        None of a folder. DFlashError where the hub does not say.
-        """
+        """Files that `fetch` would download and their bytes, the small ones first."""
         if self.folder is not None:
             return {}
         wanted = [*BESIDE, *LICENCES, CARD, self.weights]

@@ -130,10 +130,7 @@ def wrong_number(source: Source, field: str, value: Any, wanted: str) -> Finding
 
 
 def is_whole(source: Source) -> bool:
-    """Whether config.json is there, and of the weight files all shards, all that the index names.
-
-    By their names, of a folder: what an interrupted download leaves behind is not whole.
-    """
+    """Whether config.json is there, and of the weight files all shards and all of the index."""
     try:
         source.read_json(CONFIG)
         files = {name: Headers() for name in source.files if fnmatch(name, source.weights)}
