@@ -22,6 +22,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.core.option import check_values, option
 from dflash_mlx.models.check import ModelFacts, loading
+from dflash_mlx.models.downloads import stored_bytes
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
@@ -33,7 +34,6 @@ GROUP_SIZE = 64  # mlx-lm's for affine
 DTYPES = ("float16", "bfloat16", "float32")
 
 _MODE_BITS = {"affine": 4, "mxfp4": 4, "nvfp4": 4, "mxfp8": 8}  # where none are asked for
-_SCALES = 0.5  # bits that quantisation adds to each weight
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 _REPLACED = (CONFIG, "hf_quant_config.json", "model.safetensors.index.json")
 
@@ -204,7 +204,7 @@ def _target_size(part: Part, settings: ConvertConfig, read: int) -> int:
     parameters = part.facts.weights.parameters
     if settings.quantizes:
         bits = 6 if settings.recipe else settings.bits or _MODE_BITS[settings.mode]
-        return int(parameters * (bits + _SCALES) / 8) or read
+        return stored_bytes(parameters, bits) or read
     if settings.dequantize or settings.dtype is not None:
         return parameters * (4 if settings.dtype == "float32" else 2) or read
     return read

@@ -192,12 +192,10 @@ def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         return
     names = raw.get("architectures")
     known = {str(name) for name in names} if isinstance(names, list) else set()
-    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    values = [*auto_map.values()] if isinstance(auto_map, dict) else [auto_map]
     where = f"auto_map in {place} is {repr(auto_map)[:120]}"
-    if "speculators_model_type" in raw and isinstance(auto_map, dict) and [*auto_map] == [""]:
-        what = f"{where}, as vLLM's library writes it; no Python of it runs"
-        yield Finding("note", what, "nothing needs to be done")
-    elif known & {str(value).rpartition(".")[2] for value in values}:
+    is_vllm = "speculators_model_type" in raw and values and auto_map == {"": values[0]}  # its own
+    if is_vllm or known & {str(value).rpartition(".")[2] for value in values}:
         what = f"{where}; no Python of it runs, the built-in class does"
         yield Finding("note", what, "nothing needs to be done")
     else:

@@ -21,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.memory import (
+from dflash_mlx.models.downloads import (
     FEWEST_BITS,
     loaded_bytes,
     needed,

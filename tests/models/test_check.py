@@ -41,16 +41,6 @@ from support.reference_dflash import random_drafter, write_drafter_folder
 SHIPPED_AUTO_MAP = {"AutoModel": "dflash.DFlashDraftModel"}
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
-
-
-@pytest.fixture
-def drafter(tmp_path: Path) -> Path:
-    return write_drafter(tmp_path / "drafter")
-
-
 def errors(folder: Path, check: Any = check_target) -> list[Finding]:
     return list(check(folder).errors)
 

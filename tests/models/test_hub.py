@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
 from dflash_mlx.convert.plan import open_part
-from dflash_mlx.models import library, memory
+from dflash_mlx.models import downloads, library
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import check_named, load_pair
 from dflash_mlx.models.names import find_names, whole_copy
@@ -31,11 +31,6 @@ from support.models import drafter_config, edit_config, write_drafter, write_mod
 from support.reference_dflash import random_drafter
 
 TARGET = "owner/model"
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -188,7 +183,7 @@ def into_shards(folder: Path) -> Path:
 
 @pytest.fixture
 def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr(downloads, "on_cpu", lambda: False)
     return into_shards(model)
 
 
@@ -220,8 +215,8 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert memory.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
-    assert memory.needed_by(find_names(PairConfig("owner/none"))) == 0
+    assert downloads.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
+    assert downloads.needed_by(find_names(PairConfig("owner/none"))) == 0
     with monkeypatch.context() as patches:
         use_hub(patches)
         with pytest.raises(DFlashError):
@@ -239,8 +234,8 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     assert whole_copy("owner/model").folder == folder
     assert open_part("owner/model", tmp_path).path == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
-    needed = memory.needed(Source.of(sharded, "model"))
-    assert memory.needed_by(find_names(PairConfig("owner/model"))) == needed
+    needed = downloads.needed(Source.of(sharded, "model"))
+    assert downloads.needed_by(find_names(PairConfig("owner/model"))) == needed
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors

@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import quantize_model
 
@@ -28,25 +27,13 @@ from dflash_mlx.session.templates import prompt_tokens
 from support.families import FAMILIES, make_model
 from support.models import DAMAGES, EOS, write_drafter, write_model
 
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     root = tmp_path_factory.mktemp("pair")
     return str(write_model(root / "model")), str(write_drafter(root / "drafter"))
-
-
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, **_: Any) -> str:
-        raise AssertionError(f"asked the hub for {name}")
-
-    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
 
 
 def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,8 +18,8 @@ from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
 from dflash_mlx.models import registry
 from dflash_mlx.models.check import check_drafter
+from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.memory import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
@@ -35,6 +34,7 @@ from dflash_mlx.models.registry import Entry, entries, instead_of, registered
 from dflash_mlx.session.session import generate
 from support.models import write_drafter, write_model
 
+pytestmark = pytest.mark.usefixtures("no_network")
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]
 OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "/home/me/models/")
@@ -189,12 +189,6 @@ def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
     assert find_names(PairConfig(None, "own/drafter")).preset == Preset()
 
 
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A hub with what is put into it: folders, or errors to raise."""
@@ -332,18 +326,14 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
     assert len(pair.drafters) == 1
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
+    assert find_names(PairConfig(str(folder))).preset == UNTHINKING, "as for what it was made from"
+    assert own.preset == Preset()
+    write_pair(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
+    assert find_names(PairConfig(str(folder))).preset == Preset()
     write_drafter(folder / "second-drafter")
     write_pair(folder, {**MADE_FROM, "second-drafter": "own"}, {})
     assert len(load(str(folder)).drafters) == 2
     assert len(load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).drafters) == 1
-
-
-def test_a_converted_pair_is_used_as_advised_for_what_it_was_made_from(folder):
-    write_pair(folder, MADE_FROM, {})
-    assert find_names(PairConfig(str(folder))).preset == UNTHINKING
-    assert find_names(PairConfig(str(folder), "own/drafter")).preset == Preset()
-    write_pair(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
-    assert find_names(PairConfig(str(folder))).preset == Preset()
 
 
 def test_a_pair_folder_may_be_moved_and_needs_its_models(folder):
