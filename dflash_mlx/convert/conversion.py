@@ -112,7 +112,6 @@ class Conversion:
     write: Callable[[Path], None]  # makes this folder, which is not there yet
 
     def write_to(self, folder: Path) -> None:
-        """Make the folder; DFlashError for what cannot be read, or cannot be converted so."""
         try:
             with redirect_stdout(sys.stderr):
                 self.write(folder)
@@ -200,9 +199,8 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
 
 
 def _target_size(part: Part, settings: ConvertConfig, read: int) -> int:
-    """Bytes of what a target becomes, about; the most that a recipe's bits can be."""
     parameters = part.facts.weights.parameters
-    if settings.quantizes:
+    if settings.quantizes:  # recipes have at most 6 bits
         bits = 6 if settings.recipe else settings.bits or _MODE_BITS[settings.mode]
         return stored_bytes(parameters, bits) or read
     if settings.dequantize or settings.dtype is not None:

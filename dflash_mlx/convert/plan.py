@@ -64,10 +64,7 @@ class Plan:
 
 
 def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfig) -> Plan:
-    """All but fetching, reading and writing weights; DFlashError for what cannot be done.
-
-    names: of the models, by their folders in the destination.
-    """
+    """Find and check models, named by their folders in the destination; no weight is read."""
     folder = resolve_destination(destination)
     if ALONE in names and settings.drafter_bits is not None:
         what = "--drafter-bits is for the drafter of a pair"
@@ -84,7 +81,6 @@ def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfi
 
 
 def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
-    """The conversions of what was found; DFlashError where the parts do not suit each other."""
     drafters = [part.facts for part in parts.values() if part.kind == DRAFTER]
     conversions = {}
     for place, part in parts.items():  # the target first
@@ -166,7 +162,6 @@ def open_part(name: str, scratch: Path) -> Part:
 
 
 def _fetch(part: Part) -> Part:
-    """The same with its weights, downloaded and checked again if need be."""
     if part.facts.source is None:
         return part
     try:

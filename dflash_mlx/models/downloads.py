@@ -151,8 +151,7 @@ class DownloadPlan:
 def download_plans(config: PairConfig, everything: bool = False) -> Iterator[DownloadPlan]:
     """The model that `config` names, then its quantisations on the hub, those of few bits first.
 
-    Of a model on this machine there is no other offer, unless `everything` is wanted. Raises
-    DFlashError for names that no model can have.
+    A model on this machine is the only one, unless `everything` is wanted.
     """
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
@@ -179,7 +178,6 @@ def _offer(config: PairConfig, drafters: DownloadPlan) -> DownloadPlan:
 
 
 def _with(others: DownloadPlan, config: PairConfig, part: tuple[str, str]) -> DownloadPlan:
-    """What others take and one more; DFlashError where the hub does not say."""
     source = find_source(*part, update=False)
     return DownloadPlan(config, others.needs + needed(source), others.download + source.missing())
 

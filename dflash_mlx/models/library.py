@@ -205,14 +205,12 @@ def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
 
 
 def _of(kind: str, name: str, path: Path) -> CacheEntry:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    sizes = []
-    for file in files:
-        with suppress(OSError):  # another program may be clearing up, too
-            sizes.append(file.lstat().st_size)
-    with suppress(OSError):
-        return CacheEntry(kind, name, path, sum(sizes), path.stat().st_mtime)
-    return CacheEntry(kind, name, path, 0, 0.0)
+    size, changed = 0, 0.0
+    with suppress(OSError):  # another program may be clearing up, too
+        changed = path.stat().st_mtime
+        files = [path] if path.is_file() else filter(Path.is_file, path.rglob("*"))
+        size = sum(file.lstat().st_size for file in files)
+    return CacheEntry(kind, name, path, size, changed)
 
 
 def _scan() -> HFCacheInfo | None:
@@ -234,7 +232,6 @@ def _revisions() -> Iterator[tuple[CachedRepoInfo, list[tuple[str, Source]]]]:
 
 
 def _repositories() -> Iterator[CacheEntry]:
-    """Of the Hugging Face cache, and broken-off downloads in it."""
     for repo, found in _revisions():
         whole = (kind for kind, _ in found if kind not in ("", UNFINISHED))
         kind, size, changed = next(whole, UNFINISHED), repo.size_on_disk, repo.last_modified

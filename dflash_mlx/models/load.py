@@ -102,12 +102,10 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
 
 
 def load_target(name: str | None = None) -> Pair:
-    """A target alone, the default one without a name; raises as `load` does.
-
-    Its kernels are off: they have no gradients, and batch work has more rows than they take.
-    """
+    """A target alone, the default one without a name; raises as `load` does."""
     facts = target_facts(target_names(name))
     facts.raise_first()
+    # kernels stay off: they have no gradients, and batch work has more rows than they take
     return Pair(*read_target(fetched(facts)))
 
 

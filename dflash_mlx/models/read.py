@@ -61,7 +61,6 @@ class TargetReader:
         """DFlashError for a target that cannot be read so; no weight is read."""
 
     def read(self, facts: ModelFacts, config: PairConfig) -> tuple[Target, Any]:
-        """The target and its tokenizer. facts: fetched."""
         return read_target(facts)
 
 

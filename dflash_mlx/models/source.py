@@ -155,10 +155,7 @@ class Source:
         return dict(sorted(sizes.items(), key=lambda item: item[1]))
 
     def fetch_file(self, file: str, bar: type) -> None:
-        """Download one file into the cache; DFlashError where that fails.
-
-        bar: made anew for each transfer, as of tqdm; what its `update` raises ends the download.
-        """
+        """Download one file. bar: a class like tqdm; what its `update` raises ends the download."""
         with self._asking():
             hf_hub_download(self.name, file, tqdm_class=bar)
 
