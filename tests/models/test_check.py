@@ -102,12 +102,6 @@ def test_what_passes_the_doctor_loads(tmp_path, family):
 # Numbers that do not fit
 
 
-def test_the_wrong_way_round_is_said_of_both(model, drafter):
-    (first,), (second,) = errors(drafter), errors(model, check_drafter)
-    assert str(first).startswith(f"{drafter} is a drafter, not a target; give it with --drafter")
-    assert str(second).startswith(f"{model} is a target, not a drafter; give it with --model")
-
-
 def test_another_tokenizer_is_refused_with_the_token_and_both_ids(model, drafter):
     write_tokenizer(drafter)
     assert not check_pair(check_target(model), check_drafter(drafter)).findings

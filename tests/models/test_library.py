@@ -335,23 +335,16 @@ def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinishe
     assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+@pytest.mark.usefixtures("hub")
+def test_names_and_kinds_find_what_is_kept_once_each_but_not_the_users_own(here, cache):
+    kept = cache_entries(here, cache)
+    for names, expected in (
         (["calibration"], ["calibration", "calibration"]),
         ([TARGET.upper()], ["model", "calibration", "kernels"]),
         (["features", "emulator"], ["features"]),
         ([DRAFTER, "drafters"], ["drafter"]),
-    ],
-)
-@pytest.mark.usefixtures("hub")
-def test_names_and_kinds_find_what_is_kept_once_each(here, cache, names, expected):
-    assert [each.kind for each in find_entries(names, cache_entries(here, cache))] == expected
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_name_of_nothing_is_refused_and_so_is_the_kind_of_the_users_own(here, cache):
-    kept = cache_entries(here, cache)
+    ):
+        assert [each.kind for each in find_entries(names, kept)] == expected
     for name in ("owner/none", "folder", "folders", ""):
         with pytest.raises(DFlashError, match=f"'{name}'"):
             find_entries([TARGET, name], kept)

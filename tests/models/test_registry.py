@@ -357,9 +357,9 @@ def test_a_pair_folder_may_be_moved_and_needs_its_models(folder):
         ({"version": 1, "made_from": "x"}, "made_from"),
     ],
 )
-def test_a_damaged_pair_json_is_refused(folder, content, complaint):
+def test_a_damaged_pair_json_is_refused(tmp_path, content, complaint):
     text = content if isinstance(content, str) else json.dumps(content)
-    (folder / PAIR_FILE).write_text(text)
+    (tmp_path / PAIR_FILE).write_text(text)
     with pytest.raises(DFlashError, match=complaint) as error:
-        read_pair(folder)
-    assert str(folder / PAIR_FILE) in error.value.what
+        read_pair(tmp_path)
+    assert str(tmp_path / PAIR_FILE) in error.value.what
