@@ -5,21 +5,20 @@ Of a Hugging Face repository only the heads of weight files are fetched until al
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.convert.conversion import (
     Conversion,
     ConvertConfig,
-    Part,
+    kind_of,
     plan_drafter,
     plan_target,
 )
@@ -58,9 +57,10 @@ class Plan:
     def size(self) -> int:
         return sum(each.size for each in self.conversions.values())
 
-    @property
+    @cached_property
     def download(self) -> int:
-        return sum(each.part.download for each in self.conversions.values())
+        sources = (each.facts.source for each in self.conversions.values())
+        return sum(source.missing() for source in sources if source is not None)
 
 
 def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfig) -> Plan:
@@ -69,25 +69,23 @@ def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfi
     if ALONE in names and settings.drafter_bits is not None:
         what = "--drafter-bits is for the drafter of a pair"
         raise DFlashError(what, "use --bits, or add --pair")
-    parts = {}
-    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
-        for place, name in names.items():
-            parts[place] = part = open_part(name, Path(scratch) / place)
-            wanted = TARGET if place == TARGET else DRAFTER
-            if place != ALONE and part.kind != wanted:
-                what = f"{name} is a {part.kind}, not a {wanted}"
-                raise DFlashError(what, "give the target as SRC and the drafter with --pair")
-        return _plan(folder, parts, settings)
+    parts = {place: find_part(name) for place, name in names.items()}
+    for place, part in parts.items():
+        wanted = TARGET if place == TARGET else DRAFTER
+        if place != ALONE and kind_of(part) != wanted:
+            what = f"{part.name} is a {kind_of(part)}, not a {wanted}"
+            raise DFlashError(what, "give the target as SRC and the drafter with --pair")
+    return _plan(folder, parts, settings)
 
 
-def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
-    drafters = [part.facts for part in parts.values() if part.kind == DRAFTER]
+def _plan(destination: Path, parts: Mapping[str, ModelFacts], settings: ConvertConfig) -> Plan:
+    drafters = [part for part in parts.values() if kind_of(part) == DRAFTER]
     conversions = {}
     for place, part in parts.items():  # the target first
-        if part.kind == DRAFTER:
+        if kind_of(part) == DRAFTER:
             conversions[place] = plan_drafter(part, settings, place != ALONE)
             continue
-        check_pair(part.facts, *drafters).raise_first()
+        check_pair(part, *drafters).raise_first()
         conversions[place] = plan_target(part, settings)
     return Plan(destination, conversions)
 
@@ -106,7 +104,7 @@ def check_spaces(plan: Plan) -> None:
 def convert(plan: Plan, settings: ConvertConfig) -> None:
     """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
     if plan.download:
-        parts = {place: _fetch(each.part) for place, each in plan.conversions.items()}
+        parts = {place: _fetch(each.facts) for place, each in plan.conversions.items()}
         plan = _plan(plan.destination, parts, settings)
     with staged(plan.destination) as folder:
         _write(plan, folder)
@@ -122,7 +120,7 @@ def _write(plan: Plan, folder: Path) -> None:
             file.rename(folder / file.name)
         (folder / MODEL).rmdir()
     if ALONE not in plan.conversions:
-        names = {place: each.part.name for place, each in plan.conversions.items()}
+        names = {place: each.facts.name for place, each in plan.conversions.items()}
         write_pair(folder, names, describe_versions())
 
 
@@ -130,7 +128,7 @@ def report(plan: Plan) -> str:
     """What would be done and what it needs, for people."""
     conversions = plan.conversions.values()
     lines = [
-        f"{each.part.kind:<9} {each.part.name}: {each.description}, {amount(each.size)}"
+        f"{kind_of(each.facts):<9} {each.facts.name}: {each.description}, {amount(each.size)}"
         for each in conversions
     ]
     free = shutil.disk_usage(plan.destination.parent).free
@@ -143,33 +141,24 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def open_part(name: str, scratch: Path) -> Part:
-    """Find and check `name`; what stands for weights that are not here is written into `scratch`.
-
-    Raises DFlashError for what is no model, is damaged, or cannot be had.
-    """
+def find_part(name: str) -> ModelFacts:
+    """Find and check a model; DFlashError for what is none, is damaged, or cannot be had."""
     path = existing(name)
     if path is not None and path.is_file():
         _check_gguf(path)
-        return Part(name, path, describe_target(load_gguf(path)[2], name))
-    source = _on_hub(name) if path is None else _of_folder(path)
-    facts = _check(source, name)
-    if source.folder is not None:
-        return Part(name, source.folder, facts)
-    if facts.format is not None:
-        _write_heads(facts, source, scratch)
-    return Part(name, scratch, facts, source.missing())
+        return describe_target(load_gguf(path)[2], name, path)
+    return _check(_on_hub(name) if path is None else _of_folder(path), name)
 
 
-def _fetch(part: Part) -> Part:
-    if part.facts.source is None:
-        return part
+def _fetch(facts: ModelFacts) -> ModelFacts:
+    if facts.source is None:
+        return facts
     try:
-        source = part.facts.source.fetch()
+        source = facts.source.fetch()
     except DFlashError as error:
         again = "run the same command again, which goes on where this one stopped"
         raise DFlashError(error.what, again) from None
-    return Part(part.name, source.here, _check(source, part.name))
+    return _check(source, facts.name)
 
 
 def _check(source: Source, name: str) -> ModelFacts:
@@ -206,21 +195,6 @@ def _on_hub(name: str) -> Source:
         if (copy := whole_copy(name) or whole_copy(name, DRAFTER)) is None:
             raise
         return copy
-
-
-def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> None:
-    """What a drafter can be built from as if it were whole: config, and a hole for its weights."""
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(source.path(CONFIG), folder / CONFIG)
-    head, end = {}, 0
-    for name, tensor in facts.weights.tensors.items():
-        begin, end = end, end + tensor.nbytes
-        place = {"shape": tensor.shape, "data_offsets": (begin, end)}
-        head[name] = {"dtype": tensor.dtype, **place}
-    text = json.dumps(head).encode()
-    with open(folder / "model.safetensors", "wb") as output:
-        output.write(len(text).to_bytes(8, "little") + text)
-        output.truncate(8 + len(text) + end)
 
 
 def _check_gguf(path: Path) -> None:

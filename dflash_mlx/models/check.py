@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
@@ -53,6 +53,16 @@ class ModelFacts(Checked):
     @property
     def context_length(self) -> int:
         return context_length(self.config)
+
+    @property
+    def path(self) -> Path:
+        """Its folder, or its GGUF file, once it is on this machine."""
+        return self.file or cast(Source, self.source).here
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is no repository whose weights have to be fetched."""
+        return self.source is None or self.source.folder is not None
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
 
 def fetched(facts: ModelFacts) -> ModelFacts:
     """The same with its weights on this machine; what was downloaded is checked again."""
-    if facts.source is None or facts.source.folder is not None:
+    if facts.source is None or facts.is_here:
         return facts
     check = check_target if facts.format is None else check_drafter
     again = check(facts.source.fetch(), facts.name)

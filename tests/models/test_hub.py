@@ -17,7 +17,7 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
-from dflash_mlx.convert.plan import open_part
+from dflash_mlx.convert.plan import find_part
 from dflash_mlx.models import downloads, library
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import check_named, load_pair
@@ -220,7 +220,7 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
     with monkeypatch.context() as patches:
         use_hub(patches)
         with pytest.raises(DFlashError):
-            open_part("owner/model", tmp_path)
+            find_part("owner/model")
     report = check_named(PairConfig("owner/model"))
     assert not report.errors
     assert report.target.source.folder is None
@@ -232,7 +232,7 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", "model*.safetensors"]))
     use_hub(monkeypatch)
     assert whole_copy("owner/model").folder == folder
-    assert open_part("owner/model", tmp_path).path == folder
+    assert find_part("owner/model").source.folder == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
     needed = downloads.needed(Source.of(sharded, "model"))
     assert downloads.needed_by(find_names(PairConfig("owner/model"))) == needed
