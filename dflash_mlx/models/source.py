@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
     GatedRepoError,
     HfHubHTTPError,
@@ -197,7 +197,8 @@ class Source:
 
 def published(author: str, text: str) -> list[str]:
     """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
-    try:
+    try:  # the first request fails at once where the second would try again for 20 seconds
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
         return [found.id for found in HfApi().list_models(author=author, search=text, limit=100)]
     except HUB_ERRORS:
         return []
