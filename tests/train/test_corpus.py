@@ -173,14 +173,6 @@ def test_a_system_prompt_comes_first_and_an_answer_ends_where_the_context_does(
 # Going on
 
 
-def test_a_file_cut_anywhere_is_completed(folder, tmp_path, answered):
-    lines = 9
-    whole = (folder / "answered.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "c").write_bytes(b"".join(whole[:lines]) + whole[lines][:17])
-    assert by_id(run(folder, tmp_path / "c", "--batch-size", "5")) == answered
-    assert (tmp_path / "c").read_bytes().splitlines(keepends=True)[:lines] == whole[:lines]
-
-
 def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, answered):
     out = tmp_path / "c"
     words = [*options(folder, out), "--batch-size", "1", "--method", "none"]
@@ -233,10 +225,6 @@ def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_pa
         (["--out", "notes.txt"], "notes.txt exists"),
         (["--self-prompt", "3"], "one source of prompts"),
         (["--opening", "Say"], "--self-prompt"),
-        (["--limit", "0"], "limit is 0"),
-        (["--greedy-share", "1.5"], "greedy_share is 1.5"),
-        (["--temperature", "11"], "temperature is 11"),
-        (["--top-p", "0"], "top_p is 0.0"),
         (["--drafter", "nowhere", "--method", "none"], "drafter is nowhere"),
     ],
 )
