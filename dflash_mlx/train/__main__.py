@@ -15,8 +15,8 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.data import DataConfig, read_texts
+from dflash_mlx.train.config import DataConfig, TrainConfig
+from dflash_mlx.train.data import read_texts
 from dflash_mlx.train.families import begin
 from dflash_mlx.train.run import (
     Record,

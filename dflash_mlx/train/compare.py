@@ -21,7 +21,8 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
 from dflash_mlx.train.blocks import Array, cut_blocks
-from dflash_mlx.train.data import DataConfig, Texts, read_texts
+from dflash_mlx.train.config import DataConfig
+from dflash_mlx.train.data import Texts, read_texts
 from dflash_mlx.train.families import read_trainee
 from dflash_mlx.train.trainee import Trainee
 

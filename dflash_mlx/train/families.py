@@ -26,11 +26,11 @@ TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
 def begin(config: TrainConfig, pair: Pair) -> Trainee:
     """The drafter that a run starts from; its config.json says what it is trained to be."""
     kind = TRAINEES[config.mode]
-    if config.init is not None:
-        trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
-        trainee = trainee.prepared(config.mode, config.block_size)
+    if config.init is None:
+        trainee = kind.new(config, pair)
     else:
-        trainee = kind.new(config, pair).prepared(config.mode)
+        trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
+    trainee = trainee.prepared(config.mode, config.block_size)
     most = trainee.config.block_size - 2
     if config.mode == "variable-prefix" and config.least_prefix > most:
         what = f"least_prefix is {config.least_prefix}, which leaves nothing to draft in blocks of "

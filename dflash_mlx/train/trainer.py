@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
@@ -54,8 +54,7 @@ class Crew:
         """This process's sequences of all of a step's."""
         each = len(blocks.rows) // self.size
         part = slice(self.rank * each, (self.rank + 1) * each)
-        values = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
-        own: dict[str, Any] = {k: v if v is None else v[part] for k, v in values.items()}
+        own = {name: all_[part] for name, all_ in vars(blocks).items() if all_ is not None}
         return replace(blocks, **own)
 
     def mean(self, tree: Any) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, Pair, Session, load
+from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
@@ -231,7 +232,7 @@ def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_pa
 def test_bad_options_are_refused_before_the_model_is_loaded(
     folder, tmp_path, monkeypatch, more, named
 ):
-    monkeypatch.setattr(collect, "load_pair", lambda *_: pytest.fail("the pair was loaded"))
+    monkeypatch.setattr(cli, "load_pair", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(DFlashError, match=named) as failure:

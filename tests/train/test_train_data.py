@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import data as module
+from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import (
     CHOICE,
     CHOICES,
-    DataConfig,
     FeatureCache,
     Texts,
     likeliest,

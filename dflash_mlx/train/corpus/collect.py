@@ -19,15 +19,12 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import (
     ALL_BUT_MODEL,
-    AUTO,
     DecodeConfig,
     PairConfig,
     SamplingConfig,
 )
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import check_given
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
 from dflash_mlx.train.corpus.answers import Answers, Job, TurnWriter, lot, read_openings
@@ -62,7 +59,9 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     if ranks is not None and ranks.rank:  # whose rows the first one's file gets in the end
         out = out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")
     with open_corpus(out) as file:
-        pair = open_pair(cli.read_pair_config(arguments), config.method)
+        pair = cli.open_pair(arguments, DecodeConfig(config.method))
+        # What is collected does not depend on what drafts, which may want arguments of its own.
+        pair = replace(pair, template=cli.read_pair_config(arguments).template_arguments)
         header = make_header(pair, config)
         if ranks is not None:
             asked = repr([question(pair, config, row) for row in prompts])
@@ -109,19 +108,6 @@ def read_config(arguments: argparse.Namespace) -> CorpusConfig:
     if config.limit is not None and config.self_prompt is not None:
         raise DFlashError("--limit counts prompts of a file", "give the number to --self-prompt")
     return config
-
-
-def open_pair(chosen: PairConfig, method: str) -> Pair:
-    """The target and what drafts for it.
-
-    Prompts go by the template arguments that were asked for, not by those of a drafter: what is
-    collected does not depend on what drafts. Raises DFlashError for what does not go together.
-    """
-    check_given(chosen, method)
-    pair = load_pair(chosen, DecodeConfig(method))
-    if pair.fallback and method == AUTO:
-        cli.say(f"{pair.fallback}; --drafter names a drafter")
-    return replace(pair, template=chosen.template_arguments)
 
 
 def make_header(pair: Pair, config: CorpusConfig) -> CorpusHeader:
