@@ -1,7 +1,4 @@
-"""Acceptance length on held-out texts, position by position, before any decoding is done.
-
-`python -m dflash_mlx.train.compare` has that of drafters side by side.
-"""
+"""`python -m dflash_mlx.train.compare`: which drafts of texts are right, without decoding."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ class Acceptance:
 
 
 def in_words(by_position: Iterable[float], by_prefix: Sequence[float]) -> str:
-    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ...; see `Record`."""
+    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ..."""
     shares = " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
     told = f"{1 + by_prefix[0]:.3f} tokens/round | by position {shares}"
     lengths = " ".join(f"{length:.2f}" for length in by_prefix)
@@ -104,11 +101,7 @@ def measure_drafts(
 
 
 def walk(trainee: Trainee, texts: Texts) -> Acceptance:
-    """The rounds of greedy decoding, each beginning where the one before ended.
-
-    The first begins behind the answer's first token, which takes no round. The texts must be greedy
-    ones.
-    """
+    """The rounds of greedy decoding over greedy texts, behind each answer's first token."""
     step, walked = max(1, _CHUNK // trainee.config.block_size), []
     for i, text in enumerate(texts.texts):
         anchors, chosen = text.anchors[None, 1:], np.array([i])

@@ -27,8 +27,6 @@ def _share(default: float, help: str) -> Any:
 
 
 class _Checked:
-    """Settings whose fields carry what they may be."""
-
     def __post_init__(self) -> None:
         check_values(self)
 

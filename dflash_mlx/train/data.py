@@ -166,10 +166,7 @@ def _tell(path: Path, rows: int, why: str) -> None:
 
 
 class FeatureCache:
-    """Features and most likely next tokens of sequences on disk.
-
-    Raises DFlashError where there is no room for the first one; later ones are left out.
-    """
+    """Features and likely next tokens on disk; DFlashError without room for one sequence."""
 
     def __init__(
         self,

@@ -115,10 +115,7 @@ def check_out(folder: Path) -> None:
 
 
 def read_history(file: Path, step: int) -> list[Record]:
-    """Measurements up to `step`; a run that was killed may have gone further than its state.
-
-    Raises DFlashError for a damaged file.
-    """
+    """Measurements up to `step`, where the state is; DFlashError for a damaged file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]

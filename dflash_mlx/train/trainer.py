@@ -82,22 +82,18 @@ ALONE = Crew()
 
 
 class Training(ABC):
-    """Steps of AdamW, and where they are in the data: what every training has in common.
-
-    module: what is trained, the trainee's network or a part beside it. law: further settings
-    of `BlockSampler`. crew: the processes that share each step; each has `sequences` of its own.
-    """
+    """Steps of AdamW, and where they are in the data: what every training has in common."""
 
     config: StepConfig
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # what is trained, the trainee's network or a part beside it
         trainee: Trainee,
         texts: Texts,
         config: StepConfig,
-        crew: Crew = ALONE,
-        **law: Any,
+        crew: Crew = ALONE,  # each of whom has `sequences` of its own
+        **law: Any,  # further settings of the sampler
     ) -> None:
         self.trainee, self.config, self.crew = trainee, config, crew
         self.step, self.seconds = 0, 0.0  # done, and spent in them, over all runs

@@ -1,7 +1,4 @@
-"""Many texts at once, with drafts: a client of the scheduler.
-
-They are answers, and user turns that the model writes itself, through its own chat template.
-"""
+"""Many texts at once, with drafts: answers, and user turns that the model writes itself."""
 
 from __future__ import annotations
 

@@ -136,10 +136,7 @@ def _digest(text: str) -> str:
 
 
 def join_parts(ranks: Ranks, file: CorpusFile) -> None:
-    """Append what the others have answered, rank by rank.
-
-    Their files are removed only when it is in the first one's.
-    """
+    """Append what the others have answered; only then are their files removed."""
     own = file.path.read_text(encoding="utf-8") if ranks.rank else ""
     known = {row.id for row in file.rows}
     for text in ranks.gather(own):
@@ -224,7 +221,6 @@ class Collection:
         return True
 
     def _job(self, asked: CorpusRow) -> Job:
-        """Answer a row that lacks it, greedily or not, as its id and the seed decide."""
         config, (chance, seed) = self._config, lot(self._config.seed, asked.id)
         greedy = chance < config.greedy_share
         heat, top_p = (0.0, 1.0) if greedy else (config.temperature, config.top_p)
