@@ -14,16 +14,26 @@ import numpy as np
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
 from dflash_mlx.train.blocks import Array, cut_blocks
 from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.data import Texts, read_texts
-from dflash_mlx.train.families import read_trainee
+from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.verifier.model import Target
 
 PROGRAM = "dflash_mlx.train.compare"
+TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
+    "dflash": DFlashTrainee,
+    "variable-prefix": DFlashTrainee,
+    "specdiff": SpecDiffTrainee,
+    "eagle3": EagleTrainee,
+}
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
 _CHUNK = 2048  # block tokens drafted at once
@@ -137,6 +147,16 @@ def main(argv: Sequence[str]) -> None:
     print(table(figures))
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(figures, indent=1) + "\n")
+
+
+def read_trainee(folder: Path, target: Target) -> Trainee:
+    """An existing drafter of any family; DFlashError for one that cannot be trained here."""
+    raw = read_json(folder)
+    kinds = TRAINEES.values() if isinstance(raw, dict) else ()
+    found = (kind for kind in kinds if kind.files.recognises(raw))
+    if (kind := next(found, None)) is None:
+        raise DFlashError(f"{folder} holds no drafter that can be trained", "choose another one")
+    return kind.read(folder, target)
 
 
 def by_category(drafter: Trainee, texts: Texts) -> dict[str, Any]:

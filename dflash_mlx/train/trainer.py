@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
@@ -35,20 +35,12 @@ _FLOOR = 0.02  # of the peak, where the cosine ends
 _Event = TypeVar("_Event")
 
 
-@dataclass(frozen=True)
 class Crew:
     """Processes that train one network, each on its part of every step's sequences."""
 
-    ranks: Ranks | None = None  # None for a process that is alone
-
-    @property
-    def size(self) -> int:
-        return 1 if self.ranks is None else self.ranks.size
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is; the first one measures and writes."""
-        return 0 if self.ranks is None else self.ranks.rank
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks  # None for a process that is alone
+        self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
     def own(self, blocks: Blocks) -> Blocks:
         """This process's sequences of all of a step's."""

@@ -194,15 +194,10 @@ def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, 
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "before"),
-    [("max_tokens", 41, 40), ("seed", 5, 0), ("system", "Be brief.", None)],
-)
-def test_other_settings_do_not_continue_a_file(folder, answered, option, value, before):
+def test_other_settings_do_not_continue_a_file(folder, answered):
     contents = (folder / "answered.jsonl").read_bytes()
-    more = ["--" + option.replace("_", "-"), str(value)]
-    with pytest.raises(DFlashError, match=f"{option} {before!r}, not {value!r}"):
-        run(folder, folder / "answered.jsonl", *more)
+    with pytest.raises(DFlashError, match="system None, not 'Be brief.'"):
+        run(folder, folder / "answered.jsonl", "--system", "Be brief.")
     assert (folder / "answered.jsonl").read_bytes() == contents
 
 
@@ -221,8 +216,6 @@ def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_pa
     ("more", "named"),
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--out", "nowhere/c.jsonl"], "nowhere/c.jsonl"),
-        (["--out", "."], "written"),
         (["--out", "notes.txt"], "notes.txt exists"),
         (["--self-prompt", "3"], "one source of prompts"),
         (["--opening", "Say"], "--self-prompt"),

@@ -22,11 +22,10 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train import compare
 from dflash_mlx.train.blocks import Blocks, BlockSampler, cut_blocks
-from dflash_mlx.train.compare import measure
+from dflash_mlx.train.compare import measure, read_trainee
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.eagle3 import EagleTrainee
-from dflash_mlx.train.families import read_trainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
