@@ -32,7 +32,7 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.config import DataConfig
-from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from dflash_mlx.train.rows import CorpusRow, read_rows
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 

@@ -21,9 +21,9 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.compare import walk
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target

@@ -21,15 +21,15 @@ import numpy as np
 import pytest
 
 from dflash_mlx import DecodeConfig, Pair, Session, load
+from dflash_mlx import corpus as collect
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.answers import Answers, Job, loop_end
-from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from dflash_mlx.train.answers import Answers, Job, loop_end
+from dflash_mlx.train.rows import CorpusRow, read_rows
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer

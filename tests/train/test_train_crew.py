@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_mlx import corpus as collect
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.__main__ import main as train
-from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.rows import read_rows
+from dflash_mlx.train.rows import read_rows
 from dflash_mlx.train.run import STATE
 from support.ranks import ended, kill, launched, on_ranks
 from support.tiny_training import corpus_rows, files

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_mlx import corpus as collect
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
@@ -24,9 +25,8 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.train import selector
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.config import DataConfig
-from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.rows import CorpusRow
 from dflash_mlx.train.data import read_texts
+from dflash_mlx.train.rows import CorpusRow
 from dflash_mlx.train.run import STATE
 from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import random_drafter
