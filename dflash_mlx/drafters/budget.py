@@ -289,8 +289,7 @@ def within_budget(
     """
     target = pair.target
     if config.recalibrate:
-        for _ in pair.calibrating(again=True):
-            pass
+        pair.calibrate(again=True)
     elif target.pass_times is None:
         target.pass_times = stored_times(target)
     drafts, sources = bool(method.family), tuple(source.name for source in method.sources)

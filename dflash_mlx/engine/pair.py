@@ -109,6 +109,14 @@ class Pair:
             self.learned[key] = learn()
         return self.learned[key]  # type: ignore[no-any-return]
 
+    def calibrate(self, again: bool = False) -> None:
+        """Time passes of the target, so that a budget need not learn from its rounds what pays.
+
+        What this machine took before is read from the disk. again: measure all the same.
+        """
+        for _ in self.calibrating(again):
+            pass
+
     def calibrating(self, again: bool = False) -> Generator[tuple[int, int], None, None]:
         """Time passes of the target, so that a budget knows what pays: those done, and all.
 
