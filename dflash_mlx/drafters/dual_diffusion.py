@@ -12,6 +12,7 @@ from dflash_mlx.drafters.block_diffusion import block_models, contexts_of
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import (
+    TOP_K,
     Choices,
     Offers,
     Path,
@@ -20,7 +21,6 @@ from dflash_mlx.drafters.growth.grow import (
     likely_boundaries,
     mix,
 )
-from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
     DRAFT,
     LOOKUP,

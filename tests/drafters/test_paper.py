@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.growth.grow import Choices, Ranked, follow, walk
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import Choices, Ranked, follow, rank, walk
 from dflash_mlx.drafters.paper import PaperGrowth, Resample, log_softmax, merge_samples
 from dflash_mlx.verifier.model import Target
 from support.decoding import behind, paths_of
