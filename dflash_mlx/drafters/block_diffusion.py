@@ -16,9 +16,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import Candidates
-from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.growth.grow import TOP_K, best_first
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawing, Method, Plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State

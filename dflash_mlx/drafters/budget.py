@@ -17,8 +17,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.costs import SAFE, Average, RoundTimes
-from dflash_mlx.drafters.experience import Arm, Cut, Experience, Instead
+from dflash_mlx.drafters.experience import SAFE, Arm, Average, Cut, Experience, Instead, RoundTimes
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     Seconds,
@@ -27,9 +26,8 @@ from dflash_mlx.drafters.growth.reliability import (
     reach,
     worth_keeping,
 )
-from dflash_mlx.drafters.method import LOOKUP, Method
+from dflash_mlx.drafters.method import LOOKUP, FirstDraft, Method, TwoPass
 from dflash_mlx.drafters.ngram import MOST_LOOKED_UP, lookup
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State

@@ -25,13 +25,14 @@ from dflash_mlx.drafters.method import (
     DRAFT,
     LOOKUP,
     SECOND_DRAFT,
+    FirstDraft,
     Method,
     Plan,
+    TwoPass,
     branches_option,
     check_block_size,
 )
 from dflash_mlx.drafters.networks.context import DualContext
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 

@@ -32,11 +32,18 @@ from dflash_mlx.drafters.growth.grow import (
     walk,
 )
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
-from dflash_mlx.drafters.method import DRAFT, BlockDrafter, Method, Plan, branches_option
+from dflash_mlx.drafters.method import (
+    DRAFT,
+    BlockDrafter,
+    FirstDraft,
+    Method,
+    Plan,
+    branches_option,
+    legal,
+)
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
-from dflash_mlx.drafters.two_pass import FirstDraft, legal
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 

@@ -23,10 +23,10 @@ from dflash_mlx.drafters.dflash.paths import (
     MarkovLinks,
     predecessors,
 )
-from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.grow import Linked, rank
+from dflash_mlx.drafters.method import Drawing
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
