@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
 
-DRAFT, KEEP = 1, 2  # streams of randomness beside the target's own
+DRAW, KEEP = 1, 2  # streams of randomness beside the target's own
 
 
 class Sampler:

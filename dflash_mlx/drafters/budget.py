@@ -192,11 +192,11 @@ class BatchBudget:
         for draft, state in zip(drafts, states, strict=True):
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
             wanted = self._scope.looks_up and draft.q is None
-            if wanted and (seen := lookup(state.tokens, most)).tokens:
-                tokens, constraint = seen.tokens, state.constraint
-                if constraint is not None:
-                    tokens = tokens[: constraint.run(state.tokens, tokens)]
-                tree = draft.tree.merge(tokens, seen.logprobs[: len(tokens)], LOOKUP.name)
+            tokens, logprob = lookup(state.tokens, most) if wanted else ([], 0.0)
+            if tokens:
+                if state.constraint is not None:
+                    tokens = tokens[: state.constraint.run(state.tokens, tokens)]
+                tree = draft.tree.merge(tokens, [logprob] * len(tokens), LOOKUP.name)
                 draft = replace(draft, tree=tree)
             found.append(draft)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
@@ -84,16 +84,6 @@ class JointGrowth:
         return choices
 
 
-class Growth(Protocol):
-    """How two drafts become one tree."""
-
-    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """Where the first draft is continued, likeliest first, with how likely that is to help."""
-
-    def tree(self, first: Choices, second: Drafts) -> Tree:
-        """Both drafts in one tree."""
-
-
 class DualDiffusion(TwoPass):
     """First draft, K second drafts in one pass over one shared context, one tree.
 
@@ -110,7 +100,7 @@ class DualDiffusion(TwoPass):
         self,
         first: BlockModel,
         second: BlockModel | None,
-        growth: Growth,
+        growth: JointGrowth,
         sizes: Sequence[int | None] = (None, None),
     ) -> None:
         self._models = (first,) if second is None else (first, second)
@@ -177,15 +167,15 @@ class DualDiffusion(TwoPass):
     ) -> list[dict[Path, Choices]]:
         """For each sequence what the second drafter offers after each of the chosen prefixes."""
         known = [dict[Path, Choices]() for _ in drafts]
-        asked = [i for i, prefixes in enumerate(chosen) if prefixes]
-        asks = [self._ask(states[i], drafts[i], chosen[i]) for i in asked]
+        asked, asks = [], []
+        for i, (state, draft, prefixes) in enumerate(zip(states, drafts, chosen, strict=True)):
+            if prefixes:
+                rows = min(self._sizes[1], draft.remaining)
+                asked.append(i)
+                asks.append(Ask(contexts_of(state)[-1], state.anchor, rows, prefixes))
         for i, found in zip(asked, self._ends[1].choices(asks, TOP_K), strict=True):
             known[i] = dict(zip(chosen[i], found, strict=True))
         return known
-
-    def _ask(self, state: State, draft: FirstDraft, prefixes: list[Path]) -> Ask:
-        rows = min(self._sizes[1], draft.remaining)
-        return Ask(contexts_of(state)[-1], state.anchor, rows, prefixes)
 
 
 @dataclass(frozen=True)
@@ -209,7 +199,7 @@ class DualOptions(Options):
     def later_blocks(self) -> dict[str, int | None]:
         return {"second_block_size": self.second_block_size}
 
-    def growth_of(self, how: Plan) -> Growth:
+    def growth_of(self, how: Plan) -> JointGrowth:
         """How trees grow, before any of them is cut."""
         return JointGrowth(self.branches or BRANCHES, how.nodes)
 

@@ -13,8 +13,7 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
-from dflash_mlx.core.sampling import DRAFT as DRAFTED
-from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.sampling import DRAW, Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, LEAST, SECOND, Choices, Path
@@ -169,7 +168,7 @@ class Drawing:
         """Randomness for a draft at this position of this answer."""
         if state.opening is not self._opening:
             self._sampler, self._opening = Sampler(self.config), state.opening
-        return self._sampler.key(state.position, DRAFTED)
+        return self._sampler.key(state.position, DRAW)
 
     def proposal(self, state: State, tokens: mx.array, q: mx.array, sure: mx.array) -> Proposal:
         """A chain of tokens [n], drawn from q [n, V]; sure: [n], or one for all positions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,7 +19,13 @@ from dflash_mlx.drafters import dual_diffusion
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, block_models, contexts_of
 from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dual_diffusion import BRANCHES, Drafts, DualDiffusion, DualOptions, Growth
+from dflash_mlx.drafters.dual_diffusion import (
+    BRANCHES,
+    Drafts,
+    DualDiffusion,
+    DualOptions,
+    JointGrowth,
+)
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
@@ -34,6 +40,7 @@ from dflash_mlx.drafters.growth.grow import (
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
 from dflash_mlx.drafters.method import (
     DRAFT,
+    MOST_NODES,
     BlockDrafter,
     FirstDraft,
     Method,
@@ -56,14 +63,19 @@ SAMPLED_FROM = 64  # likeliest tokens of a position (SpecDiff-2, arXiv 2511.0060
 Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose they are
 
 
-class PaperGrowth:
+def merged(chains: Sequence[Chain]) -> Tree:
+    """One tree of chains; prefixes that are equal are shared nodes."""
+    return reduce(lambda tree, chain: tree.merge(*chain), chains, Tree.chain())
+
+
+class PaperGrowth(JointGrowth):
     """As published: K continuations of the first draft where it is likely to be rejected.
 
     branches: K. Nothing is pruned; equal prefixes share their nodes.
     """
 
     def __init__(self, branches: int) -> None:
-        self._branches = branches
+        super().__init__(branches, MOST_NODES)
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
@@ -84,7 +96,7 @@ class PaperGrowth:
         return likeliest(chosen, len(chosen))
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
-        return Tree.of_chains(self._chains(first, second))
+        return merged(self._chains(first, second))
 
     def _chains(self, first: Choices, second: Drafts) -> list[Chain]:
         chains: list[Chain] = [(*walk(first), FIRST)]
@@ -151,7 +163,7 @@ class AblatedDualOptions(DualOptions):
             what = f"growth={self.growth} never cuts its tree, but the budget is {config.budget}"
             raise DFlashError(what, "leave the budget or the growth out", "budget")
 
-    def growth_of(self, how: Plan) -> Growth:
+    def growth_of(self, how: Plan) -> JointGrowth:
         self.check(how.config)
         if self.cuts:
             return super().growth_of(how)
@@ -195,13 +207,13 @@ def merge_samples(
     logprobs: [n, k] of the n drafted positions; only their proportions are drawn by. ids: [n, k]
     the tokens that they are for, None for 0 to k - 1.
     """
-    positions, chains = np.arange(len(logprobs)), []
+    positions, chains = np.arange(len(logprobs)), list[Chain]()
     cumulative = np.cumsum(np.exp(logprobs, dtype=np.float64), axis=-1)
     for uniform in (None, *generator.random((samples, len(logprobs)))):
         drawn = np.argmax(logprobs, axis=-1) if uniform is None else _draw(cumulative, uniform)
         tokens = drawn if ids is None else ids[positions, drawn]
-        chains.append((tokens.tolist(), logprobs[positions, drawn].tolist(), FIRST))
-    return Tree.of_chains(chains)
+        chains.append((tuple(tokens.tolist()), logprobs[positions, drawn].tolist(), FIRST))
+    return merged(chains)
 
 
 def _draw(cumulative: Array, uniform: Array) -> Array:

@@ -111,7 +111,7 @@ class ToyDrafter(BlockDrafter[ToyModel]):
             for _ in range(self.stride):
                 token = mx.argmax(self._model.module.after[token], axis=-1)
             drafts.append(token.item())
-        return Proposal(Tree.of_chains([(drafts, [-0.1] * len(drafts), "bigram")]))
+        return Proposal(Tree.chain().merge(drafts, [-0.1] * len(drafts), "bigram"))
 
 
 # Its files
