@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.core.option import (
     ABOVE_0,
     Given,
@@ -19,7 +18,7 @@ from dflash_mlx.core.option import (
     require,
 )
 from dflash_mlx.core.option import option as option
-from dflash_mlx.core.template import parse_template
+from dflash_mlx.core.text import parse_json, parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 ACCEPTANCES = ("auto", "match", "reject")

@@ -30,7 +30,7 @@ def option(
     kind: dict[str, Any] = {"type": type(default)} if isinstance(default, int | float) else {}
     if isinstance(default, bool | tuple):
         kind = {"action": "append" if default == () else "store_true"}
-    said = {"help": help, "label": label, "usual": usual, "range": (least, most)}
+    said: dict[str, Any] = {"help": help, "label": label, "usual": usual, "range": (least, most)}
     return field(default=default, metadata={**said, "argparse": {**kind, **argparse_keywords}})
 
 

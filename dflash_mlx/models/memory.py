@@ -10,10 +10,9 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Collector
+from dflash_mlx.core.errors import Collector, DFlashError
+from dflash_mlx.core.text import amount
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.names import Names, find_names, find_source
 from dflash_mlx.models.source import CONFIG, MODEL, Source

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.text import amount
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State

@@ -9,8 +9,8 @@ from collections.abc import Hashable, Iterable
 from functools import partial
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
 from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.delta import Delta

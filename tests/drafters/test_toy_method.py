@@ -25,8 +25,7 @@ from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.client import PairConfig, Session, load_pair, method_choices
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding
+from dflash_mlx.core.errors import DFlashError, Finding
 from dflash_mlx.core.option import Given, Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
