@@ -21,8 +21,6 @@ from dflash_mlx.core.option import option as option
 from dflash_mlx.core.text import parse_json, parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
-ACCEPTANCES = ("auto", "match", "reject")
-KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
 HOTTEST = 10.0  # temperature; long before, any token is as likely as any other
 MOST_ROWS = 96  # tokens that a pass verifies, and with that of a block
@@ -51,7 +49,7 @@ class PairConfig:
         "auto",
         "Metal kernels of the loaded models: auto uses each where it agrees with MLX and is faster "
         "on this machine, which is tried once; on wherever one can run; without Metal, none can",
-        choices=KERNELS,
+        choices=("auto", "off", "on"),
     )
     drafter_bits: int | None = option(
         None,
@@ -273,7 +271,7 @@ class DecodeConfig:
         "the drafts too and keeps each with probability min(1, p/q), which follows the same law "
         "and accepts more, but gives other answers for a seed, and one answer for it only with "
         "--block-size; auto rejects where no seed is given and no tree is drafted",
-        choices=ACCEPTANCES,
+        choices=("auto", "match", "reject"),
         label="Acceptance",
     )
     exact: bool = option(

@@ -241,15 +241,14 @@ class BatchBudget:
             rounds.append(asked)
             if len(state.last.tree) > 1:
                 known.reliability.learn(state.last)
-        if not rounds or any(asked is not rounds[0] for asked in rounds):
+        whole = rounds and all(asked is rounds[0] for asked in rounds)
+        if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return
-        last, (arm, cut) = rounds[0], (rounds[0].arm, rounds[0].cut)
-        if not len(rounds) == len(states) == len(cut.parts):
-            return
+        last, cut = rounds[0], rounds[0].cut
         if cut.instead is not None:
             known.second.learn(cut.instead, [s.last for s in last.trees if s.last is not None])
         if not any(state.delayed for state in states):
-            known.spent(arm, cut, now - last.start)
+            known.spent(last.arm, cut, now - last.start)
 
     def _goes_blind(self, arm: Arm) -> bool:
         """Whether this round need not see the tokens before it.

@@ -130,14 +130,13 @@ class DualDiffusion(TwoPass):
             if remaining > 1
         ]
         found = iter(self._ends[0].choices(asks, TOP_K))
-        return [
-            self._begun(next(found)[0], remaining) if remaining > 1 else FirstDraft(Tree.chain())
-            for remaining in rooms
-        ]
-
-    def _begun(self, choices: Choices, remaining: int) -> FirstDraft:
-        tree, branches = self._growth.tree(choices, {}), self._prefixes(choices, {}, remaining)
-        return FirstDraft(tree, remaining=remaining, choices=choices, branches=branches)
+        drafts = [FirstDraft(Tree.chain()) for _ in rooms]
+        for i, remaining in enumerate(rooms):
+            if remaining > 1:
+                (first,) = next(found)
+                tree, branches = self._growth.tree(first, {}), self._prefixes(first, {}, remaining)
+                drafts[i] = FirstDraft(tree, remaining=remaining, choices=first, branches=branches)
+        return drafts
 
     def _prefixes(self, first: Choices, second: Drafts, remaining: int) -> dict[Path, float]:
         ahead, behind = (min(size, remaining) for size in self._sizes)
@@ -200,7 +199,6 @@ class DualOptions(Options):
         return {"second_block_size": self.second_block_size}
 
     def growth_of(self, how: Plan) -> JointGrowth:
-        """How trees grow, before any of them is cut."""
         return JointGrowth(self.branches or BRANCHES, how.nodes)
 
     def drafter(self, *parts: Any) -> DualDiffusion:

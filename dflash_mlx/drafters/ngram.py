@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.method import LOOKUP, Method, Plan
+from dflash_mlx.drafters.method import LOOKUP, Method
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -60,8 +60,10 @@ class NGram(NoDraft):
         return Proposal(Tree.chain(lookup(state.tokens, most)[0]))
 
 
-def _make(how: Plan) -> NGram:
-    return NGram(how.config.block_size or DEFAULT_SIZE)
-
-
-METHOD = Method("ngram", "n-gram lookup", _make, sources=(LOOKUP,), preference=1)
+METHOD = Method(
+    "ngram",
+    "n-gram lookup",
+    lambda how: NGram(how.config.block_size or DEFAULT_SIZE),
+    sources=(LOOKUP,),
+    preference=1,
+)

@@ -191,14 +191,6 @@ class Scheduled(Denoising):
         return in_order if self.in_order else sorted(surest[: len(in_order)].tolist())
 
 
-def log_softmax(logits: Array) -> Array:
-    """[n, V] log-probabilities of each row."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    normal = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    result: Array = shifted - normal
-    return result
-
-
 def merge_samples(
     logprobs: Array, samples: int, generator: np.random.Generator, ids: Array | None = None
 ) -> Tree:
@@ -209,20 +201,14 @@ def merge_samples(
     """
     positions, chains = np.arange(len(logprobs)), list[Chain]()
     cumulative = np.cumsum(np.exp(logprobs, dtype=np.float64), axis=-1)
-    for uniform in (None, *generator.random((samples, len(logprobs)))):
-        drawn = np.argmax(logprobs, axis=-1) if uniform is None else _draw(cumulative, uniform)
+    draws = [np.argmax(logprobs, axis=-1)]
+    for uniform in generator.random((samples, len(logprobs))):
+        below = (cumulative <= (uniform * cumulative[:, -1])[:, None]).sum(axis=-1)
+        draws.append(np.minimum(below, logprobs.shape[1] - 1))  # rounding can reach the end
+    for drawn in draws:
         tokens = drawn if ids is None else ids[positions, drawn]
         chains.append((tuple(tokens.tolist()), logprobs[positions, drawn].tolist(), FIRST))
     return merged(chains)
-
-
-def _draw(cumulative: Array, uniform: Array) -> Array:
-    """[n] a token per row by the inverse of its cumulative distribution [n, V]; uniform: [n]."""
-    at = uniform * cumulative[:, -1]
-    rows = zip(cumulative, at, strict=True)
-    tokens = np.array([np.searchsorted(row, value, side="right") for row, value in rows])
-    result: Array = np.minimum(tokens, cumulative.shape[1] - 1)  # rounding can reach the end
-    return result
 
 
 def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) -> Tree:
@@ -285,8 +271,9 @@ class Resample(BlockDrafter[BlockModel]):
 
     def draft_block(self, state: State, rows: int) -> Proposal:
         logits = self._model.logits(contexts_of(state)[0], state.anchor, rows).astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         generator = np.random.default_rng((self._seed, state.position))
-        return Proposal(merge_samples(log_softmax(np.array(logits)), self._samples, generator))
+        return Proposal(merge_samples(logprobs, self._samples, generator))
 
 
 @dataclass(frozen=True)
@@ -300,10 +287,6 @@ def _make_resample(how: Plan) -> Drafter:
     samples = cast(ResampleOptions, how.config.options).branches or BRANCHES
     seed = how.config.sampling.with_seed().seed or 0
     return Resample(block_models(how.pair)[0], how.config.block_size, samples, seed)
-
-
-def _make_first_version(how: Plan) -> Drafter:
-    return BlockDiffusion(block_models(how.pair)[0], how.config.block_size)
 
 
 RESAMPLE = Method(
@@ -321,7 +304,7 @@ RESAMPLE = Method(
 FIRST_VERSION = Method(
     "dflash1",
     "DFlash without its selector",
-    _make_first_version,
+    lambda how: BlockDiffusion(block_models(how.pair)[0], how.config.block_size),
     family=FAMILY,
     files=FILES,
     best_with=1,
