@@ -177,7 +177,7 @@ class SamplingConfig:
         check_values(self)
 
     def with_seed(self) -> SamplingConfig:
-        """These settings with a seed, a random one if none was given."""
+        """With a random seed, if none was given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
 

@@ -65,7 +65,6 @@ class Collector:
         self._found: dict[Finding, None] = {}
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """Keep these; where they end in an exception, those before it."""
         for finding in findings:
             self._found[finding] = None
 

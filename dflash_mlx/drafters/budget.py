@@ -1,8 +1,4 @@
-"""Plain decoding, one draft or both, round by round: whatever gives most tokens per second here.
-
-For one sequence or several that step together: drafts for all or for none, and the best nodes of
-all trees.
-"""
+"""Plain decoding, one draft or both, round by round: whatever gives most tokens per second here."""
 
 from __future__ import annotations
 
@@ -63,7 +59,7 @@ class _Asked:
 
 
 class BatchBudget:
-    """Chooses among plain decoding and drafts, and verifies the part of all trees that pays.
+    """Drafts for all sequences of a step or for none, and verifies the part of all trees that pays.
 
     Every round goes to the arm with most expected tokens per second; another is tried again as soon
     as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
@@ -153,10 +149,7 @@ class BatchBudget:
     def _draft(
         self, known: Experience, arm: Arm, states: Sequence[State], share: int, cutting: Cutting
     ) -> Cut:
-        """The best part of what the arm proposes for each sequence, with what was looked up.
-
-        A second pass follows where it pays.
-        """
+        """The best part of what the arm proposes, with lookups and a second pass that pays."""
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         start, rate, second = self.clock(), known.best.rate, known.second
         if arm.name != _PLAIN:
@@ -187,7 +180,6 @@ class BatchBudget:
     def _looked_up(
         self, drafts: Sequence[Proposal], states: Sequence[State], share: int
     ) -> list[Proposal]:
-        """The proposals with n-gram continuations, where these are wanted and nothing was drawn."""
         found = []
         for draft, state in zip(drafts, states, strict=True):
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
@@ -226,7 +218,6 @@ class BatchBudget:
         return Cut(parts, expected, before, before + sizes.cost(seconds, count), sizes)
 
     def _branching(self, times: RoundTimes) -> Seconds | None:
-        """What branches add to a pass, None for nothing."""
         if self._scope.chains:
             return never
         return times.timed.branching if times.timed is not None and times.timed.trees else None
@@ -251,10 +242,9 @@ class BatchBudget:
             known.spent(last.arm, cut, now - last.start)
 
     def _goes_blind(self, arm: Arm) -> bool:
-        """Whether this round need not see the tokens before it.
+        """Whether this round can start before the last one is read, as it looks nothing up.
 
-        Then it can start before the last one is read. Looking pays where lookups have hit lately;
-        otherwise one plain round in `_BLIND` looks.
+        Looking pays where lookups have hit lately; otherwise one plain round in `_BLIND` looks.
         """
         if arm.name != _PLAIN or (self._scope.looks_up and arm.tokens.mean > _IDLE):
             self._blind = 0

@@ -55,10 +55,7 @@ class JointGrowth:
         self._branches, self._nodes = branches, nodes
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """The paths after which a rejection is likeliest.
-
-        Where there are several, the empty one is among them, unless it is known already.
-        """
+        """The likeliest places of a rejection; of several, the empty path is one, unless known."""
         both = self._both(first, second)
         found = likely_boundaries(both, self._branches, longest, known=second)
         if second or () in found or self._branches == 1:
@@ -123,7 +120,6 @@ class DualDiffusion(TwoPass):
         return DualContext(contexts, columns, len(self.aux_layers))
 
     def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
-        """First drafts of all, in one pass; roots alone where there is room for no more."""
         asks = [
             Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], remaining))
             for state, remaining in zip(states, rooms, strict=True)
@@ -202,7 +198,6 @@ class DualOptions(Options):
         return JointGrowth(self.branches or BRANCHES, how.nodes)
 
     def drafter(self, *parts: Any) -> DualDiffusion:
-        """What `DualDiffusion` makes of these parts."""
         return DualDiffusion(*parts)
 
 

@@ -1,4 +1,4 @@
-"""What rounds have brought, by how they were spent, and how the next one is to be spent."""
+"""What rounds have cost and brought, and how the next one is to be spent."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ class Average:
         self._weight = self._weight * self._keep + 1
 
     def fade(self, guess: float) -> None:
-        """Start again at another guess, which the next values change soon."""
         self._total, self._weight = guess * _FADED, _FADED
 
 
@@ -99,7 +98,7 @@ class RoundTimes:
         self._met: set[tuple[int, bool]] = set()
 
     def retime(self, timed: PassTimes | None) -> None:
-        """Passes were timed since; None until a round tells, where none was."""
+        """Take other times of passes; None until a round tells, where none was timed."""
         self.timed = timed
         self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
         self._plain = deque[float](maxlen=_RECENT)  # seconds beyond the pass
@@ -250,7 +249,6 @@ class Arm:
         self._promises: deque[Sizes] = deque(maxlen=_RECENT)
 
     def expect(self, tokens: float, planned: float, sizes: Sizes) -> None:
-        """Remember what a round promised, and what other numbers of nodes would have."""
         self.tokens.add(tokens)
         self.planned.add(planned)
         self._promises.append(sizes)
@@ -291,7 +289,6 @@ class Cut:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is verified beside the target's own tokens."""
         return self.rows > len(self.parts)
 
     @property
