@@ -96,15 +96,6 @@ def test_dearer_branches_are_kept_only_where_they_beat_the_best_chain(tree, extr
         assert rates["dear"] > rates["never"] - 1e-12
 
 
-def test_a_sure_chain_is_kept_where_only_sure_nodes_pay():
-    chain = Tree((2, 3, 4, 5, 6), (-1, 0, 1, 2, 0, 4))
-    chances = np.array([1, 0.99, 0.99, 0.99, 0.3, 0.3])
-    times = PassTimes((1, 2, 3, 4, 5, 6), (1.0, 1.1, 1.2, 1.3, 2.4, 3.5))
-    kept, _ = keep(chain, reach(chain, chances), times.of, 0.2, 96)
-    assert kept == [0, 1, 2, 3]
-    assert chain.prune(kept).is_chain
-
-
 def test_only_children_of_accepted_nodes_are_counted():
     tree = Tree((2, 3, 4, 5), (-1, 0, 0, 1, 2), (0.0, *[-0.1] * 4))
     reliability = Reliability()
