@@ -3,7 +3,6 @@
 from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays
 from dflash_mlx.benchmark.race import SIDES as RACE_SIDES
 from dflash_mlx.benchmark.race import RaceResult, RaceStep, race
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -14,9 +13,9 @@ from dflash_mlx.core.config import (
 )
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer, RoundTimer
 from dflash_mlx.core.option import Given, label_in_words, values_given
-from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.statistics import Observer, RoundTimer, Statistics
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.method import TokenSource
 from dflash_mlx.drafters.methods import (
     check_given,

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import in_one_line
 from dflash_mlx.ranks import RankMode, check_alone, end_if_lost
 from dflash_mlx.ranks.group import Ranks, RanksDiffer, join
 from dflash_mlx.ranks.loading import SplitTarget, follow
