@@ -16,7 +16,16 @@ from dflash_chat.commands import parse
 from dflash_chat.figures import wide_bar
 from dflash_mlx.client import BenchStep, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.engine.pair import Capabilities
-from support.app_scripts import ScriptedBackend, answered, in_chat, notices, say, screen_text, until
+from support.app_scripts import (
+    ScriptedBackend,
+    answered,
+    goes_on,
+    in_chat,
+    notices,
+    say,
+    screen_text,
+    until,
+)
 
 
 def figures(speedup: float) -> dict[str, Any]:
@@ -109,8 +118,7 @@ async def test_bench_is_refused_while_an_answer_is_being_written(app, pilot, bac
     await say(app, pilot, "/bench")
     assert "an answer is being written" in notices(app)[-1]
     assert app.screen is app.base
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
+    await goes_on(app, pilot, backend)
 
 
 @in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(2)))
