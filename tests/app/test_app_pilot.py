@@ -54,24 +54,21 @@ async def test_an_answer_streams_in_and_is_saved(app, pilot, backend):
 
 
 @in_chat(system="From the start.")
-async def test_the_system_prompt_goes_with_every_question(app, pilot, backend):
-    await answered(app, pilot)
-    await say(app, pilot, "/system Be brief.")
-    await answered(app, pilot)
-    await say(app, pilot, "/system -")
-    await answered(app, pilot)
-    assert [q.system for q in backend.requests] == ["From the start.", "Be brief.", None]
-
-
-@in_chat()
-async def test_shift_enter_makes_a_line_and_enter_sends_them_all(app, pilot, backend):
+async def test_the_system_prompt_goes_with_every_question_and_enter_sends_all_its_lines(
+    app, pilot, backend
+):
     await say(app, pilot, "  \n ")
     assert backend.requests == [], "there is nothing to send"
     app.prompt.text = ""
     await pilot.press("a", "shift+enter", "b", "ctrl+j", "c", "enter")
     await until(lambda: backend.requests, pilot)
     assert backend.requests[0].messages[-1]["content"] == "a\nb\nc"
-    await until(lambda: app.listener.job is None, pilot)
+    await goes_on(app, pilot, backend)
+    await say(app, pilot, "/system Be brief.")
+    await answered(app, pilot)
+    await say(app, pilot, "/system -")
+    await answered(app, pilot)
+    assert [q.system for q in backend.requests] == ["From the start.", "Be brief.", None]
 
 
 @in_chat(size=(100, 50))
@@ -160,13 +157,27 @@ async def test_a_question_without_an_answer_yet_survives_leaving(app, pilot, bac
 
 
 @in_chat()
-async def test_ctrl_c_copies_a_selection_and_otherwise_tells_how_to_leave(app, pilot, backend):
+async def test_ctrl_c_copies_a_selection_and_lines_that_are_pasted_stay_lines(app, pilot, backend):
     app.prompt.text = "copy me"
     await pilot.press("ctrl+c")
     assert [n.message for n in app._notifications] == ["Ctrl+Q or /quit leaves."]
     app.prompt.select_all()
     await pilot.press("ctrl+c")
     assert app.clipboard == "copy me"
+    text = "x" * 1_000_000
+    for pasted, shown in (("one\ntwo", "one\ntwo"), (text, "[paste 1: 1,000,000 characters]")):
+        app.prompt.text = ""
+        app.post_message(events.Paste(pasted))
+        await pilot.pause()
+        assert app.prompt.text == shown
+        assert backend.requests == []
+    await answered(app, pilot, app.prompt.text)
+    assert backend.requests[0].messages[0]["content"] == text, "a megabyte is sent whole"
+    assert len(screen_text(app)) < 10_000
+    await pilot.press("up")
+    assert app.prompt.text == "[paste 1: 1,000,000 characters]"
+    app.prompt.put("y" * 1_000_000)  # a question of a conversation from elsewhere
+    assert len(app.prompt.text) < 60
 
 
 # What goes wrong is a sentence, and the chat goes on
@@ -242,26 +253,6 @@ async def test_a_model_without_a_drafter_looks_up_n_grams_and_says_so(app, pilot
 async def test_nothing_is_said_of_drafters_to_who_asked_for_none(app, pilot, backend):
     assert notices(app) == []
     assert app.config.method == "ngram"
-
-
-@in_chat()
-async def test_lines_that_are_pasted_stay_lines_and_a_megabyte_is_a_label_and_sent_whole(
-    app, pilot, backend
-):
-    text = "x" * 1_000_000
-    for pasted, shown in (("one\ntwo", "one\ntwo"), (text, "[paste 1: 1,000,000 characters]")):
-        app.prompt.text = ""
-        app.post_message(events.Paste(pasted))
-        await pilot.pause()
-        assert app.prompt.text == shown
-        assert backend.requests == []
-    await answered(app, pilot, app.prompt.text)
-    assert backend.requests[0].messages[0]["content"] == text
-    assert len(screen_text(app)) < 10_000
-    await pilot.press("up")
-    assert app.prompt.text == "[paste 1: 1,000,000 characters]"
-    app.prompt.put("y" * 1_000_000)  # a question of a conversation from elsewhere
-    assert len(app.prompt.text) < 60
 
 
 @in_chat(size=(20, 6))

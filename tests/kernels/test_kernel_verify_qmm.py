@@ -94,12 +94,6 @@ def test_rows_of_the_invariant_reference_are_those_of_single_rows():
         assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
 
 
-@pytest.fixture
-def no_matrices(monkeypatch):
-    """As on a GPU whose 8x8 matrices are not used."""
-    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
@@ -124,9 +118,9 @@ def split(rows: int, columns: int, invariant: bool = False) -> int:
     return sizes.tolist()[-1]
 
 
-@pytest.mark.usefixtures("no_matrices")
-def test_invariant_rows_split_their_sums_as_single_rows_do():
+def test_invariant_rows_split_their_sums_as_single_rows_do(monkeypatch):
     """With so many columns that a fast scalar product of 32 rows does not split them."""
+    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
     kinds = ((1, False), (1, True), (32, True), (32, False))
     assert [split(rows, 1100, invariant) for rows, invariant in kinds] == [4, 4, 4, 1]
 
