@@ -16,7 +16,16 @@ from dflash_chat.commands import parse
 from dflash_chat.figures import wide_bar
 from dflash_mlx.client import BenchStep, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.engine.pair import Capabilities
-from support.app_scripts import ScriptedBackend, answered, in_chat, notices, say, screen_text, until
+from support.app_scripts import (
+    ScriptedBackend,
+    answered,
+    goes_on,
+    in_chat,
+    notices,
+    say,
+    screen_text,
+    until,
+)
 
 
 def figures(speedup: float) -> dict[str, Any]:
@@ -103,18 +112,14 @@ async def test_bench_says_on_its_screen_what_cannot_be_run(app, pilot, backend):
     assert notices(app) == []
 
 
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
-async def test_bench_is_refused_while_an_answer_is_being_written(app, pilot, backend):
+@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(1)))
+async def test_bench_waits_for_no_answer_and_there_is_one_comparison_at_a_time(app, pilot, backend):
     await say(app, pilot, "What meets?")
     await say(app, pilot, "/bench")
     assert "an answer is being written" in notices(app)[-1]
     assert app.screen is app.base
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
-
-
-@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(2)))
-async def test_one_comparison_at_a_time(app, pilot, backend):
+    await goes_on(app, pilot, backend)
+    backend.gate = threading.Semaphore(2)
     await say(app, pilot, "/bench")
     with pytest.raises(DFlashError, match="a comparison is being run"):
         await app.commands.run(parse("/race why"))

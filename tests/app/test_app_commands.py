@@ -1,9 +1,13 @@
-"""Slash commands: copying an answer, completing a name, and what they say."""
+"""Slash commands and `@file`: completing a name, copying an answer, sending a file along."""
+
+import os
 
 import pytest
 
 from dflash_chat.commands import COMMANDS, completions
 from dflash_chat.conversation import code_blocks
+from dflash_chat.mentions import attached, mentions
+from dflash_mlx import DFlashError
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
@@ -33,13 +37,10 @@ async def test_an_answer_or_one_of_its_code_blocks_is_copied(app, pilot, backend
         await say(app, pilot, f"/copy {wrong}")
         assert "has 2 code blocks" in notices(app)[-1]
     assert app.clipboard == "more\n"
-
-
-@in_chat(lambda: ScriptedBackend(["a\x1b[201~b\ud800"]))
-async def test_what_is_copied_commands_no_terminal_that_it_is_pasted_into(app, pilot, backend):
+    backend.answers = ["a\x1b[201~b\ud800"]
     await answered(app, pilot)
     await say(app, pilot, "/copy")
-    assert app.clipboard == "a[201~b?"
+    assert app.clipboard == "a[201~b?", "it commands no terminal that it is pasted into"
 
 
 def test_code_blocks_are_found_wherever_markdown_has_them():
@@ -80,25 +81,116 @@ async def test_commands_are_offered_while_they_are_typed_and_tab_completes(app, 
     await pilot.press("h", "i")
     assert not app.prompt.suggestion
     assert "Tab completes" not in screen_text(app)
-
-
-@in_chat()
-async def test_the_rest_of_a_command_is_shown_behind_the_cursor_alone(app, pilot, backend):
+    app.prompt.text = ""
     await pilot.press(*"/expo")
-    assert app.prompt.suggestion == "rt"
+    assert app.prompt.suggestion == "rt", "shown behind the cursor alone"
     await pilot.press("left")
     await until(lambda: not app.prompt.suggestion, pilot)
     await pilot.press("end", "right")
     assert app.prompt.text == "/export"
 
 
-# Words of the chat
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with files of all kinds, as the current one."""
+    folder = tmp_path / "here"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "notes.md").write_text("Two rivers.\n")
+    (folder / "my notes.txt").write_bytes(b"\xef\xbb\xbfwith a mark")
+    (folder / "code.py").write_text("x = '```'\n")
+    (folder / "photo.png").write_bytes(b"\x89PNG\r\n")
+    (folder / "zero.txt").write_bytes(b"a\x00b")
+    (folder / "large.txt").write_text("word " * 4000)
+    os.mkfifo(folder / "pipe.txt")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "files"),
+    [
+        ("what does @notes.md say?", ["notes.md:\n```\nTwo rivers.\n```"]),
+        ("sum up @notes.md, please (@notes.md).", ["notes.md:\n```\nTwo rivers.\n```"]),
+        ('read @"my notes.txt"', ["my notes.txt:\n```\nwith a mark\n```"]),
+        ("@./notes.md", ["notes.md:\n```\nTwo rivers.\n```"]),
+        ("@code.py", ["code.py:\n````\nx = '```'\n````"]),
+        ("ask @anna, mail a@b.md, or @types/node", []),
+        ("@app.get('/x')\n@functools.cache\ndef f(): ...", []),
+        ("@ notes.md", []),
+        ("@@ -1,3 +1,4 @@", []),
+    ],
+)
+def test_the_text_of_each_file_goes_behind_the_question(here, line, files):
+    assert attached(line, 1000) == "".join(f"\n\n{file}" for file in files)
+
+
+def test_several_files_go_in_the_order_they_are_named(here):
+    text = attached("compare @code.py with @notes.md", 1000)
+    assert text.index("code.py:") < text.index("notes.md:")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing.md", "no file missing.md"),
+        ("/no/such", "no file /no/such"),
+        ("sub", "sub is a folder"),
+        ("pipe.txt", "pipe.txt is not a regular file"),
+        ("/dev/zero", "/dev/zero is not a regular file"),
+        ("photo.png", "byte 0x89 at 0"),
+        ("zero.txt", "byte 0x00 at 1"),
+        ("large.txt", "20,000 bytes, about 5,000 tokens, but only about 1,000"),
+        ("~no-such-user/x.md", "no file ~no-such-user"),
+        ("x" * 5000 + ".md", "no file xxx"),
+    ],
+)
+def test_a_file_that_cannot_go_along_is_named_with_what_to_do(here, name, problem):
+    with pytest.raises(DFlashError) as refused:
+        attached(f"read @{name}", 1000)
+    assert problem in refused.value.what
+    assert refused.value.next_step
+    assert len(str(refused.value)) < 500
+
+
+def test_files_share_the_room(here):
+    assert attached("@large.txt", 6000)
+    with pytest.raises(DFlashError, match=r"notes.md has 12 bytes.*about 0 are left"):
+        attached("@large.txt @notes.md", 5000)
+
+
+@pytest.mark.parametrize(("line", "may"), [("a @b", True), ("a@b", False), ("a @ b", False)])
+def test_only_a_word_that_begins_with_the_sign_may_be_a_file(line, may):
+    assert mentions(line) == may
 
 
 @in_chat()
-async def test_a_temperature_that_makes_noise_is_set_with_a_warning(app, pilot, backend):
-    await say(app, pilot, "/temperature 0.7")
-    assert notices(app)[-1] == "The temperature is 0.7."
-    await say(app, pilot, "/temperature 5")
-    assert app.config.sampling.temperature == 5
-    assert "noise" in notices(app)[-1]
+async def test_a_file_goes_with_the_question_and_what_was_typed_comes_back(
+    app, pilot, backend, here
+):
+    await answered(app, pilot, "What says @notes.md?")
+    (message,) = backend.requests[0].messages
+    assert message["content"] == "What says @notes.md?\n\nnotes.md:\n```\nTwo rivers.\n```"
+    assert app.prompt.text == ""
+    await pilot.press("up")
+    assert app.prompt.text == "What says @notes.md?"
+    (here / "notes.md").write_text("Three rivers.")
+    await pilot.press("enter")
+    await until(lambda: len(backend.requests) == 2, pilot)
+    assert "Three rivers." in backend.requests[1].messages[-1]["content"], "read anew"
+    await until(lambda: app.listener.job is None, pilot)
+
+
+@in_chat()
+async def test_a_file_that_cannot_go_along_leaves_the_question_in_the_line(
+    app, pilot, backend, here
+):
+    await say(app, pilot, "What says @missing.md?")
+    await until(lambda: notices(app), pilot)
+    assert "no file missing.md" in notices(app)[0]
+    assert app.prompt.text == "What says @missing.md?"
+    await say(app, pilot, "What says @large.txt?")  # the scripted model holds 8192 tokens
+    await until(lambda: len(backend.requests) == 1, pilot)
+    await until(lambda: app.listener.job is None, pilot)
+    await say(app, pilot, "And again @large.txt?")
+    await until(lambda: "are left in the context" in screen_text(app), pilot)
+    assert len(backend.requests) == 1

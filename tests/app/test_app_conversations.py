@@ -17,7 +17,9 @@ from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
+    begun,
     drive,
+    goes_on,
     in_chat,
     notices,
     say,
@@ -63,18 +65,27 @@ async def test_a_damaged_conversation_opens_as_far_as_it_goes_with_the_question_
     assert [m["content"] for m in backend.requests[0].messages][-1] == "lost"
 
 
-@in_chat(size=(80, 24))
-async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, backend):
-    for question in ("first talk", "second talk"):
+async def listed(app, pilot, *questions):
+    """Ask each in a conversation of its own, and open the list of them."""
+    for question in questions:
         await answered(app, pilot, question)
-        await say(app, pilot, "/new")
-    assert app.conversation.turns == []
+        if len(questions) > 1:
+            await say(app, pilot, "/new")
+            assert app.conversation.turns == []
     await say(app, pilot, "/open")
     assert isinstance(app.screen, OpenScreen)
     options = app.screen.query_one(OptionList)
-    await until(lambda: options.option_count == 2, pilot)
+    await until(lambda: options.option_count == len(questions), pilot)
+    return options
+
+
+@in_chat(size=(80, 24))
+async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, backend):
+    options = await listed(app, pilot, "first talk", "second talk")
     assert "first talk" in screen_text(app) and "second talk" in screen_text(app)
-    await pilot.press("down", "ctrl+r")
+    await pilot.press("ctrl+r", "down", "ctrl+d")
+    assert options.highlighted == 0 and isinstance(app.screen, OpenScreen), "a title is typed"
+    await pilot.press("escape", "down", "ctrl+r")
     app.screen.query_one("#title", Input).value = "Rivers"
     await pilot.press("enter")
     await until(lambda: "Rivers" in screen_text(app), pilot)
@@ -90,13 +101,8 @@ async def test_conversations_are_listed_opened_renamed_and_deleted(app, pilot, b
 
 @in_chat(size=(80, 24))
 async def test_typing_in_the_list_finds_words_of_titles_and_texts_in_any_case(app, pilot, backend):
-    for question in ("Rivers of Mainz", "Lakes of Bern"):
-        backend.answers = [f"About {question.split()[0]}: nothing."]
-        await answered(app, pilot, question)
-        await say(app, pilot, "/new")
-    await say(app, pilot, "/open")
-    options = app.screen.query_one(OptionList)
-    await until(lambda: options.option_count == 2, pilot)
+    backend.answers = ["About Rivers: nothing.", "About Lakes: nothing."]
+    options = await listed(app, pilot, "Rivers of Mainz", "Lakes of Bern")
     for typed, found in (("NOTHING mainz", ["Rivers"]), ("of", ["Lakes", "Rivers"]), ("oslo", [])):
         app.screen.query_one("#search", Input).value = ""
         await pilot.press(*("space" if c == " " else c for c in typed))
@@ -110,26 +116,8 @@ async def test_typing_in_the_list_finds_words_of_titles_and_texts_in_any_case(ap
 
 
 @in_chat()
-async def test_no_other_line_is_chosen_or_deleted_while_a_title_is_typed(app, pilot, backend):
-    for question in ("first talk", "second talk"):
-        await answered(app, pilot, question)
-        await say(app, pilot, "/new")
-    await say(app, pilot, "/open")
-    options = app.screen.query_one(OptionList)
-    await until(lambda: options.option_count == 2, pilot)
-    await pilot.press("ctrl+r", "down", "ctrl+d")
-    assert options.highlighted == 0
-    assert isinstance(app.screen, OpenScreen)
-    await pilot.press("escape", "down", "enter")
-    await until(lambda: app.conversation.turns, pilot)
-    assert app.conversation.questions == ["first talk"]
-
-
-@in_chat()
 async def test_a_conversation_deleted_in_the_list_leaves_the_screen(app, pilot, backend):
-    await answered(app, pilot, "gone")
-    await say(app, pilot, "/open")
-    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
+    await listed(app, pilot, "gone")
     await pilot.press("ctrl+d", "y", "escape")
     await until(lambda: not app.conversation.turns, pilot)
     assert "gone" not in screen_text(app)
@@ -206,14 +194,12 @@ async def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(app
 async def test_scrolling_up_stays_there_while_an_answer_streams(app, pilot, backend):
     app.conversation.turns[:] = long_talk(100)
     await app.transcript.show(app.conversation.turns)
-    await say(app, pilot, "What meets?")
-    await until(lambda: app.status.figures, pilot)
+    await begun(app, pilot, "What meets?")
     app.transcript.scroll_home(animate=False)
     await until(lambda: not app.transcript.window.at_end, pilot)
     place = app.transcript.window
     assert 0 < app.transcript.scroll_y < app.transcript.max_scroll_y
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
+    await goes_on(app, pilot, backend)
     assert app.transcript.window.start == place.start
     assert app.conversation.turns[-1].content == ANSWER
 
@@ -229,8 +215,7 @@ async def test_a_page_may_be_turned_while_the_answer_is_drawn(app, pilot, backen
     transcript = app.transcript
     app.conversation.turns[:] = long_talk(60)
     await transcript.show(app.conversation.turns)
-    await say(app, pilot, "What meets?")
-    await until(lambda: app.status.figures, pilot)
+    await begun(app, pilot, "What meets?")
     for turn in (Window.earlier, Window.later):
         page = asyncio.create_task(transcript._turn_page(turn))
         while not page.done():
@@ -238,8 +223,7 @@ async def test_a_page_may_be_turned_while_the_answer_is_drawn(app, pilot, backen
             await transcript.draw()
             await asyncio.sleep(0)
         await page
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot, 60)
+    await goes_on(app, pilot, backend)
     assert "and and" in app.conversation.turns[-1].content
 
 
@@ -266,35 +250,24 @@ async def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on
 
 
 @in_chat()
-async def test_a_title_that_cannot_be_saved_is_said_in_the_list(app, pilot, backend, monkeypatch):
-    await answered(app, pilot, "first talk")
-    await say(app, pilot, "/open")
-
+async def test_a_title_that_cannot_be_saved_is_said_and_enter_pressed_twice_opens_once(
+    app, pilot, backend, monkeypatch
+):
     def full(_):
         raise OSError(28, "No space left on device")
 
+    await listed(app, pilot, "first talk")
     monkeypatch.setattr("os.fsync", full)
-    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
     await pilot.press("ctrl+r")
     app.screen.query_one("#title", Input).value = "Rivers"
     await pilot.press("enter")
     await until(lambda: "cannot write to" in screen_text(app), pilot)
     monkeypatch.undo()
-
-
-@in_chat()
-async def test_enter_pressed_twice_in_the_list_opens_one_conversation(app, pilot, backend):
-    await answered(app, pilot, "first talk")
-    await say(app, pilot, "/open")
-    await until(lambda: app.screen.query_one(OptionList).option_count, pilot)
+    app.screen.query_one(OptionList).focus()
     for _ in range(2):
         app.post_message(events.Key("enter", "\r"))
     await until(lambda: app.screen is app.base, pilot)
     await answered(app, pilot, "goes on")
-
-
-@in_chat()
-async def test_notices_do_not_pile_up(app, pilot, backend):
     for _ in range(MOST_NOTICES + 5):
         await say(app, pilot, "/nonsense")
-    assert len(app.query(".notice")) == MOST_NOTICES
+    assert len(app.query(".notice")) == MOST_NOTICES, "they do not pile up"

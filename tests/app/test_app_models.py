@@ -93,13 +93,9 @@ async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(app, pilot, back
     await until(lambda: len(backend.loaded) == 2, pilot)
     assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
     assert downloads == []
-
-
-@in_chat()
-async def test_names_are_no_markup(app, pilot, backend, downloads):
     app.push_screen(DownloadScreen(PairConfig("[/x]")))
     await pilot.pause()
-    assert "[/x]" in screen_text(app)
+    assert "[/x]" in screen_text(app), "names are no markup"
 
 
 @in_chat()
@@ -136,7 +132,7 @@ async def test_a_download_stops_with_escape_and_goes_on_with_enter(app, pilot, b
 
 
 @in_chat()
-async def test_a_download_that_is_still_ending_has_no_other_beside_it(
+async def test_a_download_that_is_ending_has_no_other_beside_it_and_one_that_fails_says_why(
     app, pilot, backend, downloads, monkeypatch
 ):
     def stop(download):
@@ -149,19 +145,11 @@ async def test_a_download_that_is_still_ending_has_no_other_beside_it(
     downloads[0].ended.set()
     await pilot.press("enter")
     assert len(downloads) == 2
-
-
-@in_chat()
-async def test_a_download_that_fails_says_why_and_can_be_begun_again(
-    app, pilot, backend, downloads
-):
-    await open_offers(app, pilot)
-    await pilot.press("enter")
-    downloads[0].error = DFlashError("the hub refuses", "try later")
-    downloads[0].ended.set()
+    downloads[1].error = DFlashError("the hub refuses", "try later")
+    downloads[1].ended.set()
     await until(lambda: "the hub refuses; try later" in screen_text(app), pilot)
     await pilot.press("enter")
-    await until(lambda: len(downloads) == 2, pilot)
+    await until(lambda: len(downloads) == 3, pilot)
 
 
 def test_leaving_the_chat_stops_a_download(downloads, tmp_path):
@@ -196,6 +184,9 @@ async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading
 
 @in_chat()
 async def test_a_model_is_removed_after_a_question(app, pilot, backend, downloads, monkeypatch):
+    def refuse(kept: CacheEntry) -> None:
+        raise DFlashError("a cannot be removed", "make it writable")
+
     there = [
         CacheEntry("model", "./own", Path("a"), 3 * GB, 0.0, True),
         CacheEntry("calibration", "./own", Path("b"), 1, 0.0),
@@ -215,18 +206,8 @@ async def test_a_model_is_removed_after_a_question(app, pilot, backend, download
     await pilot.press("y")
     await until(lambda: removed == there[:1], pilot)
     await until(lambda: len(options(app)) == len(LISTED), pilot)
-
-
-@in_chat()
-async def test_what_cannot_be_removed_is_said(app, pilot, backend, downloads, monkeypatch):
-    def refuse(kept: CacheEntry) -> None:
-        raise DFlashError("a cannot be removed", "make it writable")
-
-    there = [CacheEntry("model", "built in", Path("a"), GB, 0.0)]
-    monkeypatch.setattr(picker_screen, "cache_entries", lambda here: there)
     monkeypatch.setattr(picker_screen, "remove_entry", refuse)
-    await open_picker(app, pilot)
-    await pilot.press("delete")
+    await pilot.press("home", "down", "delete")
     await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
     await pilot.press("y")
     await until(lambda: "a cannot be removed; make it writable" in screen_text(app), pilot)

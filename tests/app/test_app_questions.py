@@ -8,11 +8,12 @@ from dflash_chat.conversation import UNFINISHED, Conversation, Turn
 from dflash_chat.keeper import Keeper
 from dflash_chat.prompt import Prompt
 from dflash_chat.store import Store
-from dflash_mlx import DecodeConfig, SamplingConfig
 from support.app_scripts import (
     ANSWER,
     ScriptedBackend,
     answered,
+    begun,
+    goes_on,
     in_chat,
     notices,
     rounds_of,
@@ -61,11 +62,13 @@ BROKEN = [*rounds_of(ANSWER)[:2], MemoryError()]
 async def test_questions_asked_meanwhile_wait_are_shown_and_sent_one_after_the_other(
     app, pilot, backend
 ):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
+    await begun(app, pilot, "first")
     for question in ("second", "third"):
         await say(app, pilot, question)
         assert app.prompt.text == ""
+    for command in ("/retry", "/edit"):
+        await say(app, pilot, command)
+    assert all("Esc" in notice for notice in notices(app)) and len(notices(app)) == 2
     assert "waiting: second and 1 more" in screen_text(app)
     assert asked(backend) == ["first"]
     backend.gate.release(1000)
@@ -77,24 +80,18 @@ async def test_questions_asked_meanwhile_wait_are_shown_and_sent_one_after_the_o
 
 @in_chat(gated)
 async def test_up_takes_waiting_questions_back_in_front_of_what_is_typed(app, pilot, backend):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
-    for question in ("second", "third"):
-        await say(app, pilot, question)
+    await begun(app, pilot, "first", "second", "third")
     await pilot.press("x", "up")
     assert app.prompt.text == "second\nthird\nx"
     assert "waiting" not in screen_text(app)
-    backend.gate.release(1000)
-    await until(lambda: app.listener.job is None, pilot)
+    await goes_on(app, pilot, backend)
     assert asked(backend) == ["first"]
     assert app.prompt.text == "second\nthird\nx"
 
 
 @in_chat(gated)
 async def test_escape_stops_the_answer_and_sends_nothing_that_waits(app, pilot, backend):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
-    await say(app, pilot, "second")
+    await begun(app, pilot, "first", "second")
     await pilot.press("escape")
     await until(lambda: "stopping" in screen_text(app), pilot)
     backend.gate.release(1000)
@@ -105,23 +102,23 @@ async def test_escape_stops_the_answer_and_sends_nothing_that_waits(app, pilot, 
     assert asked(backend) == ["first"]
 
 
-@in_chat(lambda: ScriptedBackend([BROKEN], gate=threading.Semaphore(1)))
-async def test_an_answer_that_breaks_gives_back_what_waits_behind_it(app, pilot, backend):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
-    await say(app, pilot, "second")
+@in_chat(lambda: ScriptedBackend([BROKEN, ANSWER], gate=threading.Semaphore(1)))
+async def test_an_answer_that_breaks_keeps_what_was_said_and_gives_back_what_waits(
+    app, pilot, backend
+):
+    await begun(app, pilot, "first", "second")
     backend.gate.release(1000)
     await until(lambda: notices(app), pilot)
+    assert "there is not enough memory" in notices(app)[0]
+    assert app.conversation.turns[-1].ending == "failed" and app.conversation.turns[-1].content
     assert app.prompt.text == "second"
     assert asked(backend) == ["first"]
+    await answered(app, pilot, "again")
 
 
 @in_chat(gated)
 async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(app, pilot, backend):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
-    await say(app, pilot, "second")
-    await say(app, pilot, "third")
+    await begun(app, pilot, "first", "second", "third")
     kept = [turn.content for turn in app.listener.unfinished[-2:]]
     assert kept == ["second", "third"], "and what is saved meanwhile has them, too"
     app.run_worker(app.action_quit())
@@ -141,9 +138,9 @@ async def test_stopping_is_said_until_the_prompt_is_left(app, pilot, backend):
     await pilot.press("ctrl+c")
     await until(lambda: "stopping" in screen_text(app), pilot)
     assert app.listener.job is not None
-    backend.held.set()
-    await until(lambda: app.listener.job is None, pilot)
-    assert "stopping" not in screen_text(app)
+    await goes_on(app, pilot, backend)
+    assert app.conversation.turns == []
+    assert "stopping" not in screen_text(app) and "of 100 tokens" not in screen_text(app)
     assert app.prompt.text == "long prompt\nand more"
 
 
@@ -220,14 +217,13 @@ async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(ap
         "first (2)": "three",
     }
     assert "/temperature" in notices(app)[-1], "greedy answers do not change"
-
-
-@in_chat()
-async def test_a_question_that_can_no_longer_be_sent_is_back_in_the_line(app, pilot, backend):
-    await answered(app, pilot, "first")
+    await say(app, pilot, "/temperature 0.7")
+    await say(app, pilot, "/retry")
+    await settled(app, pilot, backend, 4)
+    assert notices(app) == [], "and sampled ones do"
     app.system = "\ud800"
     await say(app, pilot, "/retry")
-    assert app.prompt.text == "first" and notices(app)
+    assert app.prompt.text == "second" and notices(app), "it can no longer be sent"
 
 
 @in_chat(lambda: ScriptedBackend(["one", "two"]))
@@ -253,42 +249,19 @@ def test_a_conversation_that_another_window_answered_is_not_deleted(tmp_path):
     assert [turn.content for turn in ours.read(entry.file).conversation.turns] == ["q", "a"]
 
 
-SAMPLED = DecodeConfig("d2sd", sampling=SamplingConfig(temperature=0.7))
-
-
-@in_chat(decode=SAMPLED)
-async def test_a_sampled_answer_is_tried_again_without_a_word(app, pilot, backend):
-    await answered(app, pilot, "first")
-    await say(app, pilot, "/retry")
-    await settled(app, pilot, backend, 2)
-    assert notices(app) == []
-
-
 @in_chat()
 async def test_edit_puts_the_last_question_back_and_what_followed_stays(app, pilot, backend):
-    await answered(app, pilot, "first")
-    await answered(app, pilot, "secnd")
-    await say(app, pilot, "/edit")
-    await until(lambda: app.prompt.text == "secnd", pilot)
-    assert "secnd" not in "".join(turn.content for turn in app.conversation.turns)
-    app.prompt.text = "second"
-    await pilot.press("enter")
-    await settled(app, pilot, backend, 3)
+    for number, (wrong, right) in enumerate((("frst", "first"), ("secnd", "second")), start=1):
+        await answered(app, pilot, wrong)
+        await say(app, pilot, "/edit")
+        await until(lambda w=wrong: app.prompt.text == w, pilot)
+        assert wrong not in "".join(turn.content for turn in app.conversation.turns)
+        await say(app, pilot, right)
+        await settled(app, pilot, backend, 2 * number)
     assert app.conversation.questions == ["first", "second"]
-    kept = sorted(app.store.read(e.file).conversation.questions for e in app.store.entries())
-    assert kept == [["first", "secnd"], ["first", "second"]]
-
-
-@in_chat()
-async def test_an_edited_first_question_names_its_conversation(app, pilot, backend):
-    await answered(app, pilot, "Waht?")
-    await say(app, pilot, "/edit")
-    await until(lambda: app.prompt.text == "Waht?", pilot)
-    assert app.conversation.turns == []
-    app.prompt.text = "What?"
-    await pilot.press("enter")
-    await settled(app, pilot, backend, 2)
-    assert sorted(e.title for e in app.store.entries()) == ["Waht?", "What?"]
+    kept = {e.title: app.store.read(e.file).conversation.questions for e in app.store.entries()}
+    assert sorted(kept.values()) == [["first", "secnd"], ["first", "second"], ["frst"]]
+    assert kept["frst"] == ["frst"], "an edited first question names its conversation anew"
 
 
 @in_chat()
@@ -306,18 +279,6 @@ async def test_nothing_is_asked_again_that_cannot_be_kept(app, pilot, backend, m
         await until(lambda n=number: str(notices(app)).count("No space left") == n, pilot)
     monkeypatch.undo()
     assert [turn.content for turn in app.conversation.turns] == ["first", ANSWER]
-
-
-@in_chat(gated)
-async def test_nothing_is_asked_again_while_an_answer_is_written(app, pilot, backend):
-    await say(app, pilot, "first")
-    await until(lambda: app.status.figures, pilot)
-    for command in ("/retry", "/edit"):
-        await say(app, pilot, command)
-    assert all("Esc" in notice for notice in notices(app)) and len(notices(app)) == 2
-    backend.gate.release(1000)
-    await until(lambda: app.listener.job is None, pilot)
-    assert len(app.conversation.turns) == 2
 
 
 def test_a_branch_counts_on_and_takes_no_year_for_a_count():

@@ -19,6 +19,7 @@ from support.app_scripts import (
     WORDS,
     ScriptedBackend,
     answered,
+    goes_on,
     in_chat,
     notices,
     race_of,
@@ -28,6 +29,7 @@ from support.app_scripts import (
     shown_answer,
     until,
 )
+from support.configs import config_with
 
 
 @in_chat()
@@ -38,6 +40,7 @@ async def test_a_command_that_cannot_be_run_says_what_to_do(app, pilot, backend)
         ("/rename", "type /rename title"),
         ("/temperature warm", "temperature is 'warm'; type a number"),
         ("/temperature -1", "Temperature is -1.0; choose"),
+        ("/temperature 99", "Temperature is 99.0; choose 0 to 10"),
         ("/method magic", "method is 'magic'; choose one of"),
         ("/stats", "there is no answer yet; ask something first"),
         ("/race", "nothing has been asked yet"),
@@ -51,17 +54,26 @@ async def test_a_command_that_cannot_be_run_says_what_to_do(app, pilot, backend)
 async def test_method_and_temperature_hold_for_the_next_answer(app, pilot, backend):
     await say(app, pilot, "/method ngram")
     await say(app, pilot, "/temperature 0.7")
+    assert notices(app)[-1] == "The temperature is 0.7."
     await answered(app, pilot)
     config = backend.requests[0].config
     assert (config.method, config.sampling.temperature) == ("ngram", 0.7)
     assert "n-gram lookup" in screen_text(app)
+    await say(app, pilot, "/temperature 5")
+    assert app.config.sampling.temperature == 5 and "noise" in notices(app)[-1]
+    await say(app, pilot, "/temperature 0")
+    app.set_config(config_with("d2sd", branches=3))
+    await say(app, pilot, "/method dflash")
+    assert "Branches is 3" in notices(app)[-1] and "/settings" in notices(app)[-1]
+    assert app.config.method == "d2sd"
 
 
-@in_chat()
+@in_chat(decode=DecodeConfig(method="d2sd", budget=8), size=(80, 24))
 async def test_settings_show_every_option_and_apply_together(app, pilot, backend):
     await say(app, pilot, "/settings")
     screen = app.screen
     assert isinstance(screen, SettingsScreen)
+    assert "Temperature" in screen_text(app) and "max_tokens" not in screen_text(app), "at its top"
     texts = " ".join(str(s.render()) for s in screen.query(Static))
     assert "stop after this many tokens" in texts
     assert "keep the k most likely tokens" in texts
@@ -80,16 +92,11 @@ async def test_settings_show_every_option_and_apply_together(app, pilot, backend
     assert (app.config.max_tokens, app.config.sampling.top_p) == (7, 0.9)
     assert app.config.stop == ("END", "###")
     assert app.config.method == "d2sd"
-
-
-@in_chat(decode=DecodeConfig(method="d2sd", budget=8, stop=("a",)), size=(80, 24))
-async def test_settings_open_at_their_top_and_left_with_escape_change_nothing(app, pilot, backend):
     before = app.config
     await say(app, pilot, "/settings")
-    assert "Temperature" in screen_text(app) and "max_tokens" not in screen_text(app)
-    app.screen.query_one("#set-max_tokens", Input).value = "7"
+    app.screen.query_one("#set-max_tokens", Input).value = "9"
     await pilot.press("escape")
-    assert app.config is before
+    assert app.config is before, "left with escape they change nothing"
     await say(app, pilot, "/settings")
     await pilot.press("ctrl+s")
     await pilot.pause()
@@ -97,7 +104,9 @@ async def test_settings_open_at_their_top_and_left_with_escape_change_nothing(ap
 
 
 @in_chat(size=(100, 40))
-async def test_help_and_figures_open_over_the_chat_and_close(app, pilot, backend):
+async def test_help_figures_and_the_palette_of_all_commands_open_over_the_chat_and_close(
+    app, pilot, backend
+):
     await say(app, pilot, "/help")
     assert isinstance(app.screen, RowsScreen)
     assert "/temperature [number]" in screen_text(app)
@@ -109,10 +118,6 @@ async def test_help_and_figures_open_over_the_chat_and_close(app, pilot, backend
     assert "passes of the large model" in screen_text(app), "and what it means"
     await pilot.press("f3")
     assert app.screen is app.base
-
-
-@in_chat()
-async def test_the_palette_has_every_command(app, pilot, backend):
     titles = [command.title for command in app.get_system_commands(app.screen)]
     assert "/race [question]" in titles
     assert "/rename title" in titles
@@ -180,8 +185,7 @@ async def test_the_draft_view_goes_back_through_the_rounds_and_stays_there(app, 
     await pilot.press("escape")
     assert app.focused is app.prompt
     assert app.listener.job is not None, "and nothing was stopped"
-    backend.gate.release(100)
-    await until(lambda: app.listener.job is None, pilot)
+    await goes_on(app, pilot, backend)
 
 
 @in_chat(size=(120, 40))
@@ -224,17 +228,13 @@ async def test_an_empty_conversation_says_what_is_loaded_and_how_to_begin(app, p
     await until(lambda: "~40.0 tokens per second, ~2.0x plain" in screen_text(app), pilot)
 
 
-@in_chat(size=(100, 30))
-async def test_a_question_that_is_clicked_goes_into_the_line(app, pilot, backend):
+@in_chat(size=(200, 60))
+async def test_a_clicked_question_goes_into_the_line_and_a_conversation_begins_at_the_top(
+    app, pilot, backend
+):
     await pilot.click(app.query(".sample").last())
     assert app.prompt.text == QUESTIONS[-1]
     assert app.focused is app.prompt
-
-
-@in_chat(size=(200, 60))
-async def test_a_conversation_begins_at_the_top_and_has_a_width_that_can_be_read(
-    app, pilot, backend
-):
     await answered(app, pilot, "word " * 100)
     question = app.query(".question").first()
     assert question.region.y <= 3
@@ -299,8 +299,7 @@ async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(app, pi
     await pilot.press("enter")
     await until(lambda: app.listener.job is not None, pilot)
     assert backend.requests == [], "it waits its turn"
-    backend.held.set()
-    await until(lambda: app.listener.job is None, pilot)
+    await goes_on(app, pilot, backend)
     assert "timing" not in screen_text(app)
     assert shown_answer(app) == ANSWER
 

@@ -1,13 +1,18 @@
-"""Conversations on disk: whole after every accident."""
+"""Conversations on disk: whole after every accident, and saved beside the chat."""
 
+import errno
 import os
+import threading
 import time
 
 import pytest
 
 from dflash_chat.conversation import UNTITLED, Conversation, Turn, title_of
+from dflash_chat.keeper import Keeper
 from dflash_chat.store import Store, export
 from dflash_mlx import DFlashError
+from dflash_mlx.system.files import replace_text
+from support.app_scripts import ANSWER, answered, in_chat, notices, say, screen_text, until
 
 
 def talk(*pairs):
@@ -85,26 +90,22 @@ def test_a_damaged_file_gives_what_stands_before_the_damage_and_is_kept(store, c
     assert store.open(file).problem == ""
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence_with_a_next_step(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    store = Store(tmp_path / "file" / "conversations")
-    with pytest.raises(DFlashError, match=r"cannot write to .*; make it writable, or"):
-        store.save(talk(("a", "b")))
-    with pytest.raises(DFlashError, match="cannot read"):
-        Store(tmp_path / "file").entries()
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [("ENOSPC", "free some space"), ("EROFS", "make it writable"), ("EACCES", "make it writable")],
+)
+def test_a_full_disk_and_a_locked_folder_are_told_apart_and_leave_the_old_file(
+    store, monkeypatch, error, step
+):
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
 
-
-def test_a_full_disk_leaves_the_old_file(store, monkeypatch):
-    conversation = talk(("a", "b"))
+    number, conversation = getattr(errno, error), talk(("a", "b"))
     store.save(conversation)
     whole = store.file_of(conversation).read_bytes()
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", refuse)
     conversation.turns.append(Turn("user", "more"))
-    with pytest.raises(DFlashError, match="No space left on device"):
+    with pytest.raises(DFlashError, match=f"cannot write to .*{os.strerror(number)}.*; {step}"):
         store.save(conversation)
     assert store.file_of(conversation).read_bytes() == whole
     assert list(store.folder.iterdir()) == [store.file_of(conversation)]
@@ -139,6 +140,14 @@ def test_what_vanishes_is_half_written_or_damaged_hides_no_other(store):
     assert listed == {("a", False), (UNTITLED, True)}
 
 
+def test_a_conversation_of_a_newer_version_is_called_that_and_kept(store):
+    file = damaged(store, lambda data: data.replace(b'"version": 1', b'"version": 2'))
+    newer, opened = file.read_bytes(), store.open(file)
+    assert "newer dflash-chat" in opened.problem and "damaged;" not in opened.problem
+    assert "4 messages were read" in opened.problem and len(opened.conversation.turns) == 4
+    assert file.with_suffix(".damaged").read_bytes() == newer
+
+
 def test_a_conversation_that_another_window_deleted_is_saved_again(store):
     conversation = talk(("a", "b"))
     store.save(conversation)
@@ -164,3 +173,78 @@ def test_an_export_is_markdown_without_thoughts(tmp_path):
 )
 def test_a_title_is_the_first_line_of_the_first_question(text, title):
     assert title_of([Turn("user", text)]) == title
+
+
+class Hung:
+    """A writer that waits, as for a folder on a network that is gone, until it is let go."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.goes, self.written = threading.Event(), threading.Event(), []
+        monkeypatch.setattr("dflash_chat.store.replace_text", self.write)
+
+    def write(self, file, text):
+        self.begun.set()
+        assert self.goes.wait(60)
+        replace_text(file, text)
+        self.written.append(text)
+
+
+@pytest.fixture
+def hung(monkeypatch):
+    writer = Hung(monkeypatch)
+    yield writer
+    writer.goes.set()
+
+
+def test_of_what_waits_to_be_saved_the_newest_is_written_once_and_in_order(tmp_path, hung):
+    keeper, first, second = Keeper(Store(tmp_path)), talk(("one", "")), talk(("two", ""))
+    futures = [keeper.save(first), keeper.save(second)]
+    assert hung.begun.wait(60)
+    for text in ("three", "four"):
+        second.turns.append(Turn("user", text))
+        futures.append(keeper.save(second))
+    listed = keeper.ask(Store.entries)
+    assert keeper.unsaved == ["one", "two"] and not futures[0].done()
+    hung.goes.set()
+    assert {entry.title for entry in listed.result(60)} == {"one", "two"}
+    assert [future.result(60) for future in futures] == [False] * 4
+    assert len(hung.written) == 2 and "four" in hung.written[1]
+    assert keeper.unsaved == []
+
+
+def test_what_the_disk_refuses_stays_unsaved_until_it_takes_it(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keeper, conversation = Keeper(Store(tmp_path)), talk(("one", ""))
+    monkeypatch.setattr("dflash_chat.store.replace_text", full)
+    with pytest.raises(DFlashError, match="free some space"):
+        keeper.save(conversation).result(60)
+    assert keeper.unsaved == ["one"] and "No space" in keeper.problem
+    monkeypatch.undo()
+    keeper.save(conversation).result(60)
+    assert keeper.unsaved == []
+
+
+@in_chat()
+async def test_a_folder_that_hangs_blocks_no_key_and_gets_the_newest_state(
+    app, pilot, backend, hung
+):
+    await answered(app, pilot, "first")
+    assert hung.begun.is_set() and hung.written == []
+    await pilot.press("h", "i")
+    assert app.prompt.text == "hi"
+    app.prompt.text = ""
+    await answered(app, pilot, "second")
+    await say(app, pilot, "/retry")
+    await say(app, pilot, "/open")
+    await pilot.press("escape")
+    assert [turn.content for turn in app.conversation.turns] == ["first", ANSWER, "second", ANSWER]
+    hung.goes.set()
+    await until(lambda: len(backend.requests) == 3 and app.listener.job is None, pilot)
+    assert await app.keeper.finish(60)
+    kept = {e.title: app.store.read(e.file).conversation for e in app.store.entries()}
+    assert kept["first"].turns[-1].content == ANSWER and len(kept["first"].turns) == 4
+    assert len(kept["first (2)"].turns) == 4
+    assert not [notice for notice in notices(app) if "saved" in notice]
+    assert "first" in screen_text(app)

@@ -177,10 +177,12 @@ def test_the_command_runs_every_kernel_of_the_catalog(name, capsys):
         ("nothing", "", "tree_walk"),
     ],
 )
-def test_the_command_refuses_names_and_sizes_that_are_not_known(name, shape, value):
-    command = [sys.executable, "-m", "kernels_metal.emulator", name, "--shape", shape]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and value in done.stderr
+def test_the_command_refuses_names_and_sizes_that_are_not_known(name, shape, value, capsys):
+    try:
+        code = __main__.main([name, "--shape", shape])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and value in capsys.readouterr().err
 
 
 def test_a_fault_ends_the_command_with_code_1(capsys, monkeypatch, tmp_path):

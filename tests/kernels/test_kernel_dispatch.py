@@ -38,9 +38,9 @@ def clock(*steps):
     return partial(next, accumulate(moves))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def on_metal(monkeypatch):
-    """As if MLX ran kernels here."""
+    """As if MLX ran kernels here, unless a test says otherwise."""
     monkeypatch.setattr(dispatch, "executor", lambda: factory.metal)
 
 
@@ -58,7 +58,6 @@ def refused(kind, words):
     return raises
 
 
-@pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize(("steps", "faster"), [((1.0, 2.0), True), ((2.0, 1.0), False)])
 def test_the_faster_side_wins_the_race_and_the_times_are_the_reason(steps, faster):
     words = "faster: 1000 us against 2000 us" if faster else "not faster: 2000 us against"
@@ -66,7 +65,6 @@ def test_the_faster_side_wins_the_race_and_the_times_are_the_reason(steps, faste
     assert choice.kernel is faster and choice.reason.startswith(words)
 
 
-@pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize("x", [[1.0, 1.0], [1.0, -float("inf"), float("inf")]])
 @pytest.mark.parametrize(("wrong", "used"), [(0.0, True), (0.01, False), (float("nan"), False)])
 def test_a_kernel_that_disagrees_is_not_used_however_fast(x, wrong, used):
@@ -76,7 +74,6 @@ def test_a_kernel_that_disagrees_is_not_used_however_fast(x, wrong, used):
     assert choice.reason.startswith("faster: " if used else "differs from the reference by ")
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_integers_must_agree_exactly_and_no_finite_number_is_near_an_infinite_one():
     x = mx.array([1, 2, 100_000_000])
     assert choose(x=x)[1].kernel
@@ -84,14 +81,12 @@ def test_integers_must_agree_exactly_and_no_finite_number_is_near_an_infinite_on
     assert dispatch.difference(mx.array([1.0, 2.0]), mx.array([1.0, -mx.inf])) == mx.inf
 
 
-@pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_an_unsupported_case_takes_the_reference_with_the_refusal_as_reason(mode):
     made = operation(check=refused(ValueError, "the head dim is 72"))
     assert choose(mode, made=made)[1] == Choice(False, "the head dim is 72")
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_a_case_is_raced_once_and_the_table_survives_as_json():
     kernels, first = choose(x=mx.ones(60))
     assert kernels.choose(operation(), (mx.zeros(64),)) is first  # as many rows, rounded up
@@ -102,7 +97,6 @@ def test_a_case_is_raced_once_and_the_table_survives_as_json():
         choose(steps=(), table=saved, x=mx.ones(5))
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_up_to_32_rows_every_number_of_them_is_raced_by_itself():
     kernels, _ = choose(steps=(1.0, 2.0) * 4, x=mx.ones(5))
     for rows in (6, 31, 32):
@@ -110,7 +104,6 @@ def test_up_to_32_rows_every_number_of_them_is_raced_by_itself():
     assert [key.split("/")[1] for key in kernels.table] == ["5", "6", "31", "32"]
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_a_race_is_a_chain_through_the_layers_in_which_each_call_waits_for_the_last():
     seen, links = [], []
 
@@ -131,7 +124,6 @@ def test_a_race_is_a_chain_through_the_layers_in_which_each_call_waits_for_the_l
     assert [x.tolist()[0] for _, x in links[:6]] == [1, 2, 3, 4, 0, 1]
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_copies_of_large_arrays_make_a_chain_where_no_layers_are_given():
     copies = []
 
@@ -143,7 +135,6 @@ def test_copies_of_large_arrays_make_a_chain_where_no_layers_are_given():
     assert len(copies) == 1 + CALLS  # one tells the size
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_a_side_that_is_slow_is_timed_once_and_no_more():
     looks = []
 
@@ -160,7 +151,6 @@ def by_way(wrong=""):
     return operation(lambda x, way: x + 1 + (way == wrong), ways=lambda x: ("one", "two"))
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_of_several_kernels_the_fastest_that_is_right_is_chosen_by_its_name():
     choice = choose(made=by_way(), steps=(2.0, 1.0, 4.0))[1]
     assert (choice.kernel, choice.way) == (True, "two")
@@ -171,14 +161,12 @@ def test_of_several_kernels_the_fastest_that_is_right_is_chosen_by_its_name():
     assert (choice.kernel, choice.way) == (False, "")
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_a_refusal_is_asked_for_before_a_kernel_runs():
     kernels = Dispatch("auto", refusal=lambda made, args: f"{made.name} hangs")
     made = operation(refused(AssertionError, "it ran"))
     assert kernels.choose(made, (mx.ones(3),)) == Choice(False, "add hangs")
 
 
-@pytest.mark.usefixtures("on_metal")
 def test_a_table_of_other_kernels_or_another_mlx_is_made_anew(monkeypatch):
     saved = choose()[0].to_json()
     assert len(table_from_json(saved)) == 1
@@ -186,7 +174,6 @@ def test_a_table_of_other_kernels_or_another_mlx_is_made_anew(monkeypatch):
     assert table_from_json(saved) == {}
 
 
-@pytest.mark.usefixtures("on_metal")
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
 def test_a_kernel_that_metal_refuses_is_not_used_and_says_why(kind):
     """ValueError: MLX's for a threadgroup that needs more registers than there are."""
@@ -229,7 +216,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
-def test_an_operation_is_chosen_and_names_its_case(made):
+def test_an_operation_is_chosen_and_names_its_case(made, monkeypatch):
+    monkeypatch.setattr(dispatch, "executor", factory.executor)
     kernels = Dispatch("auto")
     with emulated():
         assert kernels.choose(made, arguments(made, mx.float16)).kernel

@@ -94,32 +94,21 @@ def test_rows_of_the_invariant_reference_are_those_of_single_rows():
         assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
 
 
-@pytest.fixture
-def no_matrices(monkeypatch):
-    """As on a GPU whose 8x8 matrices are not used."""
-    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
-
-
-def assert_rows_alike(bits: int, dtype: mx.Dtype, kernel: str) -> None:
-    """Products of every width have the bits of single rows."""
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [*(("verify_qmm_matrix", dtype) for dtype in FLOATS), ("verify_qmm", mx.float16)],
+)
+def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(
+    monkeypatch, bits, dtype, kernel
+):
+    monkeypatch.setattr(module, "may_use_matrices", lambda: kernel == "verify_qmm_matrix")
     x, *weights = product(32, 1088, 9, bits, 64, dtype, invariant=True)
     with emulated() as run:
         single = mx.concatenate([verify_qmm(x[i : i + 1], *weights) for i in range(32)])
         for width in range(2, 33):
             assert mx.array_equal(verify_qmm(x[:width], *weights), single[:width]), width
     assert {counters.kernel for counters in run.counters} == {kernel}
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(bits, dtype):
-    assert_rows_alike(bits, dtype, "verify_qmm_matrix")
-
-
-@pytest.mark.usefixtures("no_matrices")
-@pytest.mark.parametrize("bits", BITS)
-def test_without_matrices_invariant_rows_have_the_bits_of_single_rows_too(bits):
-    assert_rows_alike(bits, mx.float16, "verify_qmm")
 
 
 def split(rows: int, columns: int, invariant: bool = False) -> int:
@@ -129,9 +118,9 @@ def split(rows: int, columns: int, invariant: bool = False) -> int:
     return sizes.tolist()[-1]
 
 
-@pytest.mark.usefixtures("no_matrices")
-def test_invariant_rows_split_their_sums_as_single_rows_do():
+def test_invariant_rows_split_their_sums_as_single_rows_do(monkeypatch):
     """With so many columns that a fast scalar product of 32 rows does not split them."""
+    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
     kinds = ((1, False), (1, True), (32, True), (32, False))
     assert [split(rows, 1100, invariant) for rows, invariant in kinds] == [4, 4, 4, 1]
 
@@ -141,23 +130,21 @@ def test_through_matrices_sums_are_split_alike_for_all_numbers_of_rows():
         assert {split(rows, columns) for rows in range(FEW_ROWS + 1, 33)} == {parts}
 
 
-# By rows, columns, and whether matrices may be used: the kernel
-WAYS = {
-    (FEW_ROWS, 64, True): "scalar",
-    (FEW_ROWS + 1, 64, True): "matrix",
-    (32, 64, True): "matrix",
-    (32, 7, True): "scalar",
-    (32, 64, False): "scalar",
-}
-
-
-@pytest.mark.parametrize(("rows", "columns", "matrices"), WAYS)
+@pytest.mark.parametrize(
+    ("rows", "columns", "matrices", "way"),
+    [
+        (FEW_ROWS, 64, True, "scalar"),
+        (FEW_ROWS + 1, 64, True, "matrix"),
+        (32, 64, True, "matrix"),
+        (32, 7, True, "scalar"),
+        (32, 64, False, "scalar"),
+    ],
+)
 def test_few_rows_and_gpus_without_safe_matrices_take_the_scalar_kernel(
-    monkeypatch, rows, columns, matrices
+    monkeypatch, rows, columns, matrices, way
 ):
     monkeypatch.setattr(module, "may_use_matrices", lambda: matrices)
-    _, *weights = product(1, 64, columns, 4, 64)
-    assert Product(*weights).way(rows) == WAYS[rows, columns, matrices]
+    assert Product(*product(1, 64, columns, 4, 64)[1:]).way(rows) == way
 
 
 @pytest.mark.parametrize(
@@ -313,33 +300,30 @@ def test_what_it_refuses(changes, message):
         Packing(4, 16)
 
 
-def multiplying():
-    given = product(5, 4160, 11, 4, 32)  # eight SIMD-groups share a sum over K
-    return [(exact(verify_qmm(*given)), multiply(*given))]
+def multiplying(*products, **kind):
+    """products: what `product` is given; gates are made small, so that they are not all open."""
+
+    def compare():
+        pairs = []
+        for each in products:
+            x, *weights = product(*each, **kind)
+            x = x / 99 if kind else x
+            pairs.append((exact(verify_qmm(x, *weights)), multiply(x, *weights)))
+        return pairs
+
+    return compare
 
 
-def gating():
-    given = product(3, 320, 11, 4, 32, gated=1)
-    small = given[0] / 99, *given[1:]
-    return [(exact(verify_qmm(*small)), multiply(*small))]
-
-
-def gating_through_matrices():
-    given = product(11, 320, 43, 4, 32, gated=1)
-    small = given[0] / 99, *given[1:]
-    return [(exact(verify_qmm(*small)), multiply(*small))]
-
-
-def through_matrices():
-    given = product(11, 640, 43, 4, 32)
-    wide = product(9, 128, 9, 8, 64)
-    return [(exact(verify_qmm(*call)), multiply(*call)) for call in (given, wide)]
+SCALAR = multiplying((5, 4160, 11, 4, 32))  # eight SIMD-groups share a sum over K
+MATRIX = multiplying((11, 640, 43, 4, 32), (9, 128, 9, 8, 64))
+GATED = multiplying((3, 320, 11, 4, 32), gated=1)
+GATED_MATRIX = multiplying((11, 320, 43, 4, 32), gated=1)
 
 
 # By what is wrong: the source, what becomes of it, and what is found
 # fmt: off
 test_a_fault_is_found = each_is_found(
-    ("verify_qmm", multiplying, {
+    ("verify_qmm", SCALAR, {
         "no barrier between the groups' sums": (
             "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
         "all SIMD-groups write one sum": ("group_sums[group * 32 + m", "group_sums[m", "race"),
@@ -360,7 +344,7 @@ test_a_fault_is_found = each_is_found(
             "((1u << BITS) - 2)", "result"),
         "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
     }),
-    ("verify_qmm_matrix", through_matrices, {
+    ("verify_qmm_matrix", MATRIX, {
         "no barrier between the groups' sums": (
             "threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "uninitialised or race"),
         "all SIMD-groups write one sum": ("(group * WIDTH + i", "(i", "race"),
@@ -384,22 +368,22 @@ test_a_fault_is_found = each_is_found(
         "a part is left out": ("p < parts;", "p < parts - 1;", "result"),
         "x of the next eight": ("r % 2 * 4;", "r % 2 * 8;", "result or bounds"),
     }),
-    ("verify_qmm", gating, {
+    ("verify_qmm", GATED, {
         "gates of the next column": ("c / HELD * columns", "c / HELD * (columns + 1)",
             "result or bounds"),
         "values are gates too": ("h * HELD + n % HELD]", "n % HELD]", "result"),
         "values are not gated": ("swish(both[0])", "both[0]", "result"),
     }),
-    ("verify_qmm_matrix", gating_through_matrices, {
+    ("verify_qmm_matrix", GATED_MATRIX, {
         "gates of the next column": ("j * 8 / HELD * columns", "j * 8 / HELD * (columns + 1)",
             "result or bounds"),
         "values are gates too": ("+ h * HELD + n % HELD;", "+ n % HELD;", "result"),
         "values are not gated": ("swish(both[0])", "both[0]", "result"),
     }),
-    ("lanes", gating, {
+    ("lanes", GATED, {
         "a gate that grows": ("1.0f + exp(-x)", "1.0f + exp(x)", "result"),
     }),
-    ("lanes", through_matrices, {
+    ("lanes", MATRIX, {
         "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),
         "rows of a matrix in another order": ("+ lane / 2 % 4", "+ 3 - lane / 2 % 4", "result"),
     }),

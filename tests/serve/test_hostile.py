@@ -12,8 +12,10 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.serve import guard
 from dflash_mlx.serve.errors import ApiError
+from support.fuzzed_api import attack
 from support.serving import (
     CHAT,
     CLIENT,
@@ -258,3 +260,10 @@ def test_paths_and_ways_to_ask_that_are_none_are_told_in_json(server):
     for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
         found = server.get(CHAT, method)
         assert (found.status_code, "error" in found.json()) == (405, True)
+
+
+def test_requests_of_all_kinds_made_from_the_served_schema_make_no_fault():
+    with serving(lambda prompt: "so", DecodeConfig("none", max_tokens=3)) as server:
+        counted = attack(server, 20)
+    assert counted["requests"] >= 150
+    assert counted["answered"] > 20 and counted["refused"] > 20

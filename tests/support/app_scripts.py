@@ -296,6 +296,23 @@ async def answered(app, pilot, text="What meets?"):
     )
 
 
+async def begun(app, pilot, *questions):
+    """Ask, wait for the first words of the answer, and ask what has to wait behind it."""
+    first, *others = questions or ("What meets?",)
+    await say(app, pilot, first)
+    await until(lambda: app.status.figures, pilot)
+    for question in others:
+        await say(app, pilot, question)
+
+
+async def goes_on(app, pilot, backend):
+    """Let everything through, and wait until nothing is being answered."""
+    backend.held.set()
+    if backend.gate is not None:
+        backend.gate.release(1000)
+    await until(lambda: app.listener.job is None, pilot)
+
+
 def notices(app):
     return [str(notice.render()) for notice in app.query(".notice").results(Static)]
 
