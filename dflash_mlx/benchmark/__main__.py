@@ -25,7 +25,6 @@ from dflash_mlx.benchmark.report import (
 )
 from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.cli.prompts import first_of_each, name_of
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
@@ -161,7 +160,7 @@ def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> 
         raise DFlashError(f"{report} holds the prompts themselves", "name another file")
     if pictures is not None:
         cli.check_folder(pictures)
-        import_pyplot()
+        cli.import_pyplot()
 
 
 if __name__ == "__main__":

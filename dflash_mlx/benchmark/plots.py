@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.benchmark.measure import groups
-from dflash_mlx.cli.plotting import import_pyplot
+from dflash_mlx.cli.options import import_pyplot
 from dflash_mlx.core.config import AUTO
 from dflash_mlx.system.files import replacing
 

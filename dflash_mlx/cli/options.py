@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.core.config import (
     AUTO,
@@ -141,7 +141,7 @@ def run(
     """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
-    main: takes the words; what several ranks give it besides is in `ranks/command.py`. leave: is
+    main: takes the words; what several ranks give it besides is in `ranks/loading.py`. leave: is
     given the code; `end_program` where another thread may still work.
     """
     startup.open_closed()
@@ -152,7 +152,7 @@ def run(
     try:
         interruptible = startup.raise_on_interrupt()
         if launched():
-            from dflash_mlx.ranks.command import take_part
+            from dflash_mlx.ranks.loading import take_part
 
             main, leave = take_part(main, program, mode), end_program
         code = _outcome(main, program)
@@ -302,3 +302,17 @@ def summary(delta: Delta) -> str:
     if delta.finish_reason in _ENDINGS:
         parts.append(_ENDINGS[delta.finish_reason])
     return " | ".join(parts)
+
+
+def import_pyplot() -> Any:
+    """Matplotlib's pyplot, drawing to files; DFlashError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise DFlashError(
+            "drawing needs matplotlib", "install it: pip install matplotlib"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -14,7 +14,7 @@ import pytest
 from matplotlib import image
 
 from dflash_mlx.benchmark import quick
-from dflash_mlx.benchmark.race import Lane, result_of
+from dflash_mlx.benchmark.quick import Lane, result_of
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.client import (
     DecodeConfig,
