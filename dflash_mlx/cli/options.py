@@ -35,8 +35,7 @@ from dflash_mlx.models.read import TargetReader as TargetReader
 from dflash_mlx.ranks import RankMode as RankMode
 from dflash_mlx.ranks import check_alone as check_alone
 from dflash_mlx.ranks import launched
-from dflash_mlx.system import startup
-from dflash_mlx.system.terminal import for_terminal, guard_terminal
+from dflash_mlx.system import terminal
 
 _Settings = TypeVar("_Settings")
 
@@ -144,13 +143,13 @@ def run(
     main: takes the words; what several ranks give it besides is in `ranks/loading.py`. leave: is
     given the code; `end_program` where another thread may still work.
     """
-    startup.open_closed()
+    terminal.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    guard_terminal()
+    terminal.guard_terminal()
     interruptible = False
     try:
-        interruptible = startup.raise_on_interrupt()
+        interruptible = terminal.raise_on_interrupt()
         if launched():
             from dflash_mlx.ranks.loading import take_part
 
@@ -158,9 +157,9 @@ def run(
         code = _outcome(main, program)
     except KeyboardInterrupt:
         say("")
-        code = startup.INTERRUPTED
+        code = terminal.INTERRUPTED
     if interruptible:
-        startup.leave_on_interrupt()
+        terminal.leave_on_interrupt()
     leave(code)
 
 
@@ -179,7 +178,7 @@ def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
         sys.stdout.flush()
         return 0
     except Exception as error:
-        if startup.is_behind(error):
+        if terminal.is_behind(error):
             raise KeyboardInterrupt from None
         return _failed(error, program)
 
@@ -211,7 +210,7 @@ def option_name(setting: str) -> str:
 
 def say(text: str) -> None:
     """Print a sentence on stderr, to a terminal without what it would obey."""
-    print(for_terminal(text) if sys.stderr.isatty() else text, file=sys.stderr)
+    print(terminal.for_terminal(text) if sys.stderr.isatty() else text, file=sys.stderr)
 
 
 def _drop_output() -> None:
