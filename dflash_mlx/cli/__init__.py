@@ -1,1 +1,1 @@
-"""What the command lines share, `generate`, and what the chat's does with the disk."""
+"""What the command lines share, and `generate` and `doctor`."""

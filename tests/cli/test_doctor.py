@@ -10,7 +10,8 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
-from dflash_mlx import doctor, load
+from dflash_mlx import load
+from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import check_named
@@ -123,7 +124,7 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
 @pytest.mark.parametrize(
     ("place", "stands_in", "said"),
     [
-        ("dflash_mlx.doctor.find_spec", lambda name: None, [doctor.NO_EMULATOR]),
+        ("dflash_mlx.cli.doctor.find_spec", lambda name: None, [doctor.NO_EMULATOR]),
         ("kernels_metal.emulator.compiler.find_compiler", no_compiler, ["no clang", "ziglang"]),
     ],
     ids=["as in the wheel", "no compiler"],
