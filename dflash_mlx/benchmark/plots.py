@@ -42,7 +42,6 @@ def draw_report(report: dict[str, Any], file: Path) -> None:
 
 
 def _panels(report: dict[str, Any]) -> dict[str, Lines]:
-    """By category, and of each category over the values of a sweep; two beside each other."""
     every = groups(report)
     panels: dict[str, Lines] = {
         title: {

@@ -138,7 +138,6 @@ def pad(
 
 
 def _filler(tokenizer: Any, row: Row, source: Sequence[Row], length: int) -> list[int]:
-    """`length` tokens of other rows' text, over and over."""
     at = source.index(row) if row in source else 0
     texts = [_text(other) for other in (*source[at:], *source[:at])]
     others = [text for text in texts if text not in ("", _text(row))]

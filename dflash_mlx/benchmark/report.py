@@ -70,7 +70,6 @@ def settings(
 
 
 def _flat(config: DecodeConfig) -> Report:
-    """All settings by name, a method's own among the others."""
     settings = asdict(config)
     own = settings.pop("options") or {}
     return settings | own
@@ -189,7 +188,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _notes(report: Report) -> Iterator[str]:
-    """What the figures hold for, where it is not the usual."""
     settings, pair = report.get("settings", {}), report.get("pair", {})
     sampling = settings.get("sampling", {})
     if changed := [f"{name} {pair[name]}" for name in (*_CHANGES, "ranks") if pair.get(name)]:

@@ -53,7 +53,6 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Within what rounding explains."""
         return self.error <= 1
 
 
@@ -140,7 +139,6 @@ def _section(title: str, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _needs(method: Method) -> str:
-    """What a method is, and what it needs of a pair."""
     needs = [f"a draft model of the {method.family} family"] * bool(method.family)
     needs += ["a target that verifies trees"] * method.needs_trees
     said = f"{method.label}, needs {' and '.join(needs)}" if needs else method.label
@@ -162,7 +160,6 @@ def _size(folder: Path) -> str:
 
 
 def _calibrations(folder: Path) -> list[str]:
-    """A line for each target that was measured here."""
     lines = []
     for file in sorted(folder.glob("*.json"), key=lambda file: (model_of(file), file)):
         day = datetime.fromtimestamp(file.stat().st_mtime).date()
@@ -179,7 +176,6 @@ def _calibrations(folder: Path) -> list[str]:
 
 
 def _stored_choices(folder: Path) -> list[str]:
-    """A line for each case of each model that was raced here."""
     lines = []
     for model, choices in kernel_choices(folder).items():
         lines.append(f"  {model}")
@@ -201,7 +197,6 @@ def no_emulator() -> str:
 
 
 def _compiler() -> str:
-    """The version of the compiler that emulates, in one line."""
     from kernels_metal.emulator import compiler  # in a checkout alone, not in the wheel
 
     return compiler.find_compiler().version.splitlines()[0]

@@ -24,7 +24,7 @@ from dflash_mlx.core.config import (
 )
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import Given
+from dflash_mlx.core.option import Given, values_given
 from dflash_mlx.drafters.methods import check_given, choices, own_options, why_auto
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
@@ -48,7 +48,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one sentence on stderr, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the sentence and leave."""
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
 
 
@@ -97,17 +96,15 @@ def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
 
 
 def _check_greedy(config: DecodeConfig) -> None:
-    """Raise DFlashError for what only sampling uses, where nothing is sampled."""
     if config.sampling.temperature > 0:
         return
-    usual = SamplingConfig()
-    for name in ("top_p", "top_k", "min_p"):
-        if (value := getattr(config.sampling, name)) != getattr(usual, name):
-            what = f"{name} is {value}, but at temperature 0 nothing is sampled"
-            raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
+    given = values_given(config.sampling)
     if config.acceptance == "reject":
-        what = "acceptance is reject, but at temperature 0 nothing is sampled"
-        raise DFlashError(what, "leave it out, or give a --temperature above 0", "acceptance")
+        given["acceptance"] = "reject"
+    for name in ("top_p", "top_k", "min_p", "acceptance"):
+        if name in given:
+            what = f"{name} is {given[name]}, but at temperature 0 nothing is sampled"
+            raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
 
 
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
@@ -172,7 +169,6 @@ def end_program(code: int) -> NoReturn:
 
 
 def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
-    """The exit code of `main`; why it is not 0 is said."""
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -184,7 +180,6 @@ def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
 
 
 def _failed(error: Exception, program: str) -> int:
-    """Say what went wrong; the exit code."""
     if isinstance(error, DFlashError):
         say(f"{program}: {error.told(option_name)}")
         return BAD_INPUT

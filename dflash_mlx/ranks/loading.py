@@ -115,7 +115,6 @@ def check_ranks(facts: ModelFacts, size: int) -> None:
 
 
 def _config_of(facts: ModelFacts) -> Mapping[str, Any]:
-    """The configuration of a target, that of the embedded one from its file."""
     if facts.source is not None:
         return facts.config  # type: ignore[no-any-return]
     from dflash_mlx.models.gguf_target import read_config  # takes seconds

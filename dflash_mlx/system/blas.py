@@ -54,7 +54,6 @@ class Threads:
         self._last = (clock(), *busy()) if most > 1 else (0.0, 0.0, 0.0)
 
     def tick(self) -> None:
-        """Look around, where it is time to."""
         if self._most < 2 or (now := self._clock()) - self._last[0] < self._PERIOD:
             return
         (before, all_before, own_before), (everybody, own) = self._last, self._busy()

@@ -42,12 +42,10 @@ class TensorHeader(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
         return self.offsets[1] - self.offsets[0]
 
 
@@ -85,7 +83,6 @@ def judge(
 
 
 def _text(file: Path) -> bytes:
-    """The header of a file that the library reads."""
     if not file.is_file():
         raise ValueError("it is no file")
     try:
