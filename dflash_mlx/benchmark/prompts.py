@@ -44,7 +44,7 @@ def read_rows(source: Path) -> list[Row]:
     DFlashError for rows of unknown fields, and as `read_prompts` does.
     """
     if not source.is_dir():
-        return read_prompts(source, None, partial(adapted, Path(name_of(source)).stem))
+        return read_prompts(source, partial(adapted, Path(name_of(source)).stem))
     files = sorted(file for file in source.iterdir() if file.suffix in (".json", ".jsonl"))
     if not files:
         what = f"{source} holds no .json or .jsonl files"

@@ -54,7 +54,7 @@ def bench(
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)
     settled = settle_all(named, pair.capabilities)
-    asked = questions(pair.tokenizer, read_prompts(PROMPTS, None), (), (), pair.template)
+    asked = questions(pair.tokenizer, read_prompts(PROMPTS), (), (), pair.template)
     report = describe(pair, config)
     given = {"prompts_file": PROMPTS.name, "limit": None}
     report["settings"] = given | settings(asked, settled, base.sampling)

@@ -17,9 +17,9 @@ STDIN = Path("-")
 
 
 def read_prompts(
-    source: Path, limit: int | None, adapt: Callable[[Any, str], Any] = lambda row, where: row
+    source: Path, adapt: Callable[[Any, str], Any] = lambda row, where: row
 ) -> list[Row]:
-    """Rows of a file, or of standard input, at most `limit` of each category.
+    """Rows of a file, or of standard input, by category.
 
     source: `STDIN` for standard input. adapt: makes such a row of any other; it is told where that
     stands. Raises DFlashError for damaged rows.
@@ -41,7 +41,7 @@ def read_prompts(
         row["messages"] = check_messages(row.get("messages"), where)
     if not rows:
         raise DFlashError(f"{file} holds no prompts", "give JSON lines with messages")
-    return first_of_each(list(rows.values()), limit)
+    return first_of_each(list(rows.values()))
 
 
 def _parsed(text: str, file: str, shape: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _parsed(text: str, file: str, shape: str) -> dict[str, Any]:
     return found
 
 
-def first_of_each(rows: Sequence[Row], limit: int | None) -> list[Row]:
+def first_of_each(rows: Sequence[Row], limit: int | None = None) -> list[Row]:
     """Rows by category, at most `limit` of each; DFlashError for a limit below 1."""
     if limit is not None and limit < 1:
         raise DFlashError(f"limit is {limit}", "choose 1 or more", "limit")

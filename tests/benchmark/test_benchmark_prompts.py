@@ -108,7 +108,7 @@ def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
     row = {**ROWS[0], "messages": [{"role": "user", "content": text}]}
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_prompts(file, None) == [row]
+    assert read_prompts(file) == [row]
 
 
 # Published data sets: their fields, and what is asked

@@ -48,7 +48,7 @@ def steps(pair: Pair) -> list[quick.BenchStep]:
 
 
 def test_the_dozen_prompts_are_of_three_kinds_and_each_is_there_once():
-    rows = read_prompts(quick.PROMPTS, None)
+    rows = read_prompts(quick.PROMPTS)
     assert Counter(row["category"] for row in rows) == {"math": 4, "code": 4, "chat": 4}
     assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 12
 
