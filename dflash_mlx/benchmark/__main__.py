@@ -11,12 +11,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.measure import Run, run_all, summarise
-from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts, read_rows
 from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
     describe,
+    draw_report,
     finished_runs,
     format_report,
     read_report,

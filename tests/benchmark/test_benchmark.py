@@ -13,7 +13,7 @@ from matplotlib import image
 
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark import measure
-from dflash_mlx.benchmark.plots import draw_report
+from dflash_mlx.benchmark.report import draw_report
 from dflash_mlx.core.errors import DFlashError
 
 METHODS = ["none", "dflash:4", "dflash:8"]

@@ -12,7 +12,6 @@ import pytest
 from dflash_chat import main as chat
 from dflash_mlx.cli import generate
 
-CONTEXT = 160  # of the models of `folders`
 KEYS = """
     text tokens prompt_tokens generated_tokens finish_reason method prefill_seconds
     time_to_first_token decode_seconds tokens_per_second rounds mean_accepted acceptance_rate
@@ -80,25 +79,6 @@ def test_the_answer_ends_before_the_first_of_several_stop_texts(ask):
     assert answer["text"] == text[:end]
     assert answer["finish_reason"] == "stop"
     assert ask(*options).out == text[:end] + "\n"
-
-
-def test_a_seed_makes_a_random_answer_come_again_whatever_drafts(ask):
-    def tokens(*argv: str) -> list[int]:
-        options = ["--prompt", "hello", "--temperature", "1", "--json"]
-        return ask(*options, *argv).answer["tokens"]
-
-    first = tokens("--seed", "3")
-    assert tokens("--seed", "3") == first
-    assert tokens("--seed", "3", "--method", "none") == first
-    assert tokens("--seed", "4") != first
-    assert tokens() != tokens()
-
-
-def test_an_answer_stops_where_the_context_is_full_and_drafts_in_smaller_blocks(ask):
-    options = ["--raw", "--max-tokens", "1000", "--block-size", "3", "--json"]
-    answer = ask("--prompt", "x" * (CONTEXT - 10), *options).answer
-    assert (answer["finish_reason"], answer["generated_tokens"]) == ("context", 10)
-    assert len(answer["accepted_by_position"]) == 2
 
 
 # What is refused
