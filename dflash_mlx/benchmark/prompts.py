@@ -88,9 +88,8 @@ def questions(
 ) -> list[BenchmarkPrompt]:
     """Every row once, or once for every length in `contexts`.
 
-    With several lengths they are the categories, so that each has figures of its own. A prompt that
-    is longer already stays as it is. source: rows whose text pads the others. template: arguments
-    of the chat template.
+    With several lengths they are the categories, so that each has figures of its own. source: rows
+    whose text pads the others. template: arguments of the chat template.
     """
     result = []
     for row in rows:
@@ -110,9 +109,8 @@ def pad(
 ) -> list[int]:
     """The row's prompt as `length` tokens, template included, or a few less.
 
-    The user turns of the rows after it in `source`, in order and from the start again at the end,
-    are put before its own last turn, in one message. Its own text is never among them. Raises
-    DFlashError where there is no other text.
+    The user turns of the rows after it in `source`, and then of those before it, are put in front
+    of its own last turn, in one message. Raises DFlashError where there is no other text.
     """
 
     def behind(text: str) -> list[int]:

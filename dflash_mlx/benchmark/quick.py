@@ -47,8 +47,7 @@ def bench(
 ) -> Generator[BenchStep, None, None]:
     """Answer the dozen prompts with plain decoding and with `methods`, which take turns.
 
-    config: that the pair was loaded with. methods: as of --methods; by default all that the pair
-    serves. Raises DFlashError for methods that are unknown or that it does not serve.
+    methods: by default all that the pair serves. Raises DFlashError for those that it does not.
     """
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)

@@ -105,10 +105,7 @@ def read_report(file: Path) -> Report:
 def finished_runs(
     before: Report, report: Report, asked: Sequence[BenchmarkPrompt], file: Path
 ) -> list[Run]:
-    """The runs of an unfinished report; DFlashError where it was measured with other settings.
-
-    report: what this run would measure.
-    """
+    """The runs of `before`; DFlashError where it was measured with other settings than `report`."""
     now = json.loads(json.dumps(report))
     for key in now:
         if changed := next(_changes(before.get(key), now[key], key), None):
@@ -208,10 +205,7 @@ def _notes(report: Report) -> Iterator[str]:
 
 
 def draw_report(report: Report, file: Path) -> None:
-    """Save speed and acceptance of the methods, and those over a sweep, as a PNG.
-
-    Raises DFlashError without matplotlib.
-    """
+    """Save speed and acceptance, also over a sweep, as a PNG; DFlashError without matplotlib."""
     pyplot = import_pyplot()
     panels = _panels(report)
     rows = len(panels) // 2

@@ -33,10 +33,7 @@ Knobs = Mapping[str, type[Options]]  # options of methods in place of their usua
 def read_methods(
     names: str, config: DecodeConfig, knobs: Knobs = MappingProxyType({})
 ) -> dict[str, DecodeConfig]:
-    """Settings by method name; `none` first, since the others are compared with it.
-
-    Raises DFlashError for a method that comes twice, and for a setting that none of them takes.
-    """
+    """Settings by method name, `none` first; DFlashError for names and settings without sense."""
     methods = {PLAIN: replace(config, method=PLAIN, block_size=None, options=Options())}
     parts = [part.strip() for part in names.split(",")]
     if twice := [name for name in parts if parts.count(name) > 1]:
@@ -139,10 +136,9 @@ def expand(
 ) -> tuple[dict[str, DecodeConfig], dict[str, Any]]:
     """The methods to run; and the setting with, by method swept, the name of each value's run.
 
-    sweep: `setting=value,value`, or `setting` for its usual values, without blocks above the
-    `largest` of a method. Methods without the setting, or with a value of their own for it, run
-    once. `auto` may have any setting as long as it is not settled. Raises DFlashError for any other
-    text, and where no method is left to sweep.
+    sweep: `setting=value,value`, or `setting` for its usual values, of blocks those up to the
+    `largest` of a method. Methods without the setting, or with their own value for it, run once.
+    Raises DFlashError for any other text, and where no method is left to sweep.
     """
     key, equals, listed = sweep.partition("=")
     swept = {k: f for k, f in {**_SHARED, **_all_own({})}.items() if f.metadata["usual"]}

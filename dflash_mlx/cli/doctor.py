@@ -1,8 +1,4 @@
-"""`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels.
-
-A pair is checked by its configurations and the heads of its weight files, here or on the hub.
-Kernels run at random shapes, on a Mac's GPU or in the emulator, which knows no speed.
-"""
+"""`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels."""
 
 from __future__ import annotations
 
@@ -57,11 +53,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the report.
-
-    Raises SystemExit(1) when a kernel is wrong, SystemExit(2) for a pair that cannot be used, and
-    DFlashError for names that no model can have.
-    """
+    """Print the report; SystemExit(1) for a wrong kernel, 2 for a pair that cannot be used."""
     arguments = parser().parse_args(argv)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
     given = vars(arguments)  # its --kernels is not the setting of that name

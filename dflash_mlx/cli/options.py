@@ -54,10 +54,7 @@ class Parser(argparse.ArgumentParser):
 def add_options(
     parser: argparse.ArgumentParser, *settings: type, without: Sequence[str] = ()
 ) -> None:
-    """Add an option for every field of the settings classes that has a help text.
-
-    Behind the fields of `DecodeConfig` those of single methods.
-    """
+    """Add an option for every field with a help text; `DecodeConfig` brings the methods' own."""
     if DecodeConfig in settings:
         settings = (*settings, own_options())
     for field in (field for each in settings for field in fields(each)):

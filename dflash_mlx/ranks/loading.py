@@ -40,10 +40,7 @@ _ONE_MACHINE = "run it on one machine, or choose another model"
 def take_part(
     main: Callable[..., None], program: str, mode: RankMode
 ) -> Callable[[Sequence[str]], None]:
-    """`main` as one of several ranks does it.
-
-    It is also given the ranks where all do the same, or else what reads a split target.
-    """
+    """`main` as one of several ranks does it, given also the ranks or what reads a split target."""
 
     def work(argv: Sequence[str]) -> None:
         ranks = join()

@@ -30,13 +30,10 @@ class BlasStatus:
 
 
 class Threads:
-    """Leaves OpenBLAS the cores that no other process uses.
+    """Leaves OpenBLAS the cores that no other process uses; `tick` it before every pass.
 
-    Its threads share every product evenly and wait for each other, so one of them on a busy core
-    makes all of them slow: with one of two cores busy, two threads are several times slower than
-    one. `tick` is for the beginning of every pass; it looks about twice a second. most: threads
-    where nothing else runs. use: sets their number. busy: seconds that all processes on our cores
-    and that our own have worked.
+    Its threads share every product evenly and wait for each other: with one of two cores busy, two
+    threads are several times slower than one.
     """
 
     _PERIOD = 0.4  # seconds
@@ -44,9 +41,9 @@ class Threads:
 
     def __init__(
         self,
-        most: int,
-        use: Callable[[int], object],
-        busy: Callable[[], tuple[float, float]],
+        most: int,  # threads where nothing else runs
+        use: Callable[[int], object],  # sets their number
+        busy: Callable[[], tuple[float, float]],  # seconds of all on our cores, and our own
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = self._now = most
@@ -101,8 +98,7 @@ class _UnusableError(Exception):
 def preload() -> BlasStatus:
     """Make OpenBLAS serve MLX's matrix products; call it before `mlx.core` is imported.
 
-    Does nothing outside Linux. Never raises: when OpenBLAS cannot be used it warns once with
-    `RuntimeWarning`, which says why and what to do.
+    Does nothing outside Linux. Where OpenBLAS cannot be used, one RuntimeWarning says why.
     """
     if sys.platform != "linux":
         return BlasStatus(None)
