@@ -71,10 +71,10 @@ def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
             config = replace(config, options=options_of(config, method, kind))
         for setting, value in given.items():
             config = _changed(config, setting, value)
-        if isinstance(config.options, Options):
-            if not config.options.cuts and "budget" not in given:
+        if isinstance(options := config.options, Options):
+            if not options.cuts and "budget" not in given:
                 config = replace(config, budget=None)  # one for all methods is the others'
-            config.options.check(config)
+            options.check(config)
         return config
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -210,7 +211,7 @@ def introduction(metal: bool, each: int) -> list[str]:
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
     kernels = Dispatch() if metal else None
-    with nullcontext() if metal else _emulated():
+    with nullcontext() if metal else import_module("kernels_metal.emulator").emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
             choice = kernels.choose(trial.operation, trial.arguments) if kernels else None
             try:
@@ -218,12 +219,6 @@ def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
                 why = str(fault).strip().partition("\n")[0]
                 yield Result(trial, float("inf"), why, choice)
-
-
-def _emulated() -> AbstractContextManager[Any]:
-    from kernels_metal.emulator import emulated
-
-    return emulated()
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:
