@@ -69,7 +69,7 @@ class Memory:
         return [self._recall(model, ask, width) for ask in asks]
 
     def _recall(self, model: BlockModel, ask: Ask, width: int) -> list[Choices]:
-        key = (id(model._network), id(ask.context), ask.rows, repr(ask.prefixes), width)
+        key = (id(model.module), id(ask.context), ask.rows, repr(ask.prefixes), width)
         if key not in self._known:
             (self._known[key],) = _CHOICES(model, [ask], width)
         return self._known[key]  # type: ignore[no-any-return]
