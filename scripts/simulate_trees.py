@@ -46,8 +46,8 @@ from dflash_mlx.engine.state import Context
 from dflash_mlx.engine.step import NO_LIMIT
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
-from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.data import vocabulary_size
+from dflash_mlx.train.rows import CorpusRow, read_rows
 from dflash_mlx.verifier.block import Block
 
 _CHOICES = BlockModel.choices

@@ -19,8 +19,8 @@ from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConf
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import draws_drafts, find_method, serving, settle
 from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Capabilities, Pair
-from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.models.names import SHIPPED
 from dflash_mlx.session.session import Question, Session
 from dflash_mlx.session.templates import prompt_tokens

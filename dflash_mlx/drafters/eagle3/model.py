@@ -11,9 +11,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.context import DraftContext
 from dflash_mlx.drafters.networks.model import BoundModel
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.saved import Saved, join, split
 
 FAMILY = "eagle3"
 

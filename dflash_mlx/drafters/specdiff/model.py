@@ -11,8 +11,8 @@ from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.context import MOST_WAITING, DraftContext
 from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
+from dflash_mlx.verifier.block import Saved
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.saved import Saved
 
 FAMILY = "specdiff"
 CHUNK = 512  # tokens of a pass over text alone
