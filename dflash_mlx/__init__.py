@@ -3,9 +3,9 @@
 These are the public names, each imported when it is first asked for. Modules below may change.
 """
 
-from dflash_mlx.system import startup
+from dflash_mlx.system import terminal
 
-startup.begin()  # first, so that Ctrl+C ends a command quietly while it is still importing
+terminal.begin()  # first, so that Ctrl+C ends a command quietly while it is still importing
 
 import warnings  # noqa: E402
 from importlib import import_module  # noqa: E402

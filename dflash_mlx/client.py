@@ -1,8 +1,15 @@
 """What the chat needs of this package besides its public names; no promise to anybody else."""
 
-from dflash_mlx.benchmark.quick import BenchStep, bench, save_bench, what_pays
-from dflash_mlx.benchmark.race import SIDES as RACE_SIDES
-from dflash_mlx.benchmark.race import RaceResult, RaceStep, race
+from dflash_mlx.benchmark.quick import (
+    RACE_SIDES,
+    BenchStep,
+    RaceResult,
+    RaceStep,
+    bench,
+    race,
+    save_bench,
+    what_pays,
+)
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,

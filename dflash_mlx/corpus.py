@@ -54,7 +54,7 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     config = read_config(arguments)
     if config.self_prompt is not None:
         cli.check_alone("--self-prompt")
-    prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts, None)
+    prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts)
     out = arguments.out
     if ranks is not None and ranks.rank:  # whose rows the first one's file gets in the end
         out = out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")

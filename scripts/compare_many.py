@@ -119,7 +119,7 @@ WAYS: dict[str, tuple[Callable[..., Ends], str]] = {
 def main(argv: Sequence[str]) -> None:
     """Print a table."""
     asked = parser().parse_args(argv)
-    texts = read_prompts(asked.prompts, None)
+    texts = read_prompts(asked.prompts)
     if max(asked.counts) > len(texts):
         what = f"{asked.prompts} has only {len(texts)} prompts"
         raise DFlashError(what, "ask for so many at most", "counts")

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     asked = parser().parse_args(argv)
     methods = asked.methods or list(METHODS)
     walked = fixed(methods)
-    read_prompts(asked.prompts, None)
+    read_prompts(asked.prompts)
     cli.check_folder(asked.out)
     asked.out.mkdir(exist_ok=True)
     for temperature in asked.temperatures:

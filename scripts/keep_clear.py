@@ -37,11 +37,11 @@ def main(argv: Sequence[str]) -> None:
         raise DFlashError(
             f"--out would replace {arguments.out}, which is read", "name another file"
         )
-    evaluation = [] if arguments.of is None else read_prompts(arguments.of, None)
+    evaluation = [] if arguments.of is None else read_prompts(arguments.of)
     near = {mark for row in evaluation for mark in marks(row)}
     rows: dict[str, Row] = {}
     for file in arguments.prompts:
-        for row in read_prompts(file, None):
+        for row in read_prompts(file):
             rows.setdefault(text_of(row), row)
     kept = [row for row in rows.values() if near.isdisjoint(marks(row))]
     if not kept:

@@ -65,13 +65,11 @@ class Target:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of one layer."""
         attention = 2 * self.width * (self.heads + self.kv_heads) * self.dim
         return attention + 3 * self.width * self.hidden
 
     @property
     def head_weights(self) -> int:
-        """Numbers in the head."""
         return self.vocabulary * self.width
 
     @property
@@ -81,7 +79,6 @@ class Target:
 
     @property
     def parameters(self) -> int:
-        """As in the model's name."""
         return self.weights + (0 if self.tied else self.head_weights)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from roofline import CONTEXT, ROWS, Traffic, chain, pass_time, speedup
 from roofline_data import MACHINES, TARGETS
 
-from dflash_mlx.cli.plotting import import_pyplot
+from dflash_mlx.cli.options import import_pyplot
 
 SHOWN = ("M1 Max", "M4 Max", "M5 Max")
 RANGE = (0.45, 1.2)  # of the assumed share of the arithmetic peak: 0.3 to 0.8 of it all

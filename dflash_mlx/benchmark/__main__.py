@@ -11,12 +11,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.measure import Run, run_all, summarise
-from dflash_mlx.benchmark.plots import draw_report
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts, read_rows
+from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts
 from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
     describe,
+    draw_report,
     finished_runs,
     format_report,
     read_report,
@@ -25,8 +25,7 @@ from dflash_mlx.benchmark.report import (
 )
 from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.plotting import import_pyplot
-from dflash_mlx.cli.prompts import first_of_each, name_of
+from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import paper
@@ -39,7 +38,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Run the benchmark. Raises DFlashError for bad input, before any work."""
     paper.add_controls()
     arguments = parser().parse_args(argv)
-    source = read_rows(arguments.prompts)
+    source = read_prompts(arguments.prompts)
     rows = first_of_each(source, arguments.limit)
     contexts = read_contexts(arguments.context)
     before = read_before(arguments)
@@ -161,7 +160,7 @@ def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> 
         raise DFlashError(f"{report} holds the prompts themselves", "name another file")
     if pictures is not None:
         cli.check_folder(pictures)
-        import_pyplot()
+        cli.import_pyplot()
 
 
 if __name__ == "__main__":

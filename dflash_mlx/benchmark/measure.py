@@ -120,6 +120,7 @@ def _figures(runs: Sequence[Run]) -> MethodStats:
     Answers that ended with their first token, which the prompt's own pass gave, have no speed.
     """
     rounds = [round_ for run in runs for round_ in run.rounds]
+    sizes = Counter(round_.tokens for round_ in rounds)
     total, ties = Statistics(""), NearTies()
     for found in (run.statistics for run in runs):
         total.drafted.update(found.drafted)
@@ -143,7 +144,7 @@ def _figures(runs: Sequence[Run]) -> MethodStats:
         "rows_per_round": fmean([round_.rows for round_ in rounds] or [0]),
         "acceptance_rate": total.acceptance_rate,
         "accepted_by_position": total.accepted_by_position,
-        "committed": committed(rounds),
+        "committed": {str(n): sizes[n] for n in range(1, max(sizes, default=0) + 1)},
         "modes": dict(total.modes),
         "guard": {f"guard_{name}": n for name, n in asdict(ties).items()},
         "parity": sum(run.difference is None for run in runs) / len(runs),
@@ -175,9 +176,3 @@ def tokens_a_round(sums: Any) -> float:
     """Tokens a round, of rows [n, 2] of tokens and rounds."""
     tokens, rounds = sums.sum(axis=0)
     return float(tokens / max(rounds, 1))
-
-
-def committed(rounds: Sequence[RoundSize]) -> dict[str, int]:
-    """Acceptance histogram: how many rounds committed 1, 2, ... tokens."""
-    counts = Counter(round_.tokens for round_ in rounds)
-    return {str(tokens): counts[tokens] for tokens in range(1, max(counts, default=0) + 1)}

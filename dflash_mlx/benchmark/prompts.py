@@ -1,30 +1,16 @@
-"""Prompts of our files and of published data sets as they are; as tokens, padded where wanted."""
+"""Prompts as tokens, padded where wanted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dflash_mlx.cli.prompts import Row, name_of, read_prompts
+from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.session.templates import prompt_tokens
 
 _TRIES = 8  # corrections until a padded prompt has its length
-
-# What asks in published data sets, and what stands below it where a row has that.
-QUESTIONS = {
-    "turns": "",  # MT-Bench, and other sets as drafters' programs keep them; the first turn
-    "question": "",  # GSM8K
-    "problem": "",  # MATH-500, AIME25
-    "question_content": "starter_code",  # LiveCodeBench
-    "instruction": "input",  # Alpaca
-    "prompt": "",  # HumanEval, MBPP (sanitised); MT-Bench elsewhere
-    "text": "",  # MBPP
-}
-_IDS = ("id", "task_id", "question_id", "unique_id", "prompt_id")
 
 
 @dataclass(frozen=True)
@@ -35,39 +21,6 @@ class BenchmarkPrompt:
     category: str  # by which figures are grouped
     tokens: list[int]
     context: int | None = None  # tokens that it was to have
-
-
-def read_rows(source: Path) -> list[Row]:
-    """Rows of a file, of standard input, or of all .json and .jsonl files in a folder.
-
-    Those of published data sets have the file's name without its ending as their category. Raises
-    DFlashError for rows of unknown fields, and as `read_prompts` does.
-    """
-    if not source.is_dir():
-        return read_prompts(source, None, partial(adapted, Path(name_of(source)).stem))
-    files = sorted(file for file in source.iterdir() if file.suffix in (".json", ".jsonl"))
-    if not files:
-        what = f"{source} holds no .json or .jsonl files"
-        raise DFlashError(what, "give a file of prompts, or a folder of such files")
-    return [row for file in files for row in read_rows(file)]
-
-
-def adapted(category: str, row: Any, where: str) -> Any:
-    """A row of a published data set as one of ours; what may be one of ours stays as it is."""
-    is_ours = not isinstance(row, dict) or "messages" in row
-    if is_ours or ("category" in row and not isinstance(row.get("prompt"), list | None)):
-        return row
-    name = next((name for name in QUESTIONS if row.get(name)), "")
-    asked = row.get(name)
-    asked = asked[0] if isinstance(asked, list) else asked
-    if not isinstance(asked, str):
-        known = ", ".join(("messages", *QUESTIONS))
-        what = f"{where} has the fields {', '.join(map(str, row))[:200]}, none of which asks a text"
-        raise DFlashError(what, f"name the one that does as one of {known}")
-    below = row.get(QUESTIONS[name]) or ""
-    content = f"{asked}\n\n{below}" if isinstance(below, str) and below else asked
-    number = next((str(row[name]) for name in _IDS if row.get(name) is not None), "")
-    return {"id": number, "category": category, "prompt": content}
 
 
 def read_contexts(text: str | None) -> list[int]:
@@ -88,9 +41,8 @@ def questions(
 ) -> list[BenchmarkPrompt]:
     """Every row once, or once for every length in `contexts`.
 
-    With several lengths they are the categories, so that each has figures of its own. A prompt that
-    is longer already stays as it is. source: rows whose text pads the others. template: arguments
-    of the chat template.
+    With several lengths they are the categories, so that each has figures of its own. source: rows
+    whose text pads the others. template: arguments of the chat template.
     """
     result = []
     for row in rows:
@@ -110,9 +62,8 @@ def pad(
 ) -> list[int]:
     """The row's prompt as `length` tokens, template included, or a few less.
 
-    The user turns of the rows after it in `source`, in order and from the start again at the end,
-    are put before its own last turn, in one message. Its own text is never among them. Raises
-    DFlashError where there is no other text.
+    The user turns of the rows after it in `source`, and then of those before it, are put in front
+    of its own last turn, in one message. Raises DFlashError where there is no other text.
     """
 
     def behind(text: str) -> list[int]:
@@ -138,7 +89,6 @@ def pad(
 
 
 def _filler(tokenizer: Any, row: Row, source: Sequence[Row], length: int) -> list[int]:
-    """`length` tokens of other rows' text, over and over."""
     at = source.index(row) if row in source else 0
     texts = [_text(other) for other in (*source[at:], *source[:at])]
     others = [text for text in texts if text not in ("", _text(row))]

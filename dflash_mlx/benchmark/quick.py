@@ -1,27 +1,35 @@
-"""A dozen prompts that come with the program, every method that a pair serves, one sentence."""
+"""What the chat measures: a dozen prompts with every method, and a race on one question."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+import mlx.core as mx
+
 from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
-from dflash_mlx.benchmark.plots import draw_report
 from dflash_mlx.benchmark.prompts import questions
-from dflash_mlx.benchmark.report import Report, describe, save, settings
+from dflash_mlx.benchmark.report import Report, describe, draw_report, save, settings
 from dflash_mlx.benchmark.selection import read_methods, settle_all
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import find_method, serving
+from dflash_mlx.drafters.methods import draws_drafts, find_method, serving, settle
+from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.models.names import SHIPPED
+from dflash_mlx.session.session import Question, Session
+from dflash_mlx.session.templates import prompt_tokens
 
 PROMPTS = SHIPPED / "prompts.jsonl"
 TOKENS = 48  # of each answer
 PAYS = 1.05  # times plain decoding, below which nobody would notice
+RACE_SIDES = "plain", "drafted"
+SLICE = 1.0  # seconds that one side of a race runs before the other may
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,12 @@ def bench(
 ) -> Generator[BenchStep, None, None]:
     """Answer the dozen prompts with plain decoding and with `methods`, which take turns.
 
-    config: that the pair was loaded with. methods: as of --methods; by default all that the pair
-    serves. Raises DFlashError for methods that are unknown or that it does not serve.
+    methods: by default all that the pair serves. Raises DFlashError for those that it does not.
     """
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)
     settled = settle_all(named, pair.capabilities)
-    asked = questions(pair.tokenizer, read_prompts(PROMPTS, None), (), (), pair.template)
+    asked = questions(pair.tokenizer, read_prompts(PROMPTS), (), (), pair.template)
     report = describe(pair, config)
     given = {"prompts_file": PROMPTS.name, "limit": None}
     report["settings"] = given | settings(asked, settled, base.sampling)
@@ -102,3 +109,87 @@ def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], 
     except OSError as error:  # a disk that has become full; the figures are kept
         return [file], f"{picture} cannot be written ({error.strerror or error})"
     return [file, picture], ""
+
+
+@dataclass(frozen=True)
+class RaceStep:
+    """One side of a race moved on."""
+
+    side: str
+    text: str  # what came new
+    tokens: int
+    seconds: float  # its own decoding time so far
+    finished: bool
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """How a race ended."""
+
+    text: str  # a sentence
+    equal: bool  # whether every token is the same
+
+
+def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
+    """Both sides in turn, always the one that has had less time, from the same seed."""
+    if request.config.method == PLAIN:
+        raise DFlashError(
+            "the method is none, so both sides would decode plainly", "choose another --method"
+        )
+    sampling = request.config.sampling.with_seed()
+    config = settle(replace(request.config, sampling=sampling), pair.capabilities)
+    if draws_drafts(config):
+        raise DFlashError(
+            "answers drawn by rejection differ from plain ones, by design",
+            "leave out --acceptance to compare them token by token",
+        )
+    tokens = prompt_tokens(pair.tokenizer, request.messages, request.system, template=pair.template)
+    plain = Lane("plain", Session(pair, replace(config, method=PLAIN)).stream(tokens))
+    drafted = Lane("drafted", Session(pair, config).stream(tokens))
+    while running := [lane for lane in (drafted, plain) if not lane.finished]:
+        yield from min(running, key=lambda lane: lane.seconds).run(SLICE)
+    difference = first_difference(pair.target, tokens, plain.tokens, drafted.tokens)
+    yield result_of(plain, drafted, difference)
+
+
+@dataclass
+class Lane:
+    """One side of a race."""
+
+    side: str
+    deltas: Iterator[Delta]
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0  # of decoding, the device's unfinished work included
+    finished: bool = False
+
+    def run(self, seconds: float) -> Iterator[RaceStep]:
+        """Decode for so long, then wait for the device, lest it work in the other's time."""
+        end = self.seconds + seconds
+        while self.seconds < end and not self.finished:
+            begin = time.perf_counter()
+            delta = next(self.deltas)
+            first = not self.tokens
+            self.tokens.extend(delta.tokens)
+            self.finished = delta.finish_reason is not None
+            self.seconds += time.perf_counter() - begin
+            if first:
+                self.seconds -= delta.statistics.prefill_seconds
+            yield RaceStep(self.side, delta.text, len(self.tokens), self.seconds, self.finished)
+        begin = time.perf_counter()
+        mx.synchronize()
+        self.seconds += time.perf_counter() - begin
+
+
+def result_of(plain: Lane, drafted: Lane, difference: Difference | None) -> RaceResult:
+    """Who was faster, and whether both said the same, token by token."""
+    ratio = plain.seconds / drafted.seconds * len(drafted.tokens) / len(plain.tokens)
+    speed = f"{ratio:.2f} times as fast as plain decoding on this question"
+    if difference is None:
+        return RaceResult(f"All {len(plain.tokens)} tokens are the same. {speed}.", True)
+    if difference.margin is None:
+        why = "one answer ends there"
+    elif difference.is_near_tie:
+        why = f"where two tokens are all but tied (logits {difference.margin:.1e} apart)"
+    else:
+        why = f"with logits {difference.margin:.2f} apart, which is no tie: please report it"
+    return RaceResult(f"The same up to token {difference.position}, {why}. {speed}.", False)

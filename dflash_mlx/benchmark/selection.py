@@ -10,7 +10,6 @@ from typing import Any
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, Options, values_given
-from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import (
     METHODS,
     check_given,
@@ -34,10 +33,7 @@ Knobs = Mapping[str, type[Options]]  # options of methods in place of their usua
 def read_methods(
     names: str, config: DecodeConfig, knobs: Knobs = MappingProxyType({})
 ) -> dict[str, DecodeConfig]:
-    """Settings by method name; `none` first, since the others are compared with it.
-
-    Raises DFlashError for a method that comes twice, and for a setting that none of them takes.
-    """
+    """Settings by method name, `none` first; DFlashError for names and settings without sense."""
     methods = {PLAIN: replace(config, method=PLAIN, block_size=None, options=Options())}
     parts = [part.strip() for part in names.split(",")]
     if twice := [name for name in parts if parts.count(name) > 1]:
@@ -58,7 +54,6 @@ def settle_all(
 
 
 def _details(name: str) -> list[tuple[str, str]]:
-    """The settings behind a method's colons: a block size, or key=value."""
     parts = (part.partition("=") for part in name.split(":")[1:])
     return [(key, value) if equals else (_BLOCK, key) for key, equals, value in parts]
 
@@ -72,7 +67,15 @@ def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
     kind = knobs.get(config.method, method.options if method else Options)
     given = _given(name, config.method, {f.name: f for f in fields(kind)}, knobs)
     try:
-        return _with(config, method, kind, given)
+        if method is not None:
+            config = replace(config, options=options_of(config, method, kind))
+        for setting, value in given.items():
+            config = _changed(config, setting, value)
+        if isinstance(options := config.options, Options):
+            if not options.cuts and "budget" not in given:
+                config = replace(config, budget=None)  # one for all methods is the others'
+            options.check(config)
+        return config
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
 
@@ -95,25 +98,8 @@ def _given(name: str, method: str, own: Mapping[str, Field[Any]], knobs: Knobs) 
 
 
 def _all_own(knobs: Knobs) -> dict[str, Field[Any]]:
-    """The options of all methods, by name."""
     kinds = [*(method.options for method in METHODS.values()), *knobs.values()]
     return {field.name: field for kind in kinds for field in fields(kind)}
-
-
-def _with(
-    config: DecodeConfig, method: Method | None, kind: type[Options], given: dict[str, Any]
-) -> DecodeConfig:
-    """`config` with what was given for one method."""
-    shared = {name: value for name, value in given.items() if hasattr(config, name)}
-    config = replace(config, **shared)
-    if method is None:
-        return config
-    own = {name: value for name, value in given.items() if name not in shared}
-    options = replace(options_of(config, method, kind), **own)
-    if not options.cuts and "budget" not in given:
-        config = replace(config, budget=None)  # one for all methods is the others'
-    options.check(config)
-    return replace(config, options=options)
 
 
 def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
@@ -132,7 +118,6 @@ def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
 
 
 def _changed(config: DecodeConfig, name: str, value: Any) -> DecodeConfig:
-    """`config` with another value for a setting, its own or one of its method's."""
     if hasattr(config, name):
         return replace(config, **{name: value})
     if isinstance(config.options, Options):
@@ -151,10 +136,9 @@ def expand(
 ) -> tuple[dict[str, DecodeConfig], dict[str, Any]]:
     """The methods to run; and the setting with, by method swept, the name of each value's run.
 
-    sweep: `setting=value,value`, or `setting` for its usual values, without blocks above the
-    `largest` of a method. Methods without the setting, or with a value of their own for it, run
-    once. `auto` may have any setting as long as it is not settled. Raises DFlashError for any other
-    text, and where no method is left to sweep.
+    sweep: `setting=value,value`, or `setting` for its usual values, of blocks those up to the
+    `largest` of a method. Methods without the setting, or with their own value for it, run once.
+    Raises DFlashError for any other text, and where no method is left to sweep.
     """
     key, equals, listed = sweep.partition("=")
     swept = {k: f for k, f in {**_SHARED, **_all_own({})}.items() if f.metadata["usual"]}

@@ -150,7 +150,6 @@ def _lines(kept: Sequence[CacheEntry]) -> Iterator[str]:
 
 
 def _short(path: Path) -> str:
-    """With ~ for the user's home."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 

@@ -1,16 +1,13 @@
-"""`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels.
-
-A pair is checked by its configurations and the heads of its weight files, here or on the hub.
-Kernels run at random shapes, on a Mac's GPU or in the emulator, which knows no speed.
-"""
+"""`python -m dflash_mlx.doctor`: what this machine is, whether a pair fits, and its kernels."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import datetime
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,16 +50,11 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Within what rounding explains."""
         return self.error <= 1
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the report.
-
-    Raises SystemExit(1) when a kernel is wrong, SystemExit(2) for a pair that cannot be used, and
-    DFlashError for names that no model can have.
-    """
+    """Print the report; SystemExit(1) for a wrong kernel, 2 for a pair that cannot be used."""
     arguments = parser().parse_args(argv)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
     given = vars(arguments)  # its --kernels is not the setting of that name
@@ -140,7 +132,6 @@ def _section(title: str, rows: Mapping[str, Any]) -> list[str]:
 
 
 def _needs(method: Method) -> str:
-    """What a method is, and what it needs of a pair."""
     needs = [f"a draft model of the {method.family} family"] * bool(method.family)
     needs += ["a target that verifies trees"] * method.needs_trees
     said = f"{method.label}, needs {' and '.join(needs)}" if needs else method.label
@@ -162,7 +153,6 @@ def _size(folder: Path) -> str:
 
 
 def _calibrations(folder: Path) -> list[str]:
-    """A line for each target that was measured here."""
     lines = []
     for file in sorted(folder.glob("*.json"), key=lambda file: (model_of(file), file)):
         day = datetime.fromtimestamp(file.stat().st_mtime).date()
@@ -179,7 +169,6 @@ def _calibrations(folder: Path) -> list[str]:
 
 
 def _stored_choices(folder: Path) -> list[str]:
-    """A line for each case of each model that was raced here."""
     lines = []
     for model, choices in kernel_choices(folder).items():
         lines.append(f"  {model}")
@@ -201,7 +190,6 @@ def no_emulator() -> str:
 
 
 def _compiler() -> str:
-    """The version of the compiler that emulates, in one line."""
     from kernels_metal.emulator import compiler  # in a checkout alone, not in the wheel
 
     return compiler.find_compiler().version.splitlines()[0]
@@ -223,7 +211,7 @@ def introduction(metal: bool, each: int) -> list[str]:
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
     kernels = Dispatch() if metal else None
-    with nullcontext() if metal else _emulated():
+    with nullcontext() if metal else import_module("kernels_metal.emulator").emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
             choice = kernels.choose(trial.operation, trial.arguments) if kernels else None
             try:
@@ -231,12 +219,6 @@ def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
                 why = str(fault).strip().partition("\n")[0]
                 yield Result(trial, float("inf"), why, choice)
-
-
-def _emulated() -> AbstractContextManager[Any]:
-    from kernels_metal.emulator import emulated
-
-    return emulated()
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.core.config import (
     AUTO,
@@ -24,7 +24,7 @@ from dflash_mlx.core.config import (
 )
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import Given
+from dflash_mlx.core.option import Given, values_given
 from dflash_mlx.drafters.methods import check_given, choices, own_options, why_auto
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
@@ -35,8 +35,7 @@ from dflash_mlx.models.read import TargetReader as TargetReader
 from dflash_mlx.ranks import RankMode as RankMode
 from dflash_mlx.ranks import check_alone as check_alone
 from dflash_mlx.ranks import launched
-from dflash_mlx.system import startup
-from dflash_mlx.system.terminal import for_terminal, guard_terminal
+from dflash_mlx.system import terminal
 
 _Settings = TypeVar("_Settings")
 
@@ -49,17 +48,13 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one sentence on stderr, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the sentence and leave."""
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
 
 
 def add_options(
     parser: argparse.ArgumentParser, *settings: type, without: Sequence[str] = ()
 ) -> None:
-    """Add an option for every field of the settings classes that has a help text.
-
-    Behind the fields of `DecodeConfig` those of single methods.
-    """
+    """Add an option for every field with a help text; `DecodeConfig` brings the methods' own."""
     if DecodeConfig in settings:
         settings = (*settings, own_options())
     for field in (field for each in settings for field in fields(each)):
@@ -98,17 +93,15 @@ def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
 
 
 def _check_greedy(config: DecodeConfig) -> None:
-    """Raise DFlashError for what only sampling uses, where nothing is sampled."""
     if config.sampling.temperature > 0:
         return
-    usual = SamplingConfig()
-    for name in ("top_p", "top_k", "min_p"):
-        if (value := getattr(config.sampling, name)) != getattr(usual, name):
-            what = f"{name} is {value}, but at temperature 0 nothing is sampled"
-            raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
+    given = values_given(config.sampling)
     if config.acceptance == "reject":
-        what = "acceptance is reject, but at temperature 0 nothing is sampled"
-        raise DFlashError(what, "leave it out, or give a --temperature above 0", "acceptance")
+        given["acceptance"] = "reject"
+    for name in ("top_p", "top_k", "min_p", "acceptance"):
+        if name in given:
+            what = f"{name} is {given[name]}, but at temperature 0 nothing is sampled"
+            raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
 
 
 def read_pair_config(arguments: argparse.Namespace) -> PairConfig:
@@ -141,26 +134,26 @@ def run(
     """Run a command line and leave: 0, 2 for bad input, 130 for Ctrl+C, 1 for a fault of ours.
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
-    main: takes the words; what several ranks give it besides is in `ranks/command.py`. leave: is
+    main: takes the words; what several ranks give it besides is in `ranks/loading.py`. leave: is
     given the code; `end_program` where another thread may still work.
     """
-    startup.open_closed()
+    terminal.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    guard_terminal()
+    terminal.guard_terminal()
     interruptible = False
     try:
-        interruptible = startup.raise_on_interrupt()
+        interruptible = terminal.raise_on_interrupt()
         if launched():
-            from dflash_mlx.ranks.command import take_part
+            from dflash_mlx.ranks.loading import take_part
 
             main, leave = take_part(main, program, mode), end_program
         code = _outcome(main, program)
     except KeyboardInterrupt:
         say("")
-        code = startup.INTERRUPTED
+        code = terminal.INTERRUPTED
     if interruptible:
-        startup.leave_on_interrupt()
+        terminal.leave_on_interrupt()
     leave(code)
 
 
@@ -173,19 +166,17 @@ def end_program(code: int) -> NoReturn:
 
 
 def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
-    """The exit code of `main`; why it is not 0 is said."""
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
         return 0
     except Exception as error:
-        if startup.is_behind(error):
+        if terminal.is_behind(error):
             raise KeyboardInterrupt from None
         return _failed(error, program)
 
 
 def _failed(error: Exception, program: str) -> int:
-    """Say what went wrong; the exit code."""
     if isinstance(error, DFlashError):
         say(f"{program}: {error.told(option_name)}")
         return BAD_INPUT
@@ -211,7 +202,7 @@ def option_name(setting: str) -> str:
 
 def say(text: str) -> None:
     """Print a sentence on stderr, to a terminal without what it would obey."""
-    print(for_terminal(text) if sys.stderr.isatty() else text, file=sys.stderr)
+    print(terminal.for_terminal(text) if sys.stderr.isatty() else text, file=sys.stderr)
 
 
 def _drop_output() -> None:
@@ -302,3 +293,17 @@ def summary(delta: Delta) -> str:
     if delta.finish_reason in _ENDINGS:
         parts.append(_ENDINGS[delta.finish_reason])
     return " | ".join(parts)
+
+
+def import_pyplot() -> Any:
+    """Matplotlib's pyplot, drawing to files; DFlashError where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise DFlashError(
+            "drawing needs matplotlib", "install it: pip install matplotlib"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -43,7 +43,6 @@ class Ranks:
         self._last: list[mx.array] = []  # of the pass under way; another thread has another stream
 
     def share(self, value: Any = None, root: int = 0) -> Any:
-        """The `value` of rank `root` on every rank, as JSON has it."""
         data = np.frombuffer(json.dumps(value).encode() * (self.rank == root), np.uint8)
         length = self._total(data.size)
         if not 0 < length <= _MOST:
@@ -52,7 +51,6 @@ class Ranks:
         return json.loads(bytes(np.array(self._sum(own))))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
         return [self.share(value, root) for root in range(self.size)]
 
     def check_alike(self, own: Mapping[str, Any]) -> None:

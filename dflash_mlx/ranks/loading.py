@@ -1,9 +1,12 @@
-"""One target on several ranks: whether it can be split, whether all have it, and its loading."""
+"""A command on several ranks, as `mlx.launch` starts them: one target that is split over them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,17 +20,72 @@ from dflash_mlx.models.check import ModelFacts, fetched
 from dflash_mlx.models.names import target_names
 from dflash_mlx.models.read import TargetReader, read_target, target_facts
 from dflash_mlx.models.source import CONFIG
-from dflash_mlx.ranks.group import END, PROBLEM, Ranks
+from dflash_mlx.ranks import RankMode, check_alone, end_if_lost
+from dflash_mlx.ranks.group import END, PROBLEM, Ranks, RanksDiffer, join
 from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.machine import describe_versions
 from dflash_mlx.verifier.model import Target
 
+_PACKAGES = ("dflash-chat", "mlx", "mlx-lm")  # whose versions have to be the same
 _HEADS = (
     "num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads",
 )  # fmt: skip
 _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _SAMPLE = 2**20  # bytes at either end of a weight file that are compared
 _ONE_MACHINE = "run it on one machine, or choose another model"
+
+
+def take_part(
+    main: Callable[..., None], program: str, mode: RankMode
+) -> Callable[[Sequence[str]], None]:
+    """`main` as one of several ranks does it, given also the ranks or what reads a split target."""
+
+    def work(argv: Sequence[str]) -> None:
+        ranks = join()
+        if ranks.rank:
+            _be_silent()
+        if mode is RankMode.ALONE:
+            check_alone(program)
+        try:
+            _work(ranks, main, argv, mode)
+        except RanksDiffer:
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception):
+                end_if_lost(error)
+            _tell_failure(ranks, error, mode)
+            raise
+
+    return work
+
+
+def _work(ranks: Ranks, main: Callable[..., None], argv: Sequence[str], mode: RankMode) -> None:
+    versions = describe_versions()
+    ranks.check_alike({package: versions.get(package) for package in _PACKAGES})
+    if mode is RankMode.ALL:
+        main(argv, ranks)
+    elif ranks.rank:
+        follow(ranks)
+    else:
+        main(argv, SplitTarget(ranks))
+        ranks.end()
+
+
+def _be_silent() -> None:
+    """The first rank speaks for all, and ends the others when it is interrupted."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
+
+
+def _tell_failure(ranks: Ranks, error: BaseException, mode: RankMode) -> None:
+    """Let the others know: by an order where they wait for one, by a sentence where they do not."""
+    if ranks.rank:
+        if isinstance(error, Exception):
+            what = f"rank {ranks.rank} of {ranks.size} failed: {in_one_line(error)}"
+            print(what, file=sys.__stderr__, flush=True)
+    elif mode is RankMode.FOLLOW:
+        ranks.end()
 
 
 def check_ranks(facts: ModelFacts, size: int) -> None:
@@ -53,7 +111,6 @@ def check_ranks(facts: ModelFacts, size: int) -> None:
 
 
 def _config_of(facts: ModelFacts) -> Mapping[str, Any]:
-    """The configuration of a target, that of the embedded one from its file."""
     if facts.source is not None:
         return facts.config  # type: ignore[no-any-return]
     from dflash_mlx.models.gguf_target import read_config  # takes seconds

@@ -16,8 +16,9 @@ from pathlib import Path
 
 OPENBLAS_PACKAGE = "cmeel-openblas"
 _VERSION = "<0.3.30"  # 0.3.31 is built for AVX-512 alone, and ends the process elsewhere
-FORTRAN_PACKAGES = ("mlx-cpu", "numpy")  # wheels that bundle libgfortran, best choice first
+FORTRAN_PACKAGE = "mlx-cpu"  # whose wheel bundles libgfortran
 FORTRAN_SONAME = b"libgfortran.so.5"
+_INSTALL_FORTRAN = "install your system's libgfortran5 package"
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,10 @@ class BlasStatus:
 
 
 class Threads:
-    """Leaves OpenBLAS the cores that no other process uses.
+    """Leaves OpenBLAS the cores that no other process uses; `tick` it before every pass.
 
-    Its threads share every product evenly and wait for each other, so one of them on a busy core
-    makes all of them slow: with one of two cores busy, two threads are several times slower than
-    one. `tick` is for the beginning of every pass; it looks about twice a second. most: threads
-    where nothing else runs. use: sets their number. busy: seconds that all processes on our cores
-    and that our own have worked.
+    Its threads share every product evenly and wait for each other: with one of two cores busy, two
+    threads are several times slower than one.
     """
 
     _PERIOD = 0.4  # seconds
@@ -43,9 +41,9 @@ class Threads:
 
     def __init__(
         self,
-        most: int,
-        use: Callable[[int], object],
-        busy: Callable[[], tuple[float, float]],
+        most: int,  # threads where nothing else runs
+        use: Callable[[int], object],  # sets their number
+        busy: Callable[[], tuple[float, float]],  # seconds of all on our cores, and our own
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = self._now = most
@@ -53,7 +51,6 @@ class Threads:
         self._last = (clock(), *busy()) if most > 1 else (0.0, 0.0, 0.0)
 
     def tick(self) -> None:
-        """Look around, where it is time to."""
         if self._most < 2 or (now := self._clock()) - self._last[0] < self._PERIOD:
             return
         (before, all_before, own_before), (everybody, own) = self._last, self._busy()
@@ -101,8 +98,7 @@ class _UnusableError(Exception):
 def preload() -> BlasStatus:
     """Make OpenBLAS serve MLX's matrix products; call it before `mlx.core` is imported.
 
-    Does nothing outside Linux. Never raises: when OpenBLAS cannot be used it warns once with
-    `RuntimeWarning`, which says why and what to do.
+    Does nothing outside Linux. Where OpenBLAS cannot be used, one RuntimeWarning says why.
     """
     if sys.platform != "linux":
         return BlasStatus(None)
@@ -121,13 +117,13 @@ def _load_openblas() -> Path:
         raise _UnusableError(
             "mlx.core was imported before OpenBLAS could be loaded", "import dflash_mlx first"
         )
-    found = _files_of(OPENBLAS_PACKAGE, lambda name: name == "libopenblas.so")
+    found = _files_of(OPENBLAS_PACKAGE, "libopenblas.so")
     if not found:
         raise _UnusableError(
             f"the package {OPENBLAS_PACKAGE} is not installed",
             f"pip install '{OPENBLAS_PACKAGE}{_VERSION}'",
         )
-    library = found[0]
+    library = min(found)
     try:
         _load_globally(library)
     except OSError:  # a bare machine lacks the libgfortran.so.5 that this OpenBLAS asks for
@@ -135,9 +131,7 @@ def _load_openblas() -> Path:
         try:
             _load_globally(library)
         except OSError as error:
-            raise _UnusableError(
-                f"OpenBLAS does not load ({error})", "install your system's libgfortran5 package"
-            ) from error
+            raise _UnusableError(f"OpenBLAS does not load ({error})", _INSTALL_FORTRAN) from error
     return library
 
 
@@ -149,16 +143,15 @@ def _load_globally(library: Path) -> None:
 
 def _load_bundled_fortran() -> None:
     """Load the libgfortran of an installed wheel under the name that OpenBLAS asks for."""
-    why = f"neither the system nor {' nor '.join(FORTRAN_PACKAGES)} has libgfortran"
-    for package in FORTRAN_PACKAGES:
-        for fortran in _files_of(package, lambda name: name.startswith("libgfortran")):
-            try:
-                for quadmath in _files_of(package, lambda name: name.startswith("libquadmath")):
-                    ctypes.CDLL(str(quadmath))
-                return _load_renamed(fortran)
-            except (OSError, ValueError) as error:
-                why = f"the libgfortran of {package} does not load ({error})"
-    raise _UnusableError(why, "install your system's libgfortran5 package")
+    why = f"neither the system nor {FORTRAN_PACKAGE} has libgfortran"
+    try:
+        for quadmath in _files_of(FORTRAN_PACKAGE, "libquadmath"):
+            ctypes.CDLL(str(quadmath))
+        for fortran in _files_of(FORTRAN_PACKAGE, "libgfortran"):
+            return _load_renamed(fortran)
+    except (OSError, ValueError) as error:
+        why = f"the libgfortran of {FORTRAN_PACKAGE} does not load ({error})"
+    raise _UnusableError(why, _INSTALL_FORTRAN)
 
 
 def _load_renamed(fortran: Path) -> None:
@@ -176,11 +169,11 @@ def _load_renamed(fortran: Path) -> None:
         ctypes.CDLL(f"/proc/self/fd/{descriptor}")
 
 
-def _files_of(package: str, wanted: Callable[[str], bool]) -> list[Path]:
-    """The installed files of a package whose base names are wanted; none if it is missing."""
+def _files_of(package: str, start: str) -> list[Path]:
+    """The installed files of a package whose names begin so; none if it is missing."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    located = [Path(str(file.locate())) for file in files if wanted(file.name)]
+    located = [Path(str(file.locate())) for file in files if file.name.startswith(start)]
     return [path for path in located if path.is_file()]

@@ -43,10 +43,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write `text` to `file` at once, down to the disk, or leave what is there.
-
-    Raises OSError where that cannot be done.
-    """
+    """Write `text` to `file` at once, down to the disk; OSError leaves what is there."""
     with replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
         output.write(text)
         output.flush()

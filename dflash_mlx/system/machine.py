@@ -57,10 +57,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: object) -> str:
-    """A name for what was measured of a model: with this machine, these versions and settings.
-
-    name, parameters: of the model. Weights count by their names, shapes and types.
-    """
+    """A name for what was measured of a model on this machine, with these versions and settings."""
     weights = [(path, array.shape, str(array.dtype)) for path, array in parameters]
     about = (describe_machine(), describe_versions(), name, weights, *settings)
     return hashlib.sha256(repr(about).encode()).hexdigest()[:16]

@@ -41,12 +41,10 @@ class TensorHeader(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
         return self.offsets[1] - self.offsets[0]
 
 
@@ -84,7 +82,6 @@ def judge(
 
 
 def _text(file: Path) -> bytes:
-    """The header of a file that the library reads."""
     if not file.is_file():
         raise ValueError("it is no file")
     try:

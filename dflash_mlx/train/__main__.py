@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
@@ -58,7 +57,7 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     if crew.rank == 0:
         cli.check_output(arguments.plot)
         if arguments.plot is not None:
-            import_pyplot()
+            cli.import_pyplot()
         check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)

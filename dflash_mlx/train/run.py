@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from dflash_mlx.cli.plotting import import_pyplot
+from dflash_mlx.cli.options import import_pyplot
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import read_header

@@ -10,14 +10,12 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx.benchmark.prompts import (
-    QUESTIONS,
     describe_lengths,
     pad,
     questions,
     read_contexts,
-    read_rows,
 )
-from dflash_mlx.cli.prompts import read_prompts
+from dflash_mlx.cli.prompts import QUESTIONS, read_prompts
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.session.templates import prompt_tokens
 from support.models import write_model
@@ -108,7 +106,7 @@ def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
     row = {**ROWS[0], "messages": [{"role": "user", "content": text}]}
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_prompts(file, None) == [row]
+    assert read_prompts(file) == [row]
 
 
 # Published data sets: their fields, and what is asked
@@ -152,7 +150,7 @@ def write_published(file: Path, *rows: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_data_sets_are_read_as_they_are(tmp_path, name):
     row, asked = PUBLISHED[name]
-    first, second = read_rows(write_published(tmp_path / name, row, row))
+    first, second = read_prompts(write_published(tmp_path / name, row, row))
     assert first == second
     assert first["messages"] == [{"role": "user", "content": asked}]
     assert first["category"] == name.partition(".")[0]
@@ -165,17 +163,17 @@ def test_a_folder_of_data_sets_is_one_benchmark(tmp_path, tokenizer):
         write_published(tmp_path / name, row)
     (tmp_path / "README.md").write_text("no data")
     write_published(tmp_path / "own.jsonl", ROWS[0])
-    rows = read_rows(tmp_path)
+    rows = read_prompts(tmp_path)
     assert {row["category"] for row in rows} == {*(n.partition(".")[0] for n in PUBLISHED), "a"}
     assert len(questions(tokenizer, rows, [], rows)) == len(PUBLISHED) + 1
     (tmp_path / "empty").mkdir()
     with pytest.raises(DFlashError, match="holds no .json or .jsonl files"):
-        read_rows(tmp_path / "empty")
+        read_prompts(tmp_path / "empty")
 
 
 def test_rows_of_ours_stay_as_they_are_and_both_may_be_in_one_list(tmp_path):
     own = [ROWS[0], {"category": "b", "prompt": "hello", "question": "no"}]
-    found = read_rows(write_published(tmp_path / "x.json", *own, {"question": "2+2?"}))
+    found = read_prompts(write_published(tmp_path / "x.json", *own, {"question": "2+2?"}))
     assert [row["category"] for row in found] == ["a", "b", "x"]
     assert [row["messages"][0]["content"] for row in found] == [TEXTS[0], "hello", "2+2?"]
 
@@ -195,6 +193,6 @@ def test_rows_of_unknown_fields_are_refused_with_what_they_have_and_what_is_know
 ):
     file = write_published(tmp_path / "x.jsonl", {"question": "2+2?"}, row)
     with pytest.raises(DFlashError, match="line 2 of .*x.jsonl has the fields") as failure:
-        read_rows(file)
+        read_prompts(file)
     assert named in failure.value.what
     assert all(name in failure.value.next_step for name in ("messages", *QUESTIONS))

@@ -14,7 +14,7 @@ import pytest
 from matplotlib import image
 
 from dflash_mlx.benchmark import quick
-from dflash_mlx.benchmark.race import Lane, result_of
+from dflash_mlx.benchmark.quick import Lane, result_of
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.client import (
     DecodeConfig,
@@ -48,7 +48,7 @@ def steps(pair: Pair) -> list[quick.BenchStep]:
 
 
 def test_the_dozen_prompts_are_of_three_kinds_and_each_is_there_once():
-    rows = read_prompts(quick.PROMPTS, None)
+    rows = read_prompts(quick.PROMPTS)
     assert Counter(row["category"] for row in rows) == {"math": 4, "code": 4, "chat": 4}
     assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 12
 

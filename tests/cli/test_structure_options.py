@@ -8,30 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_mlx.cli import generate
-from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.core.errors import DFlashError
-from support.models import write_drafter, write_model
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("structure")
-    return str(write_model(root / "model")), str(write_drafter(root / "drafter"))
-
-
-@pytest.fixture
-def ask(monkeypatch, capsys, folders):
-    def run(*more: str, model: str = folders[0]) -> tuple[int, str, str]:
-        drafter = [] if "none" in more else ["--drafter", folders[1]]
-        options = ["--model", model, *drafter, "--prompt", "Hi", *more]
-        monkeypatch.setattr(sys, "argv", ["program", *options])
-        with pytest.raises(SystemExit) as left:
-            cli.run(generate.main, "program")
-        return (int(left.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
@@ -43,23 +21,23 @@ def file(tmp_path: Path):
     return write
 
 
+ASKED = ["--prompt", "Hi", "--max-tokens", "99"]
+NOWHERE = [*ASKED, "--model", "none/x"]
 SCHEMA = '\ufeff{"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], '
 SCHEMA += '"additionalProperties": false}'
 
 
 @pytest.mark.parametrize("method", ["none", "ddtree"])
 def test_an_answer_follows_the_schema_in_a_file(ask, file, method):
-    code, out, err = ask("--json-schema", file(SCHEMA), "--method", method, "--json")
-    assert code == 0, err
-    told = json.loads(out)
+    told = ask(*ASKED, "--json-schema", file(SCHEMA), "--method", method, "--json").answer
     assert json.loads(told["text"])["n"] in (1, 22)
     assert told["finish_reason"] == "stop"
 
 
 def test_a_regular_expression_and_a_grammar_are_followed(ask, file):
-    assert ask("--regex", "(one|two)!")[1].strip() in ("one!", "two!")
-    assert ask("--grammar", file('start: "x" | "yy"'))[1].strip() in ("x", "yy")
-    code, out, _ = ask("--json-object", "--max-tokens", "5")
+    assert ask(*ASKED, "--regex", "(one|two)!").out.strip() in ("one!", "two!")
+    assert ask(*ASKED, "--grammar", file('start: "x" | "yy"')).out.strip() in ("x", "yy")
+    code, out, _ = ask(*ASKED, "--json-object", "--max-tokens", "5")
     assert (code, out[0]) == (0, "{")
 
 
@@ -83,14 +61,15 @@ BAD = {
 def test_a_bad_one_is_one_sentence_before_a_model_is_looked_for(ask, file, name):
     (option, text), words = BAD[name][0][:2], BAD[name][1]
     is_file = option in ("--json-schema", "--grammar") and not text.endswith(".json")
-    code, out, err = ask(option, file(text) if is_file else text, *BAD[name][0][2:], model="none/x")
+    given = [option, file(text) if is_file else text, *BAD[name][0][2:]]
+    code, out, err = ask(*NOWHERE, *given)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert [word for word in words if word not in err] == []
 
 
 def test_without_llguidance_one_sentence_says_what_to_install(ask, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    code, _, err = ask("--regex", "a", model="none/x")
+    code, _, err = ask(*NOWHERE, "--regex", "a")
     assert (code, len(err.splitlines())) == (2, 1)
     assert "--regex needs llguidance" in err and "pip install" in err
 

@@ -18,7 +18,6 @@ from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.speeds import Timing
-from dflash_mlx.benchmark.race import DRAFTED, PLAIN
 from dflash_mlx.client import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.engine.drafter import Proposal
@@ -219,7 +218,7 @@ def race_of(text, tokens):
     words = [word + " " for word in text.split(" ")][:tokens]
     steps = []
     for i, word in enumerate(words, start=1):
-        for side, speed in ((DRAFTED, 40), (PLAIN, 20)):
+        for side, speed in (("drafted", 40), ("plain", 20)):
             steps.append(RaceStep(side, word, i, i / speed, i == len(words)))
     return steps
 

@@ -129,7 +129,7 @@ def real_pair() -> Pair:
 
 def real_prompts(pair: Pair) -> Prompts:
     """The shipped prompts, through the model's chat template."""
-    asked = [row["messages"] for row in read_prompts(SHIPPED / "prompts.jsonl", None)]
+    asked = [row["messages"] for row in read_prompts(SHIPPED / "prompts.jsonl")]
     texts = [prompt_tokens(pair.tokenizer, messages, None) for messages in asked]
     return lambda rng: list(texts[int(rng.integers(len(texts)))])
 
