@@ -12,13 +12,14 @@ import pytest
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import Network
-from dflash_mlx.drafters.networks.quantized import (
+from dflash_mlx.drafters.networks.tensors import (
     KEPT,
     Quantization,
+    parameters_of,
     quantization_of,
     quantize_network,
+    save_network,
 )
-from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from support import reference_dflash2
 from support.drafter_formats import DRAFT_IDS, FORMATS, own_tables, speculators, version_1
 from support.reference_dflash import random_drafter, write_drafter_folder

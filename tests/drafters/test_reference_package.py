@@ -24,8 +24,8 @@ from dflash_mlx.verifier.sequence import SequenceCache
 from support import reference_dflash2
 from support.decoding import feed, open_with
 from support.families import make_model
-from support.models import drafter_config
 from support.reference_dflash import random_drafter, write_drafter_folder
+from support.reference_dflash import tiny_drafter_config as drafter_config
 from support.tiny_training import make_trainee
 
 published: Any = pytest.importorskip(
@@ -40,7 +40,6 @@ class Tables:
     """A target as far as both programs need one: an embedding and a head."""
 
     kernels = kv_bits = None
-    num_layers = 0  # that can be read
     num_layers = 0  # that can be read
 
     def __init__(self, vocabulary: int, d: int) -> None:

@@ -51,7 +51,6 @@ from support.drafter_formats import (  # noqa: E402
 )
 from support.hub_server import serve  # noqa: E402
 from support.models import (  # noqa: E402
-    drafter_config,
     write_drafter,
     write_model,
     write_tokenizer,
@@ -211,7 +210,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
         "DSpark": write_drafter_folder(root / "5", *FORMATS["dspark"]),
         "EAGLE-3": write_drafter_folder(root / "6", *reference_eagle3.FORMATS["raw"]),
     }
-    shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
+    shards = write_shards(root / "shards", version_1(), random_drafter(version_1()))
     gguf_files.write(root / "model.gguf")
     gguf = {"model.gguf": (root / "model.gguf").read_bytes()}
     write_pair(root, {"target": "owner/model", "drafter": REPOSITORY}, {"mlx": "1.0"})

@@ -17,29 +17,21 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.verifier.model import Target
-from support.family_configs import VOCAB_SIZE
+from support import family_configs
 from support.reference_dflash import (
     Array,
     attention,
+    layer_shapes,
     layer_tensors,
     mlp,
+    random_weights,
     rms_norm,
     write_drafter_folder,
 )
 
 MASK = 5
-BASE: dict[str, Any] = {
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "vocab_size": VOCAB_SIZE,
-}
+BASE = {**family_configs.BASE, "hidden_act": "silu", "num_hidden_layers": 2}
+del BASE["head_dim"], BASE["tie_word_embeddings"]
 OURS = {**BASE, "architectures": ["MaskedDiffusionDraftModel"], "block_size": 6}
 OURS |= {"mask_token_id": MASK, "head_dim": 16}
 
@@ -104,27 +96,13 @@ def is_shifted(raw: dict[str, Any]) -> bool:
 
 def tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Array]:
     """Random float32 weights under the names that such a folder has."""
-    rng, d, ff = np.random.default_rng(seed), raw["hidden_size"], raw["intermediate_size"]
-    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-    dim, kind = raw.get("head_dim", d // heads), raw["architectures"][0]
-    is_ours = kind == OURS["architectures"][0]
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (d,),
-        "post_attention_layernorm.weight": (d,),
-        "self_attn.q_proj.weight": (heads * dim, d),
-        "self_attn.k_proj.weight": (kv_heads * dim, d),
-        "self_attn.v_proj.weight": (kv_heads * dim, d),
-        "self_attn.o_proj.weight": (d, heads * dim),
-        "mlp.gate_proj.weight": (ff, d),
-        "mlp.up_proj.weight": (ff, d),
-        "mlp.down_proj.weight": (d, ff),
-    }
-    if raw.get("head_norms", kind in ("A2DQwen3LMHeadModel", "SDARForCausalLM")):
-        shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
-        shapes |= {"self_attn.o_proj.bias": (d,)} if raw.get("attention_bias") else {}
+    d, kind = raw["hidden_size"], raw["architectures"][0]
+    is_ours, norms, biases = kind == OURS["architectures"][0], "", ""
     if raw.get("attention_bias") or "Qwen2" in kind or "dLLM" in kind or "Dream" in kind:
-        shapes |= {f"self_attn.{n}_proj.bias": (heads * dim,) for n in "q"}
-        shapes |= {f"self_attn.{n}_proj.bias": (kv_heads * dim,) for n in "kv"}
+        biases = "qkv"
+    if raw.get("head_norms", kind in ("A2DQwen3LMHeadModel", "SDARForCausalLM")):
+        norms, biases = "qk", "qkvo" if raw.get("attention_bias") else biases
+    shapes = layer_shapes(raw, norms=norms, biases=biases)
     layers = range(raw["num_hidden_layers"])
     shapes = {f"layers.{i}.{name}": shape for i in layers for name, shape in shapes.items()}
     shapes["norm.weight"] = (d,)
@@ -134,15 +112,7 @@ def tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         shapes = {f"model.{name}": shape for name, shape in shapes.items()}
     if not raw.get("tie_word_embeddings") and (not is_ours or raw.get("own_head")):
         shapes["lm_head.weight"] = (raw["vocab_size"], d)
-    return {name: _random(rng, name, shape) for name, shape in shapes.items()}
-
-
-def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
-    noise = rng.standard_normal(shape)
-    if name.endswith("norm.weight"):
-        return (1 + 0.1 * noise).astype(np.float32)
-    scale = 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
-    return (noise * scale).astype(np.float32)
+    return dict(random_weights(shapes, seed))
 
 
 def logits(

@@ -20,7 +20,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.quantized import quantize_network
+from dflash_mlx.drafters.networks.tensors import quantize_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import compare
 from dflash_mlx.train.compare import ANCHORS, hits_at, measure
@@ -145,7 +145,7 @@ def test_drafters_are_compared_on_the_held_out_greedy_rows(place, capsys):
 def test_what_cannot_be_compared_is_refused(place, options, named):
     folders = [drafter(place, "a")]
     if options.pop("drafter", None):
-        folders.append(drafter(place, "other", dflash={"target_layer_ids": [0, 1]}))
+        folders.append(drafter(place, "other", dflash_config={"target_layer_ids": [0, 1]}))
     with pytest.raises(DFlashError, match=named) as failure:
         run(place, *folders, **options)
     assert failure.value.next_step
