@@ -51,12 +51,8 @@ def test_the_codebooks_of_the_selector_may_be_named_as_embeddings(drafting, tmp_
     assert len(renamed.keys() - subject.tensors.keys()) == 2
     write_drafter_folder(tmp_path, subject.raw, renamed)
     assert not check_drafter(tmp_path).errors
-    read, expected = (
-        FILES.read_drafter(tmp_path).tensors,
-        FILES.read_drafter(subject.folder).tensors,
-    )
-    assert read.keys() == expected.keys()
-    assert all(bool(mx.array_equal(read[part], expected[part])) for part in read)
+    read, expected = FILES.read_drafter(tmp_path), FILES.read_drafter(subject.folder)
+    assert_same_tensors(read.tensors, expected.tensors)
     write_drafter_folder(tmp_path, subject.raw, renamed | subject.tensors)
     with pytest.raises(DFlashError, match=r"codebook.weight in .* no such tensor"):
         FILES.read_drafter(tmp_path)

@@ -21,7 +21,7 @@ from dflash_mlx.drafters.block_diffusion import (
     SelectedPath,
 )
 from dflash_mlx.drafters.dual_diffusion import JointGrowth
-from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow, walk
+from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
 from dflash_mlx.drafters.growth.links import Linked, conditional, follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.methods import make_drafter
@@ -91,22 +91,6 @@ def test_candidates_that_cannot_be_are_not_made_possible():
     assert np.exp(found[0, 0]) == pytest.approx(weights / weights.sum())
     assert found[0, 0, 2] == -np.inf
     assert best_first(follow_links(Linked(ranked, edges)), 9).drafted == (9, 4)
-
-
-def test_the_walk_takes_the_best_candidate_after_the_one_before():
-    rng = np.random.default_rng(0)
-    n, k = 6, 5
-    tokens = np.array([rng.permutation(40)[:k] for _ in range(n)])
-    logprobs = np.log(np.array([rng.dirichlet(np.ones(k)) for _ in range(n)]) * 0.9)
-    ranked, edges = Ranked(tokens, logprobs), rng.normal(size=(n, k, k)) * 2
-    edges[0] = edges[0, 0]
-    law, before, detours = conditional(ranked, edges), 0, 0
-    path, known = walk(follow_links(Linked(ranked, edges)))
-    for t in range(n):
-        law_there, before = law[t, before], int(law[t, before].argmax())
-        assert path[t] == tokens[t, before] and known[t] == law_there[before]
-        detours += before != int(logprobs[t].argmax())
-    assert detours > 1
 
 
 def test_behind_a_token_that_is_no_candidate_the_drafts_stand_unlinked():
