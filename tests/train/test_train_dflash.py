@@ -222,7 +222,7 @@ def test_a_new_drafter_has_the_widths_of_the_target(name):
     assert parsed.rope["rope_type"] == (given.get("rope_scaling") or {}).get("rope_type", "default")
     assert (parsed.block_size, parsed.mask_token_id) == (6, 5)
     assert parsed.layer_windows == (None, None) and parsed.layer_causal == (False, False)
-    assert parsed.target_layer_ids == spread_aux_layers(target, None, 3)
+    assert parsed.aux_layers == spread_aux_layers(target, None, 3)
 
 
 def test_a_target_that_does_not_say_its_widths_is_refused():

@@ -155,7 +155,7 @@ def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
 
 
 def test_what_training_does_not_change_is_saved_as_it_was(place):
-    init = place.drafter(note={"by": "me"}, dflash={"training_mode": "other", "more": [1]})
+    init = place.drafter(note={"by": "me"}, dflash_config={"training_mode": "other", "more": [1]})
     place.train(init=init, learning_rate=1e-30, weight_decay=0.0, steps=1)
     weights, raw = place.read()
     given = json.loads((init / "config.json").read_text())
@@ -168,7 +168,7 @@ def test_what_training_does_not_change_is_saved_as_it_was(place):
 
 def test_a_run_is_not_continued_with_another_drafter_or_corpus(place):
     alike = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
-    init = place.drafter(**alike, dflash={"target_layer_ids": [1]})  # but for the mask
+    init = place.drafter(**alike, dflash_config={"target_layer_ids": [1]})  # but for the mask
     place.train(init=init, steps=2)
     before = files(place.out)
     with pytest.raises(DFlashError, match="mask_token_id 5, not 8"):
