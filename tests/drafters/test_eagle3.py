@@ -8,19 +8,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
-from dflash_mlx.drafters.networks.tensors import read_headers
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
 from support import reference_eagle3 as reference
 from support.decoding import open_with, path_to, paths_of, tree_of
-from support.drafter_formats import difference
+from support.drafter_formats import difference, written
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import write_drafter_folder
 from support.reference_eagle3 import FORMATS, TAPS, WIDTH
 from support.toys import ToyCache, random_tree
 
@@ -34,10 +30,7 @@ class Drafting:
         self, folder: Any, raw: Any, tensors: Any, target: Target, **settings: Any
     ) -> None:
         self.raw, self.tensors = raw, tensors
-        folder = write_drafter_folder(folder, raw, tensors)
-        names = read_headers(folder)
-        self.config = FILES.parse_config(raw, "tiny", names)
-        self.model = FILES.load(folder, self.config, target, PairConfig(**settings))
+        self.model = written(folder, raw, tensors, target, **settings)
         table = np.array(target.embedding().weight)
         self.tables = table, table
 

@@ -27,10 +27,9 @@ from dflash_mlx.verifier.model import Target
 from support import masked_formats
 from support.configs import config_with
 from support.decoding import go_on, open_with, paths_of, rounds, start
-from support.families import VOCAB_SIZE, make_model
+from support.families import make_model
 from support.hybrids import plain_answer
 from support.masked_toys import ToyMasked
-from support.recurrent_families import RECURRENT
 from support.toys import Letters, ToyCache, prompt_of
 
 ALL = [(steps, name) for name in SCHEDULES for steps in (2, 3, 4, 9)] + [(1, SCHEDULES[0])]
@@ -190,7 +189,7 @@ def test_settings_that_cannot_be_followed_are_refused(given, said):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     target = Target(make_model("llama"), 300, "tiny")
-    model = masked_formats.load(masked_formats.folder(tmp_path_factory.mktemp("it")), target)
+    model = masked_formats.small(tmp_path_factory.mktemp("it"), target)
     return Pair(target, Letters(), (model,), "tiny")
 
 
@@ -255,7 +254,7 @@ def answer(session, prompt):
 def test_the_turns_of_a_conversation_are_answered_as_without_drafts(tmp_path, window):
     """Turns that go on, go back and begin anew, with long and short prompts."""
     target = Target(make_model("llama"), 500, "tiny")
-    model = masked_formats.load(masked_formats.folder(tmp_path), target, draft_window=window)
+    model = masked_formats.small(tmp_path, target, draft_window=window)
     session = Session(Pair(target, Letters(), (model,)), config_with("specdiff", max_tokens=20))
     said = prompt_of(1, 150)
     for prompt in (said, [*said, *prompt_of(2, 9)], said[:100], prompt_of(3, 90), said[:101]):
@@ -265,9 +264,7 @@ def test_the_turns_of_a_conversation_are_answered_as_without_drafts(tmp_path, wi
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bailing_hybrid"])
 def test_targets_that_verify_chains_only_and_hybrids_are_drafted_for(tmp_path, family):
     target = Target(make_model(family), 300, family)
-    width = RECURRENT[family].get("hidden_size", 64)
-    folder = masked_formats.folder(tmp_path, hidden_size=width, vocab_size=VOCAB_SIZE)
-    pair = Pair(target, Letters(), (masked_formats.load(folder, target),))
+    pair = Pair(target, Letters(), (masked_formats.small(tmp_path, target),))
     prompt = prompt_of(4, 50)
     for chain in ({}, {"steps": 2}, {"block_size": 4}):
         config = config_with("specdiff", max_tokens=16, **chain)

@@ -51,7 +51,8 @@ class ToyPaths(ToyDrafter):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
         unary = mx.take_along_axis(logits, tokens, axis=-1)[:, None]
-        return Candidates.of_table(tokens, unary + self.edges(tokens, anchor))
+        scores = unary + self.edges(tokens, anchor)
+        return Candidates(tokens, lambda t, before: scores[t, before])
 
     def linked(self, context, anchor, rows, prefixes=((),)):
         found = []

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from safetensors.numpy import save_file
 
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.methods import format_of
+from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
@@ -116,16 +117,23 @@ def drafter_folder(
     folder: Path, aux_layers: list[int], seed: int, target: Target, **changes: Any
 ) -> BlockModel:
     """A draft model of `target`, read from a folder that is written."""
-    method = {"target_layer_ids": aux_layers}
-    layers = target.num_layers
+    layers, method = target.num_layers, {"target_layer_ids": aux_layers}
     raw = version_1(num_target_layers=layers, dflash_config=method, **changes)
-    return written(folder, raw, random_drafter(raw, seed), target)
+    return written(folder, raw, random_drafter(raw, seed), target)  # type: ignore[no-any-return]
 
 
-def written(folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target) -> BlockModel:
+def written(
+    folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target, **settings: Any
+) -> Any:
     """The draft model of `target` that a folder with this configuration and these tensors has."""
-    config = FILES.read_config(write_drafter_folder(folder, raw, tensors))
-    return BlockModel(FILES.load_network(folder, config, mx.float32), config, target)
+    return loaded(write_drafter_folder(folder, raw, tensors), target, **settings)
+
+
+def loaded(folder: Path, target: Target, **settings: Any) -> Any:
+    """The draft model of `target` in a folder."""
+    files = format_of(read_json(folder))
+    assert files is not None
+    return files.load(folder, files.read_drafter(folder).config, target, PairConfig(**settings))
 
 
 def is_dspark(config: Config) -> bool:

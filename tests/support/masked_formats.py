@@ -13,11 +13,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.verifier.model import Target
 from support import family_configs
+from support.drafter_formats import written
 from support.reference_dflash import (
     Array,
     attention,
@@ -26,7 +25,6 @@ from support.reference_dflash import (
     mlp,
     random_weights,
     rms_norm,
-    write_drafter_folder,
 )
 
 MASK = 5
@@ -183,20 +181,11 @@ FORMATS = {
 }
 
 
-def folder(place: Path, **changes: Any) -> Path:
-    """A drafter for the tiny llama in our format, blocks of 8."""
-    raw = ours(block_size=8, **changes)
-    return write_drafter_folder(place, raw, tensors(raw))
-
-
-def written(folder: Path, name: str, target: Target, **settings: Any) -> MaskedModel:
-    """The draft model of `target` that a folder in this format has."""
-    return load(write_drafter_folder(folder, *FORMATS[name]), target, **settings)
-
-
-def load(folder: Path, target: Target, **settings: Any) -> MaskedModel:
-    config = FILES.read_drafter(folder).config
-    return FILES.load(folder, config, target, PairConfig(**settings))
+def small(place: Path, target: Target, **settings: Any) -> MaskedModel:
+    """A drafter of `target` in our format, blocks of 8."""
+    width = target.embedding()(mx.array([0])).shape[-1]
+    raw = ours(block_size=8, hidden_size=width)
+    return written(place, raw, tensors(raw), target, **settings)  # type: ignore[no-any-return]
 
 
 def behind(model: MaskedModel, text: Sequence[int], *cuts: int) -> Any:
