@@ -29,7 +29,7 @@ from support.configs import config_with
 from support.decoding import go_on, open_with, paths_of, rounds, start
 from support.families import make_model
 from support.hybrids import plain_answer
-from support.masked_toys import ToyMasked
+from support.law import ToyMasked
 from support.toys import Letters, ToyCache, prompt_of
 
 ALL = [(steps, name) for name in SCHEDULES for steps in (2, 3, 4, 9)] + [(1, SCHEDULES[0])]

@@ -35,8 +35,7 @@ from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth, Resample
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance
-from support.masked_toys import ToyMasked
+from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7

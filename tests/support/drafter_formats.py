@@ -19,6 +19,7 @@ from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
 from support.decoding import behind
 from support.families import VOCAB_SIZE, make_model
+from support.family_configs import sliding
 from support.reference_dflash import (
     Array,
     Config,
@@ -312,16 +313,6 @@ FORMATS = {
 HALVES = "speculators, draft vocabulary"
 DSPARK = [name for name in FORMATS if name.startswith("dspark") and "no heads" not in name]
 SURE = [name for name in DSPARK if "no confidence" not in name]
-
-
-def sliding(pattern: str, window: int) -> dict[str, Any]:
-    """Fields of a config.json: S for sliding-window layers, F for full ones."""
-    names = {"S": "sliding_attention", "F": "full_attention"}
-    return {
-        "num_hidden_layers": len(pattern),
-        "layer_types": [names[letter] for letter in pattern],
-        "sliding_window": window,
-    }
 
 
 NEWER_ROPE = version_1(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})

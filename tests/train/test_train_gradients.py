@@ -14,8 +14,8 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import cross_entropy
-from support.drafter_formats import sliding
 from support.families import VOCAB_SIZE
+from support.family_configs import sliding
 from support.reference_dflash import hidden_states, random_drafter
 from support.tiny_training import (
     drafter_config,

@@ -93,7 +93,6 @@ class EagleModel(BoundModel[EagleContext]):
         return self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
 
     def begin(self, context: EagleContext) -> Draft:
-        """A draft behind the context, with no row yet."""
         return Draft(self, context)
 
 
@@ -124,7 +123,6 @@ class Draft:
         return self._head.ranked(self._pass(tokens, parents), self._words, k)
 
     def _pass(self, tokens: mx.array, parents: list[int]) -> mx.array:
-        """Final states [n, d]."""
         before = len(self._parents)
         self._parents += parents
         tree = Tree((0,) * (len(self._parents) - 1), tuple(self._parents))

@@ -159,7 +159,6 @@ class MaskedOptions(Options):
 
     @property
     def denoising(self) -> Denoising:
-        """Which tokens each pass fixes."""
         return Denoising(self.steps or 1)
 
     def grow(self, config: DecodeConfig, nodes: int) -> tuple[Grow, int]:

@@ -114,7 +114,6 @@ class MaskedModel(BoundModel[TokenContext]):
 
     @property
     def mask(self) -> int:
-        """The token that stands for one that is not known yet."""
         return self.config.mask_token_id  # type: ignore[no-any-return]
 
     def context(self, *parts: Any) -> TokenContext:
