@@ -450,15 +450,6 @@ def test_a_tied_head_is_refused(tmp_path):
         eagle3.FILES.read_drafter(write_drafter_folder(tmp_path / "none", given, stored))
 
 
-def test_a_pickled_upload_is_refused_with_another_one_where_that_is_known(tmp_path):
-    for name, said in (("models--x--EAGLE3-LLaMA3.1-Instruct-8B", "RedHatAI/"), ("it", "a folder")):
-        folder = write_drafter_folder(tmp_path / name, eagle(), {})
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-        (error, *_) = check_drafter(folder).errors
-        assert "pytorch_model.bin can run code" in error.what
-        assert f"choose {said}" in error.next_step and ".safetensors" in error.next_step
-
-
 @pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Evil"])
 def test_code_of_its_own_is_never_run(tmp_path, name):
     given = eagle(auto_map={"AutoModel": f"modeling.{name}"})

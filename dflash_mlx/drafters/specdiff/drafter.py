@@ -113,10 +113,17 @@ class DrawnSpecDiff(SpecDiff):
         self._drawing = Drawing(sampling, weighed)
 
     def draft_block(self, state: State, rows: int) -> Proposal:
+        return self._drawing.proposal(state, *self.drawn(state, rows))
+
+    def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
+
+        sure: [rows - 1] the largest probabilities in the first pass.
+        """
         context, steps = cast(TokenContext, state.context), self._how.steps
         keys = mx.random.split(self._drawing.key(state), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
-        sure: mx.array | None = None  # [rows - 1] the largest probabilities in the first pass
+        sure: mx.array | None = None
         for left in range(steps - 1, -1, -1):
             if (masked := rows - 1 - tokens.size) == 0:
                 break
@@ -130,7 +137,7 @@ class DrawnSpecDiff(SpecDiff):
             tokens = mx.concatenate([tokens, found.astype(tokens.dtype)])
             q.append(laws[:count])
         assert sure is not None
-        return self._drawing.proposal(state, tokens, mx.concatenate(q), sure)
+        return tokens, mx.concatenate(q), sure
 
 
 def _block(state: State, hidden: mx.array) -> mx.array:
