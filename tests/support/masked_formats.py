@@ -7,6 +7,7 @@ block at once, in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,51 +40,41 @@ def ours(**changes: Any) -> dict[str, Any]:
     return {**OURS, **changes}
 
 
-def published(kind: str, module: str = "modeling", **changes: Any) -> dict[str, Any]:
+PUBLISHED: dict[str, dict[str, Any]] = {  # what each class has of its own
+    "A2DQwen3LMHeadModel": {  # dllm-hub's, by masked diffusion or by blocks
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * 2,
+        "model_type": "a2d-qwen3",
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    # Of the generation before: heads as wide as hidden_size makes them
+    "A2DQwen2LMHeadModel": {"head_dim": None, "hidden_size": 64, "model_type": "a2d-qwen2"},
+    "SDARForCausalLM": {"model_type": "sdar"},  # JetLM's
+    "Fast_dLLM_QwenForCausalLM": {"bd_size": 6, "model_type": "Fast_dLLM_Qwen"},  # NVIDIA's
+    "DreamModel": {"model_type": "Dream", "use_mrope": False, "sliding_window": None},
+}
+
+
+def published(kind: str, **changes: Any) -> dict[str, Any]:
     """A config.json as its authors publish it, of another width than the target's."""
-    return {
+    raw = {
         **BASE,
         "architectures": [kind],
-        "auto_map": {"AutoModel": f"{module}.{kind}"},
+        "auto_map": {"AutoModel": f"modeling.{kind}"},
         "hidden_size": 48,
         "head_dim": 16,
         "mask_token_id": MASK,
         "tie_word_embeddings": False,
         "use_cache": True,
+        **PUBLISHED.get(kind, {}),
         **changes,
     }
+    return {name: value for name, value in raw.items() if name != "head_dim" or value}
 
 
-def a2d_qwen3(**changes: Any) -> dict[str, Any]:
-    """dllm-hub's, by masked diffusion or by blocks."""
-    more = {"attention_bias": False, "layer_types": ["full_attention"] * 2, "sliding_window": None}
-    more |= {"model_type": "a2d-qwen3", "use_sliding_window": False, "rope_scaling": None}
-    return published("A2DQwen3LMHeadModel", "modeling_qwen3", **{**more, **changes})
-
-
-def a2d_qwen2(**changes: Any) -> dict[str, Any]:
-    """dllm-hub's of the generation before: heads as wide as hidden_size makes them."""
-    more = {"model_type": "a2d-qwen2", "hidden_size": 64, "max_window_layers": 24}
-    raw = published("A2DQwen2LMHeadModel", "modeling_qwen2", **{**more, **changes})
-    del raw["head_dim"]
-    return raw
-
-
-def sdar(**changes: Any) -> dict[str, Any]:
-    """JetLM's."""
-    return published("SDARForCausalLM", "modeling_sdar", **{"model_type": "sdar", **changes})
-
-
-def fast_dllm(**changes: Any) -> dict[str, Any]:
-    """NVIDIA's second version: blocks, and logits that are shifted."""
-    more = {"bd_size": 6, "model_type": "Fast_dLLM_Qwen", **changes}
-    return published("Fast_dLLM_QwenForCausalLM", **more)
-
-
-def dream(**changes: Any) -> dict[str, Any]:
-    """Dream's and DiffuCoder's."""
-    more = {"model_type": "Dream", "use_mrope": False, "sliding_window": None, **changes}
-    return published("DreamModel", "modeling_dream", **more)
+a2d_qwen3, a2d_qwen2, sdar, fast_dllm, dream = (partial(published, kind) for kind in PUBLISHED)
 
 
 def is_shifted(raw: dict[str, Any]) -> bool:
