@@ -33,7 +33,13 @@ from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.text import SplitText, ThinkingReader, split_thinking
-from dflash_mlx.models.downloads import Download, DownloadPlan, download_plans
+from dflash_mlx.models.downloads import (
+    Download,
+    DownloadPlan,
+    check_memory,
+    download_plans,
+    memory_needed,
+)
 from dflash_mlx.models.library import (
     AvailableModel,
     CacheEntry,
@@ -43,12 +49,12 @@ from dflash_mlx.models.library import (
     remove_entry,
 )
 from dflash_mlx.models.load import load, load_pair
-from dflash_mlx.models.memory import available_memory, check_memory, memory_needed
 from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.session.session import Question, Responder, Session, generate, prefix_cache, stream
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text
+from dflash_mlx.system.machine import available_memory
 from dflash_mlx.system.terminal import for_terminal
 
 __all__ = [

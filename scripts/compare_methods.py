@@ -27,8 +27,8 @@ from dflash_mlx.benchmark.report import FINISHED
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import ALL_BUT_MODEL, PLAIN, DecodeConfig, PairConfig
+from dflash_mlx.corpus import main as collect
 from dflash_mlx.drafters import paper
-from dflash_mlx.train.corpus.collect import main as collect
 
 METHODS = {
     "none": "plain decoding",

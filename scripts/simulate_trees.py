@@ -46,8 +46,8 @@ from dflash_mlx.engine.state import Context
 from dflash_mlx.engine.step import NO_LIMIT
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.system.files import write_report
-from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
 from dflash_mlx.train.data import vocabulary_size
+from dflash_mlx.train.rows import CorpusRow, read_rows
 from dflash_mlx.verifier.block import Block
 
 _CHOICES = BlockModel.choices
@@ -69,7 +69,7 @@ class Memory:
         return [self._recall(model, ask, width) for ask in asks]
 
     def _recall(self, model: BlockModel, ask: Ask, width: int) -> list[Choices]:
-        key = (id(model._network), id(ask.context), ask.rows, repr(ask.prefixes), width)
+        key = (id(model.module), id(ask.context), ask.rows, repr(ask.prefixes), width)
         if key not in self._known:
             (self._known[key],) = _CHOICES(model, [ask], width)
         return self._known[key]  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from dflash_mlx.cli.options import Parser
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.models.downloads import Download, download_plans
+from dflash_mlx.models.downloads import Download, download_plans, memory_needed
 from dflash_mlx.models.library import (
     KINDS,
     CacheEntry,
@@ -22,9 +22,9 @@ from dflash_mlx.models.library import (
     find_entries,
     remove_entry,
 )
-from dflash_mlx.models.memory import available_memory, memory_needed
 from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.models.registry import registered
+from dflash_mlx.system.machine import available_memory
 
 _LOOK = 0.2  # seconds between looks at how far a download is
 

@@ -22,10 +22,11 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.core.option import check_values, option
 from dflash_mlx.models.check import ModelFacts, loading
-from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.downloads import stored_bytes
+from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
-from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES
+from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES, Source
 from dflash_mlx.models.weight_files import quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
@@ -33,7 +34,6 @@ GROUP_SIZE = 64  # mlx-lm's for affine
 DTYPES = ("float16", "bfloat16", "float32")
 
 _MODE_BITS = {"affine": 4, "mxfp4": 4, "nvfp4": 4, "mxfp8": 8}  # where none are asked for
-_SCALES = 0.5  # bits that quantisation adds to each weight
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 _REPLACED = (CONFIG, "hf_quant_config.json", "model.safetensors.index.json")
 
@@ -87,32 +87,22 @@ class ConvertConfig:
         return self.bits is not None or self.recipe is not None or self.mode != "affine"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A model to be converted, found and checked."""
-
-    name: str
-    path: Path  # its folder, or its GGUF file
-    facts: ModelFacts
-    download: int = 0  # bytes still to be fetched; the folder has only heads of weight files then
-
-    @property
-    def kind(self) -> str:
-        return TARGET if self.facts.format is None else DRAFTER
+def kind_of(facts: ModelFacts) -> str:
+    """TARGET or DRAFTER."""
+    return TARGET if facts.format is None else DRAFTER
 
 
 @dataclass(frozen=True)
 class Conversion:
     """What is to be written of one model."""
 
-    part: Part
+    facts: ModelFacts
     description: str
     size: int  # bytes that it takes on the disk, of a target about
     memory: int  # bytes that converting takes at most, about
     write: Callable[[Path], None]  # makes this folder, which is not there yet
 
     def write_to(self, folder: Path) -> None:
-        """Make the folder; DFlashError for what cannot be read, or cannot be converted so."""
         try:
             with redirect_stdout(sys.stderr):
                 self.write(folder)
@@ -120,26 +110,28 @@ class Conversion:
             step = "choose other bits, another group size, mode or recipe"
             if isinstance(error, RuntimeError):  # MLX's own, of files that it cannot read or write
                 step = "check the disks of SRC and DST, then convert again"
-            what = f"{self.part.name} cannot be converted so ({in_one_line(error)})"
+            what = f"{self.facts.name} cannot be converted so ({in_one_line(error)})"
             raise DFlashError(what, f"{step}; nothing was left behind") from None
 
 
-def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversion:
+def plan_drafter(facts: ModelFacts, settings: ConvertConfig, paired: bool) -> Conversion:
     """A drafter's conversion; DFlashError for one that cannot be read or converted so.
 
     paired: whether it is converted with its target, which settings like `bits` are for then.
     """
-    facts, bits = part.facts, settings.drafter_bits if paired else settings.bits
-    assert facts.format is not None
+    bits = settings.drafter_bits if paired else settings.bits
+    assert facts.format is not None and facts.source is not None
     if not paired and (settings.recipe or settings.mode != "affine" or settings.dequantize):
         what = "--mode, --recipe and --dequantize are for targets, but SRC is a drafter"
         raise DFlashError(what, "leave them out")
     if bits is not None and facts.weights.quantisation:
-        what = f"{part.name} is already quantised to {facts.weights.quantisation}"
+        what = f"{facts.name} is already quantised to {facts.weights.quantisation}"
         raise DFlashError(what, "leave the bits out, or convert the drafter that it was made from")
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
-    weights, config = facts.format.read_drafter(part.path, not part.download).converted(*form)
+    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
+        source = facts.source.folder or _write_heads(facts, facts.source, Path(scratch))
+        weights, config = facts.format.read_drafter(source, facts.is_here).converted(*form)
     floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
     config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
     words, _ = quantisation(config)
@@ -153,30 +145,45 @@ def plan_drafter(part: Part, settings: ConvertConfig, paired: bool) -> Conversio
         folder.mkdir()
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
         save_config(dict(config), folder / CONFIG)
-        if (likely := part.path / LIKELY_TOKENS).is_file():
+        if (likely := source / LIKELY_TOKENS).is_file():
             shutil.copyfile(likely, folder / likely.name)
 
-    return Conversion(part, description, size, RUNTIME + 2 * size, write)
+    return Conversion(facts, description, size, RUNTIME + 2 * size, write)
 
 
-def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
+def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> Path:
+    """What a drafter can be built from as if it were whole: config, and a hole for its weights."""
+    shutil.copyfile(source.path(CONFIG), folder / CONFIG)
+    head, end = {}, 0
+    for name, tensor in facts.weights.tensors.items():
+        begin, end = end, end + tensor.nbytes
+        place = {"shape": tensor.shape, "data_offsets": (begin, end)}
+        head[name] = {"dtype": tensor.dtype, **place}
+    text = json.dumps(head).encode()
+    with open(folder / "model.safetensors", "wb") as output:
+        output.write(len(text).to_bytes(8, "little") + text)
+        output.truncate(8 + len(text) + end)
+    return folder
+
+
+def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
     """A target's conversion; DFlashError for one that has no tokenizer or is quantised already."""
     from mlx_lm.utils import load_tokenizer
 
-    facts, config = part.facts, part.facts.config
+    config = facts.config
     files = {} if facts.source is None else facts.source.files
     if files and not any(fnmatch(file, kind) for file in files for kind in _TOKENIZERS):
-        what = f"{part.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})"
+        what = f"{facts.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})"
         raise DFlashError(what, "choose a complete model folder")
-    if files and not part.download:
-        with loading(part.name):
-            load_tokenizer(part.path, {"trust_remote_code": False}, config.get("eos_token_id"))
+    if files and facts.is_here:
+        with loading(facts.name):
+            load_tokenizer(facts.path, {"trust_remote_code": False}, config.get("eos_token_id"))
     stored, _ = quantisation(config)
     if settings.quantizes and stored and not settings.dequantize:
         step = "add --dequantize to quantise it anew, or leave the bits as they are"
-        raise DFlashError(f"{part.name} is already quantised to {stored}", step)
-    read = part.path.stat().st_size if facts.source is None else facts.weights.stored_bytes
-    size = _target_size(part, settings, read)
+        raise DFlashError(f"{facts.name} is already quantised to {stored}", step)
+    read = facts.path.stat().st_size if facts.source is None else facts.weights.stored_bytes
+    size = _target_size(facts.weights.parameters, settings, read)
     words = [str(config.get("model_type", "")), settings.recipe or ""]
     if settings.quantizes and settings.recipe is None:
         bits = settings.bits or _MODE_BITS[settings.mode]
@@ -186,34 +193,32 @@ def plan_target(part: Part, settings: ConvertConfig) -> Conversion:
 
     def write(folder: Path) -> None:
         with TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
-            _write_target(part, settings, folder, Path(scratch))
+            _write_target(facts, settings, folder, Path(scratch))
         for name in files:
             kept = any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
             if kept and name not in _REPLACED:
-                shutil.copyfile(part.path / name, folder / name)
+                shutil.copyfile(facts.path / name, folder / name)
         if settings.dtype is not None:  # in place of the checkpoint's own
             changed = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
             text = json.dumps({**changed, "torch_dtype": settings.dtype}, indent=4)
             (folder / CONFIG).write_text(text, encoding="utf-8")
 
-    return Conversion(part, " ".join(filter(None, words)), size, RUNTIME + read + size, write)
+    return Conversion(facts, " ".join(filter(None, words)), size, RUNTIME + read + size, write)
 
 
-def _target_size(part: Part, settings: ConvertConfig, read: int) -> int:
-    """Bytes of what a target becomes, about; the most that a recipe's bits can be."""
-    parameters = part.facts.weights.parameters
-    if settings.quantizes:
+def _target_size(parameters: int, settings: ConvertConfig, read: int) -> int:
+    if settings.quantizes:  # recipes have at most 6 bits
         bits = 6 if settings.recipe else settings.bits or _MODE_BITS[settings.mode]
-        return int(parameters * (bits + _SCALES) / 8) or read
+        return stored_bytes(parameters, bits) or read
     if settings.dequantize or settings.dtype is not None:
         return parameters * (4 if settings.dtype == "float32" else 2) or read
     return read
 
 
-def _write_target(part: Part, settings: ConvertConfig, folder: Path, scratch: Path) -> None:
+def _write_target(facts: ModelFacts, settings: ConvertConfig, folder: Path, scratch: Path) -> None:
     """By `mlx_lm.convert`; a GGUF file becomes a folder first, packed numbers plain ones."""
-    source = part.path
-    if part.facts.source is None:
+    source = facts.path
+    if facts.source is None:
         source = _unpacked(source, settings.dtype, scratch / "gguf")
     options: dict[str, Any] = {"dtype": settings.dtype}
     if settings.dequantize and settings.quantizes:
@@ -237,7 +242,7 @@ def _mlx_lm_convert(source: Path, folder: Path, options: Mapping[str, Any]) -> N
 def _unpacked(file: Path, dtype: str | None, folder: Path) -> Path:
     from mlx_lm.utils import save
 
-    model, tokenizer, config = open_gguf(file, None if dtype is None else getattr(mx, dtype))
+    model, tokenizer, config = load_gguf(file, None if dtype is None else getattr(mx, dtype))
     if packing := _packing(model):
         config["quantization"] = packing
     save(folder, file, model, tokenizer, config)

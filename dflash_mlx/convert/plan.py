@@ -1,27 +1,24 @@
-"""What a conversion would do, its weights not yet read; then the doing, and words for it.
+"""What is to be converted, what that needs, and the folder that is complete or absent.
 
-What is to be converted is a local folder, a GGUF file or a Hugging Face repository, of which only
-the heads of weight files are fetched until all is known to be possible.
+Of a Hugging Face repository only the heads of weight files are fetched until all is known to fit.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from dflash_mlx.convert.conversion import (
     Conversion,
     ConvertConfig,
-    Part,
+    kind_of,
     plan_drafter,
     plan_target,
 )
@@ -35,16 +32,17 @@ from dflash_mlx.models.check import (
     check_target,
     describe_target,
 )
-from dflash_mlx.models.gguf_target import open_gguf
+from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, disk_of_cache
-from dflash_mlx.system.files import existing
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, check_space, disk_of_cache
+from dflash_mlx.system.files import existing, locked
 from dflash_mlx.system.machine import describe_versions
 
 MARGIN = 16_000_000  # bytes left free beside what is written
 ALONE = ""  # the part of a conversion that makes no pair: DST itself is its folder
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FREE = "free some space or choose another disk"
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
 
@@ -59,40 +57,35 @@ class Plan:
     def size(self) -> int:
         return sum(each.size for each in self.conversions.values())
 
-    @property
+    @cached_property
     def download(self) -> int:
-        return sum(each.part.download for each in self.conversions.values())
+        sources = (each.facts.source for each in self.conversions.values())
+        return sum(source.missing() for source in sources if source is not None)
 
 
 def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfig) -> Plan:
-    """All but fetching, reading and writing weights; DFlashError for what cannot be done.
-
-    names: of the models, by their folders in the destination.
-    """
+    """Find and check models, named by their folders in the destination; no weight is read."""
     folder = resolve_destination(destination)
     if ALONE in names and settings.drafter_bits is not None:
         what = "--drafter-bits is for the drafter of a pair"
         raise DFlashError(what, "use --bits, or add --pair")
-    parts = {}
-    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
-        for place, name in names.items():
-            parts[place] = part = open_part(name, Path(scratch) / place)
-            wanted = TARGET if place == TARGET else DRAFTER
-            if place != ALONE and part.kind != wanted:
-                what = f"{name} is a {part.kind}, not a {wanted}"
-                raise DFlashError(what, "give the target as SRC and the drafter with --pair")
-        return _plan(folder, parts, settings)
+    parts = {place: find_part(name) for place, name in names.items()}
+    for place, part in parts.items():
+        wanted = TARGET if place == TARGET else DRAFTER
+        if place != ALONE and kind_of(part) != wanted:
+            what = f"{part.name} is a {kind_of(part)}, not a {wanted}"
+            raise DFlashError(what, "give the target as SRC and the drafter with --pair")
+    return _plan(folder, parts, settings)
 
 
-def _plan(destination: Path, parts: Mapping[str, Part], settings: ConvertConfig) -> Plan:
-    """The conversions of what was found; DFlashError where the parts do not suit each other."""
-    drafters = [part.facts for part in parts.values() if part.kind == DRAFTER]
+def _plan(destination: Path, parts: Mapping[str, ModelFacts], settings: ConvertConfig) -> Plan:
+    drafters = [part for part in parts.values() if kind_of(part) == DRAFTER]
     conversions = {}
     for place, part in parts.items():  # the target first
-        if part.kind == DRAFTER:
+        if kind_of(part) == DRAFTER:
             conversions[place] = plan_drafter(part, settings, place != ALONE)
             continue
-        check_pair(part.facts, *drafters).raise_first()
+        check_pair(part, *drafters).raise_first()
         conversions[place] = plan_target(part, settings)
     return Plan(destination, conversions)
 
@@ -102,16 +95,16 @@ def check_spaces(plan: Plan) -> None:
     cache, parent = disk_of_cache(), plan.destination.parent
     needed, what = plan.size, str(plan.destination)
     if plan.download:
-        check_space(cache, plan.download, "the download")
+        check_space(cache, plan.download + MARGIN, "the download", _FREE)
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
             needed, what = needed + plan.download, f"{what} with the download"
-    check_space(parent, needed, what)
+    check_space(parent, needed + MARGIN, what, _FREE)
 
 
 def convert(plan: Plan, settings: ConvertConfig) -> None:
     """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
     if plan.download:
-        parts = {place: _fetch(each.part) for place, each in plan.conversions.items()}
+        parts = {place: _fetch(each.facts) for place, each in plan.conversions.items()}
         plan = _plan(plan.destination, parts, settings)
     with staged(plan.destination) as folder:
         _write(plan, folder)
@@ -127,7 +120,7 @@ def _write(plan: Plan, folder: Path) -> None:
             file.rename(folder / file.name)
         (folder / MODEL).rmdir()
     if ALONE not in plan.conversions:
-        names = {place: each.part.name for place, each in plan.conversions.items()}
+        names = {place: each.facts.name for place, each in plan.conversions.items()}
         write_pair(folder, names, describe_versions())
 
 
@@ -135,7 +128,7 @@ def report(plan: Plan) -> str:
     """What would be done and what it needs, for people."""
     conversions = plan.conversions.values()
     lines = [
-        f"{each.part.kind:<9} {each.part.name}: {each.description}, {amount(each.size)}"
+        f"{kind_of(each.facts):<9} {each.facts.name}: {each.description}, {amount(each.size)}"
         for each in conversions
     ]
     free = shutil.disk_usage(plan.destination.parent).free
@@ -148,35 +141,24 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def open_part(name: str, scratch: Path) -> Part:
-    """Find and check `name`, and of a repository that is not here no more than the headers.
-
-    scratch: a folder for these. Raises DFlashError for what is no model, is damaged, or cannot be
-    had.
-    """
+def find_part(name: str) -> ModelFacts:
+    """Find and check a model; DFlashError for what is none, is damaged, or cannot be had."""
     path = existing(name)
     if path is not None and path.is_file():
         _check_gguf(path)
-        return Part(name, path, describe_target(open_gguf(path)[2], name))
-    source = _on_hub(name) if path is None else _of_folder(path)
-    facts = _check(source, name)
-    if source.folder is not None:
-        return Part(name, source.folder, facts)
-    if facts.format is not None:
-        _write_heads(facts, source, scratch)
-    return Part(name, scratch, facts, source.missing())
+        return describe_target(load_gguf(path)[2], name, path)
+    return _check(_on_hub(name) if path is None else _of_folder(path), name)
 
 
-def _fetch(part: Part) -> Part:
-    """The same with its weights, downloaded and checked again if need be."""
-    if part.facts.source is None:
-        return part
+def _fetch(facts: ModelFacts) -> ModelFacts:
+    if facts.source is None:
+        return facts
     try:
-        source = part.facts.source.fetch()
+        source = facts.source.fetch()
     except DFlashError as error:
         again = "run the same command again, which goes on where this one stopped"
         raise DFlashError(error.what, again) from None
-    return Part(part.name, source.here, _check(source, part.name))
+    return _check(source, facts.name)
 
 
 def _check(source: Source, name: str) -> ModelFacts:
@@ -215,21 +197,6 @@ def _on_hub(name: str) -> Source:
         return copy
 
 
-def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> None:
-    """What a drafter can be built from as if it were whole: config, and a hole for its weights."""
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(source.path(CONFIG), folder / CONFIG)
-    head, end = {}, 0
-    for name, tensor in facts.weights.tensors.items():
-        begin, end = end, end + tensor.nbytes
-        place = {"shape": tensor.shape, "data_offsets": (begin, end)}
-        head[name] = {"dtype": tensor.dtype, **place}
-    text = json.dumps(head).encode()
-    with open(folder / "model.safetensors", "wb") as output:
-        output.write(len(text).to_bytes(8, "little") + text)
-        output.truncate(8 + len(text) + end)
-
-
 def _check_gguf(path: Path) -> None:
     with open(path, "rb") as file:
         magic = file.read(4)
@@ -263,27 +230,18 @@ def resolve_destination(name: str) -> Path:
     return destination
 
 
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raise DFlashError unless `needed` bytes, for `what`, fit on the disk of `folder`."""
-    free = shutil.disk_usage(folder).free
-    if free < needed + MARGIN:
-        has = f"but only {amount(free)} are free in {folder}"
-        what = f"{what} needs {amount(needed + MARGIN)}, {has}"
-        raise DFlashError(what, "free some space or choose another disk")
-
-
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A folder beside `destination` that takes its place once the block has ended well.
+    """A folder that takes the place of `destination` if the block ends well, or else is removed.
 
-    Otherwise it is removed. What a killed conversion to the same place has left is removed first.
     Raises DFlashError where another conversion to it is running, or it cannot be written.
     """
     folder = destination.with_name(f".{destination.name}.partial")
     try:
-        with _locked(folder, destination):
+        folder.mkdir(exist_ok=True)
+        with locked(folder, wait=False):
             try:
-                for left in folder.iterdir():
+                for left in folder.iterdir():  # by a conversion that was killed
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
                 yield folder
                 for path in (*folder.rglob("*"), folder):
@@ -293,26 +251,13 @@ def staged(destination: Path) -> Iterator[Path]:
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+    except BlockingIOError:
+        what = f"{destination} is being written by another conversion"
+        raise DFlashError(what, "wait until that has ended, or choose another DST") from None
     except OSError as error:
         step = "free some space, or choose another DST; nothing was left behind"
         what = f"{destination} cannot be written ({error.strerror or error})"
         raise DFlashError(what, step) from error
-
-
-@contextmanager
-def _locked(folder: Path, destination: Path) -> Iterator[None]:
-    """`folder`, made if need be, for this process alone, as long as it lives."""
-    folder.mkdir(exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            what = f"{destination} is being written by another conversion"
-            raise DFlashError(what, "wait until that has ended, or choose another DST") from None
-        yield
-    finally:
-        os.close(lock)
 
 
 def _sync(path: Path) -> None:

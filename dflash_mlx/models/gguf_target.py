@@ -1,8 +1,4 @@
-"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata.
-
-Its head is checked before MLX, whose reader trusts it, opens the file. The tokenizer is a
-byte-level BPE.
-"""
+"""Load a llama-architecture GGUF file: weights by MLX, model by mlx-lm, tokenizer from metadata."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from gguf.gguf_reader import ReaderField
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.utils import dequantize_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -61,36 +56,16 @@ ROLES = {
 
 
 def load_gguf(
-    path: Path, dequantize: bool, share: Callable[[nn.Module], None] | None = None
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Return the model, the tokenizer and the Hugging Face style config of a GGUF file.
-
-    `dequantize` makes every weight float32, the fast path on a CPU; otherwise quantised matrices
-    stay packed and all other weights take their dtype. share: leaves a part of the model before its
-    weights are read. Raises `DFlashError` for a file that is missing, damaged, of another
-    architecture, or made with a feature that is not supported.
-    """
-
-    def begin(model: nn.Module) -> nn.Module:
-        model = dequantize_model(model) if dequantize else model
-        if share is not None:
-            share(model)
-        mx.async_eval(model.parameters())  # MLX reads while Python makes the tokenizer
-        return model
-
-    floating = mx.float32 if dequantize else None  # scales too, so that no product is rounded
-    return open_gguf(path, floating, begin)
-
-
-def open_gguf(
     path: Path,
     dtype: mx.Dtype | None = None,
     begin: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """As `load_gguf`, but no weight is evaluated, and all packed that is so in the file.
+    """Return the model, the tokenizer and the Hugging Face style config of a GGUF file.
 
-    dtype: of what is not packed, instead of that of the scales. begin: called with the model before
-    the tokenizer is made.
+    No weight is evaluated, and what is quantised stays packed. dtype: of all else, instead of that
+    of the scales. begin: called with the model before the tokenizer is made, so that MLX can read
+    meanwhile. Raises `DFlashError` for a file that is missing, damaged, of another architecture, or
+    made with a feature that is not supported.
     """
     tensors, metadata = read_file(path)
     with _usable(path):
@@ -265,10 +240,7 @@ def _end_tokens(metadata: Metadata) -> list[int]:
 
 
 def read_file(file: Path) -> tuple[Arrays, Metadata]:
-    """Tensors as MLX names them, and metadata as plain Python values.
-
-    Raises DFlashError for a file that is no whole, consistent one, or that MLX does not read.
-    """
+    """Tensors as MLX names them, and metadata; DFlashError for what is damaged or not readable."""
     try:
         if not file.is_file():
             raise ValueError("it is no file")

@@ -1,7 +1,4 @@
-"""What lies on this disk: models to choose from, and what can be removed.
-
-The Hugging Face cache is read and cleared through huggingface_hub, since other programs share it.
-"""
+"""What lies on this disk: models to choose from, and what can be removed."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET
-from dflash_mlx.models.memory import (
+from dflash_mlx.models.downloads import (
     FEWEST_BITS,
     loaded_bytes,
     needed,
@@ -194,8 +191,7 @@ class CacheEntry:
 def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
     """Everything, in the order of KINDS, then by name.
 
-    here: the folder whose subfolders may be models. cache: the program's own, by default the
-    user's. What cannot be read is left out.
+    here: the folder whose subfolders may be models. cache: the program's own, or else the user's.
     """
     cache = cache or platformdirs.user_cache_path("dflash-chat")
     found = list(_repositories())
@@ -209,14 +205,12 @@ def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
 
 
 def _of(kind: str, name: str, path: Path) -> CacheEntry:
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    sizes = []
-    for file in files:
-        with suppress(OSError):  # another program may be clearing up, too
-            sizes.append(file.lstat().st_size)
-    with suppress(OSError):
-        return CacheEntry(kind, name, path, sum(sizes), path.stat().st_mtime)
-    return CacheEntry(kind, name, path, 0, 0.0)
+    size, changed = 0, 0.0
+    with suppress(OSError):  # another program may be clearing up, too
+        changed = path.stat().st_mtime
+        files = [path] if path.is_file() else filter(Path.is_file, path.rglob("*"))
+        size = sum(file.lstat().st_size for file in files)
+    return CacheEntry(kind, name, path, size, changed)
 
 
 def _scan() -> HFCacheInfo | None:
@@ -227,10 +221,7 @@ def _scan() -> HFCacheInfo | None:
 
 
 def _revisions() -> Iterator[tuple[CachedRepoInfo, list[tuple[str, Source]]]]:
-    """What this program could load of the Hugging Face cache.
-
-    Each with the kinds and the places of its revisions, the newest first.
-    """
+    """What this program could load of the Hugging Face cache, with the kinds of its revisions."""
     scanned = _scan()
     for repo in sorted(scanned.repos if scanned else (), key=lambda repo: repo.repo_id):
         order = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
@@ -241,7 +232,6 @@ def _revisions() -> Iterator[tuple[CachedRepoInfo, list[tuple[str, Source]]]]:
 
 
 def _repositories() -> Iterator[CacheEntry]:
-    """Of the Hugging Face cache, and broken-off downloads in it."""
     for repo, found in _revisions():
         whole = (kind for kind, _ in found if kind not in ("", UNFINISHED))
         kind, size, changed = next(whole, UNFINISHED), repo.size_on_disk, repo.last_modified
@@ -263,10 +253,7 @@ def _kind(source: Source) -> str:
 
 
 def find_entries(names: list[str], kept: list[CacheEntry]) -> list[CacheEntry]:
-    """What of `kept` goes by these names or is of these kinds; DFlashError for a name of nothing.
-
-    names: as `CacheEntry.name`, in any case, or of KINDS, also with an s at their end.
-    """
+    """What of `kept` has these names or kinds, or their plurals; DFlashError for other names."""
     found: dict[Path, CacheEntry] = {}
     for name in names:
         wanted = name.lower().rstrip("/")

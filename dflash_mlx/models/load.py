@@ -65,12 +65,9 @@ def load(model: str | None = None, drafter: str | None = None) -> Pair:
 
 
 def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WHOLE) -> Pair:
-    """`load` from settings; whether all fits is checked before weights are read.
+    """`load` from settings; whether all fits is checked before weights are downloaded or read.
 
-    On the hub it is checked before they are downloaded, by configurations and the heads of weight
-    files, unless the hub does not answer such questions.
-    uses: settings that the pair will be used with; DFlashError where it cannot serve them. reader:
-    of the target.
+    uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = names_for(config, uses)
     facts, choice = find(names, uses)
@@ -105,12 +102,10 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
 
 
 def load_target(name: str | None = None) -> Pair:
-    """A target alone, the default one without a name; raises as `load` does.
-
-    Its kernels are off: they have no gradients, and batch work has more rows than they take.
-    """
+    """A target alone, the default one without a name; raises as `load` does."""
     facts = target_facts(target_names(name))
     facts.raise_first()
+    # kernels stay off: they have no gradients, and batch work has more rows than they take
     return Pair(*read_target(fetched(facts)))
 
 
@@ -148,11 +143,7 @@ class _Bench:
         return models, notes
 
     def read_family(self, known: Sequence[tuple[str, str]], family: str) -> list[DraftModel]:
-        """The known drafters of a family that is not loaded yet; DFlashError as of `load`.
-
-        known: those that are not loaded, by family, "" where that is not known. All is checked
-        before weights are fetched.
-        """
+        """Load what is of `family` among the known drafters, listed by family, "" if not known."""
         models = []
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
@@ -222,10 +213,7 @@ class Choice:
     notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
 
     def each(self, read: Callable[[str], ModelFacts]) -> None:
-        """Put what `read` tells in every drafter's place; DFlashError for one that was asked for.
-
-        One that is refused and nobody asked for is left out, without a first one the second, too.
-        """
+        """Keep what `read` tells of each drafter, without those that it refuses if unasked for."""
         for option in list(self.names):
             try:
                 if option in self.names:
@@ -256,7 +244,7 @@ class Choice:
 
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
-    """The drafters that `uses` need, all that are known where there is no use; none is read yet."""
+    """The drafters that `uses` need, or without any use all that are known."""
     unknown = Capabilities((None, None), preset=names.preset)
     methods = {settle(use, unknown).method for use in uses}
     if uses and not any(map(needs_drafter, methods)):
@@ -285,8 +273,7 @@ def find(
 ) -> tuple[ModelFacts, Choice]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    Raises DFlashError for what cannot be found, and for a drafter that cannot be used but was asked
-    for; without `update`, as of `find_source`, such a drafter stays.
+    update: as of `find_source`; without it a drafter stays that was asked for and cannot be used.
     """
     choice, target = _choose(names, uses), target_facts(names, update)
 
@@ -313,10 +300,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
 
 
 def check_named(config: PairConfig) -> Report:
-    """The pair that `load` would load; of what is not on this machine, the hub is asked.
-
-    No weight is read or downloaded. Raises DFlashError for names that cannot be of a model.
-    """
+    """What `load` would load; no weight is read. Raises DFlashError for names of no model."""
     names = names_for(config)
     target, choice = find(names, update=False)
     report, found = check_pair(target, *choice.drafters.values()), Collector()

@@ -1,7 +1,6 @@
 """From what a user names to parts of a pair: pair folders, the registry, shipped ones, ids.
 
-A pair folder, as `dflash_mlx.convert` writes it, has target/, an mlx-lm model folder; drafter/;
-where there is one, second-drafter/, D2SD's variable-prefix drafter; and pair.json.
+A pair folder has target/, drafter/, where there is one second-drafter/, and pair.json.
 """
 
 from __future__ import annotations
@@ -61,9 +60,8 @@ class Names:
 def find_names(config: PairConfig) -> Names:
     """The parts of the pair that `config` asks for; nothing is downloaded.
 
-    Drafters that it does not name come from the pair folder or the registry, none by the name of
-    "none". Raises DFlashError for names of folders that are not there, for a damaged pair folder,
-    and for a second drafter without a first one.
+    Drafters that it does not name come from the pair folder or the registry. Raises DFlashError for
+    folders that are not there or damaged, and for a second drafter without a first one.
     """
     found = target_names(config.model)
     if config.drafter == PLAIN:
@@ -162,8 +160,7 @@ def shipped_folder(name: str, option: str = DRAFTER) -> Path | None:
 def inherited(names: Names) -> Names:
     """The same with the drafters of the target's parent, where it has none of its own.
 
-    Drafters carry over within a lineage, if with a little less acceptance. Nothing is asked of the
-    hub about a folder or a whole copy. Where the hub does not answer, nothing changes.
+    The hub is asked for the card of a model that is not here; where it is silent, nothing changes.
     """
     if names.model is None or names.drafter is not None or names.asks_first:
         return names
@@ -219,10 +216,7 @@ def is_pair_folder(folder: Path) -> bool:
 
 
 def read_pair(folder: Path) -> dict[str, str]:
-    """What each of a pair's models was made from, by its folder; the models are not looked at.
-
-    DFlashError where the pair.json is damaged, or one of the folders is missing.
-    """
+    """What each of a pair's models was made from, by its folder; DFlashError for a damaged pair."""
     file = folder / PAIR_FILE
     raw = Source.of(folder).read_json(PAIR_FILE, _CONVERT_AGAIN)
     version, names = raw.get("version"), raw.get("made_from")

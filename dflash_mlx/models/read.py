@@ -1,14 +1,12 @@
 """From checked facts to a target in memory; whether numbers fit their type; likely tokens.
 
-Some models have hidden states beyond float16's largest number, 65,504, most of all those that were
-trained in bfloat16 and converted. What overflows becomes infinite, then not a number: the target
-answers nonsense, or its drafter is never right. Such a model is cast to a type with more range.
+Models that were trained in bfloat16 and converted to float16 can exceed its largest number, 65,504.
+Then the target answers nonsense, or its drafter is never right, so it is cast to a wider type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +36,7 @@ _SHARE = 4  # of the vocabulary one part in so many is drafted from, unless aske
 
 
 def target_facts(names: Names, update: bool = True) -> ModelFacts:
-    """What a target is, as far as that can be had without its weights; DFlashError for none.
-
-    update: as of `find_source`.
-    """
+    """What a target is, as far as that can be had without its weights; update as `find_source`."""
     if names.model is not None and (file := gguf_file(names.model)) is not None:
         from dflash_mlx.models.gguf_target import read_config as read_gguf  # takes seconds
 
@@ -66,7 +61,6 @@ class TargetReader:
         """DFlashError for a target that cannot be read so; no weight is read."""
 
     def read(self, facts: ModelFacts, config: PairConfig) -> tuple[Target, Any]:
-        """The target and its tokenizer. facts: fetched."""
         return read_target(facts)
 
 
@@ -83,28 +77,32 @@ def read_target(
     share: leaves of a model the part that this process computes, before weights are read. make:
     the target, of model, context length and name. DFlashError for what mlx-lm cannot load.
     """
+    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
+
+    def begin(model: nn.Module) -> nn.Module:
+        if on_cpu():
+            model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
+            model = dequantize_model(model)
+            model.set_dtype(mx.float32)  # of formats whose scales are no floats
+        if share is not None:
+            share(model)
+        mx.async_eval(model.parameters())
+        return model
+
     if facts.source is None:
         from dflash_mlx.models.default_model import fetch
         from dflash_mlx.models.gguf_target import load_gguf
 
-        file = facts.file or fetch()
-        model, tokenizer, config = load_gguf(file, on_cpu(), share)
+        dtype = mx.float32 if on_cpu() else None
+        model, tokenizer, config = load_gguf(facts.file or fetch(), dtype, begin)
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
-    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
-
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
         model, config = load_model(folder, lazy=share is not None)
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
         if share is None:
             mx.eval(model(mx.array([[0]])))  # here, where it can be said, not in the first answer
-    if on_cpu():
-        model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
-        model = dequantize_model(model)
-        model.set_dtype(mx.float32)  # of formats whose scales are no floats
-    if share is not None:
-        share(model)
-    with loading(facts.name) if share is not None else nullcontext():  # parts are read only now
+        model = begin(model)
         mx.eval(model.parameters())
     return make(model, facts.context_length, facts.name), tokenizer
 
@@ -113,10 +111,9 @@ def read_target(
 
 
 def fit_target(target: Target, aux_layers: Collection[int]) -> tuple[str, ...]:
-    """Widen a target where its numbers, those of the auxiliary layers among them, do not fit.
+    """Widen a target where its numbers, or those of its auxiliary layers, do not fit; says so.
 
-    Returns a sentence where it was cast. Raises DFlashError where no type can hold its numbers, and
-    for keys and values that cannot be quantised as asked for.
+    Raises DFlashError where no type can hold them, and for caches that cannot be quantised so.
     """
     read = tuple(sorted(set(aux_layers)))
     target.tap(read)

@@ -38,7 +38,7 @@ class Entry:
     billions: float = 0
     verified: bool = False
     alternatives: tuple[str, ...] = ()
-    pickled: tuple[str, ...] = ()
+    pickled: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,11 +68,9 @@ def _entry(**row: Any) -> Entry:
 
 
 def registered(name: str) -> Entry | None:
-    """The entry of a target, None where it has none.
+    """The entry of a target, by its Hugging Face id or folder; None where it has none.
 
-    name: a Hugging Face id or a folder. Its last part counts, whoever the owner is, without upper
-    case and without what names a quantisation or a dtype at its end. The whole rest must be equal:
-    another release, size or tuning is another model.
+    The last part counts, whatever its case and what names a quantisation or a dtype at its end.
     """
     wanted = _normalised(name)
     return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
@@ -80,10 +78,8 @@ def registered(name: str) -> Entry | None:
 
 def instead_of(drafter: str) -> str | None:
     """A drafter in .safetensors files for the target of one that is a pickle; None if unknown."""
-    for entry in entries():
-        if _normalised(drafter) in map(_normalised, entry.pickled):
-            return dict(entry.others).get("eagle3", entry.drafter)
-    return None
+    pickled = (pair for entry in entries() for pair in entry.pickled)
+    return next((other for name, other in pickled if same_weights(name, drafter)), None)
 
 
 def same_weights(one: str, other: str) -> bool:

@@ -7,13 +7,15 @@ Either way a source lists its files and reads configurations and the heads of we
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
     GatedRepoError,
     HfHubHTTPError,
@@ -24,6 +26,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
 )
 from tqdm.auto import tqdm
 
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.findings import in_one_line
 from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
@@ -61,21 +64,15 @@ class Source:
 
     @cached_property
     def files(self) -> Mapping[str, int]:
-        """Names and sizes of the files at its top; DFlashError where they cannot be listed.
-
-        Of a folder regular files only, links followed; of a repository what the hub lists.
-        """
+        """Names and sizes of the files at its top; DFlashError where they cannot be listed."""
         if self.folder is None:
-            try:
-                listed = (
-                    HfApi().model_info(self.name, files_metadata=True, timeout=_SECONDS).siblings
-                )
-            except HUB_ERRORS as error:
-                raise self._refused(error) from None
-            return {f.rfilename: f.size or 0 for f in listed or () if "/" not in f.rfilename}
+            with self._asking():
+                found = HfApi().model_info(self.name, files_metadata=True, timeout=_SECONDS)
+            listed = found.siblings or ()
+            return {f.rfilename: f.size or 0 for f in listed if "/" not in f.rfilename}
         try:
-            found = [(file.name, file) for file in self.folder.iterdir() if file.is_file()]
-            return {name: file.stat().st_size for name, file in sorted(found)}
+            here = [(file.name, file) for file in self.folder.iterdir() if file.is_file()]
+            return {name: file.stat().st_size for name, file in sorted(here)}
         except OSError as error:
             what = f"{self.folder} cannot be read ({error.strerror or error})"
             raise DFlashError(what, _COMPLETE) from None
@@ -97,10 +94,8 @@ class Source:
         """The file on this machine, downloaded if need be; DFlashError where it cannot be had."""
         if self.folder is not None:
             return self.folder / file
-        try:
+        with self._asking():
             return Path(hf_hub_download(self.name, file))
-        except HUB_ERRORS as error:
-            raise self._refused(error) from None
 
     def read_json(self, file: str, next_step: str = _COMPLETE) -> dict[str, Any]:
         """A JSON object; DFlashError for a file that is missing, too large or anything else."""
@@ -118,19 +113,15 @@ class Source:
         return found
 
     def header(self, file: str, next_step: str) -> dict[str, TensorHeader]:
-        """The tensors of a .safetensors file, from its head alone; DFlashError where damaged.
-
-        Of a repository the head is fetched by two requests at most.
-        """
+        """The tensors of a .safetensors file, from its head alone; DFlashError where damaged."""
         if self.folder is not None:
             return read_header(self.folder / file, next_step)
         place = self.place(file)
         try:
-            head = HfApi().parse_safetensors_file_metadata(self.name, file, timeout=_SECONDS)
+            with self._asking():
+                head = HfApi().parse_safetensors_file_metadata(self.name, file, timeout=_SECONDS)
         except (SafetensorsParsingError, AttributeError, TypeError, RecursionError) as error:
             raise DFlashError(f"{place} is damaged ({in_one_line(error)})", next_step) from None
-        except HUB_ERRORS as error:
-            raise self._refused(error) from None
         entries = {name: vars(tensor) for name, tensor in head.tensors.items()}
         return judge(entries, self.files.get(file, 0), next_step, place)
 
@@ -146,39 +137,27 @@ class Source:
         """The same as a folder, downloaded or brought up to date; DFlashError where that fails."""
         if self.folder is not None:
             return self
-        try:
+        with self._asking():
             found = self._snapshot([*BESIDE, *LICENCES, CARD, self.weights])
-            return Source.of(Path(found), self.option)
-        except HUB_ERRORS as error:
-            raise self._refused(error) from None
+        return Source.of(Path(found), self.option)
 
     def missing(self) -> int:
         return sum(self.to_come().values())
 
     def to_come(self) -> dict[str, int]:
-        """Files that `fetch` would download and their bytes, the small ones first.
-
-        None of a folder. DFlashError where the hub does not say.
-        """
+        """Files that `fetch` would download and their bytes, the small ones first."""
         if self.folder is not None:
             return {}
         wanted = [*BESIDE, *LICENCES, CARD, self.weights]
-        try:
+        with self._asking():
             files = self._snapshot(wanted, dry_run=True, tqdm_class=NoBar)
-        except HUB_ERRORS as error:
-            raise self._refused(error) from None
         sizes = {file.filename: file.file_size or 0 for file in files if file.will_download}
         return dict(sorted(sizes.items(), key=lambda item: item[1]))
 
     def fetch_file(self, file: str, bar: type) -> None:
-        """Download one file into the cache; DFlashError where that fails.
-
-        bar: made anew for each transfer, as of tqdm; what its `update` raises ends the download.
-        """
-        try:
+        """Download one file. bar: a class like tqdm; what its `update` raises ends the download."""
+        with self._asking():
             hf_hub_download(self.name, file, tqdm_class=bar)
-        except HUB_ERRORS as error:
-            raise self._refused(error) from None
 
     def _snapshot(self, wanted: list[str], **how: Any) -> Any:
         return snapshot_download(self.name, allow_patterns=wanted, ignore_patterns=["*/*"], **how)
@@ -189,6 +168,13 @@ class Source:
             return CONFIG not in self.files or self.path(CONFIG).is_file()
         except DFlashError:
             return False
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except HUB_ERRORS as error:
+            raise self._refused(error) from None
 
     def _refused(self, error: Exception) -> DFlashError:
         """What the hub's client says, in a sentence; behind its first line come links."""
@@ -211,7 +197,8 @@ class Source:
 
 def published(author: str, text: str) -> list[str]:
     """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
-    try:
+    try:  # the first request fails at once where the second would try again for 20 seconds
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
         return [found.id for found in HfApi().list_models(author=author, search=text, limit=100)]
     except HUB_ERRORS:
         return []
@@ -226,6 +213,13 @@ def disk_of_cache() -> Path:
     """The folder of the Hugging Face cache, or the nearest one above it that is there."""
     folder = cache_folder()
     return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def check_space(folder: Path, wanted: int, what: str, next_step: str) -> None:
+    """Raise DFlashError unless `wanted` bytes, for `what`, fit on the disk of `folder`."""
+    if (free := shutil.disk_usage(folder).free) < wanted:
+        problem = f"{what} needs {amount(wanted)}, and {folder} has {amount(free)} free"
+        raise DFlashError(problem, next_step)
 
 
 def how_to_name(option: str) -> str:

@@ -71,10 +71,7 @@ class Weights:
 def check_weights(
     source: Source, raw: Mapping[str, Any], found: Collector, next_step: str
 ) -> Weights:
-    """The tensors in a model's weight files; what is wrong with them goes to `found`.
-
-    raw: the config.json beside them, whose sizes they are to hold.
-    """
+    """The tensors in a model's weight files; what does not fit them, or `raw`, goes to `found`."""
     there = found.attempt(lambda: source.files)
     if there is None:
         return Weights({})
@@ -130,10 +127,7 @@ def wrong_number(source: Source, field: str, value: Any, wanted: str) -> Finding
 
 
 def is_whole(source: Source) -> bool:
-    """Whether config.json is there, and of the weight files all shards, all that the index names.
-
-    By their names, of a folder: what an interrupted download leaves behind is not whole.
-    """
+    """Whether config.json is there, and of the weight files all shards and all of the index."""
     try:
         source.read_json(CONFIG)
         files = {name: Headers() for name in source.files if fnmatch(name, source.weights)}
@@ -157,10 +151,7 @@ def _no_weights(source: Source, next_step: str) -> Finding:
 
 
 def _misplaced(source: Source, headers: Mapping[str, Headers]) -> Iterator[str]:
-    """Files that names or the index ask for and are not there; tensors in no file or in two.
-
-    headers: of its weight files, empty where they are not to be looked at.
-    """
+    """Files that names or the index ask for and are not there; tensors in no file or in two."""
     where: dict[str, str] = {}
     for file, tensors in headers.items():
         if match := _SHARD.fullmatch(file):

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.memory import check_memory
+from dflash_mlx.models.downloads import check_memory
 from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.system.files import existing

@@ -20,7 +20,6 @@ from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.memory import available_memory
 from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
@@ -31,6 +30,7 @@ from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import prefix_cache
+from dflash_mlx.system.machine import available_memory
 
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut

@@ -26,9 +26,9 @@ from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.text import BEGIN, opens_thought
-from dflash_mlx.models.memory import available_memory
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
+from dflash_mlx.system.machine import available_memory
 from dflash_mlx.verifier.pass_times import timing_day
 
 

@@ -89,6 +89,22 @@ def write_report(file: Path, text: str) -> None:
         raise DFlashError(f"{file} cannot be written ({reason})", "name another file") from None
 
 
+@contextmanager
+def locked(folder: Path, wait: bool) -> Iterator[None]:
+    """Hold the lock (flock) of a folder; without `wait`, BlockingIOError where another has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:  # not every disk has locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_locked(path: Path) -> bool:
     """Whether a program, this one included, holds a lock (flock) on a file or a folder."""
     try:

@@ -35,6 +35,16 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def available_memory() -> int:
+    """Bytes that can be had: what Linux calls available, elsewhere all that is installed."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return int(describe_machine()["memory_bytes"])
+
+
 def describe_versions() -> dict[str, str]:
     """Python and the packages that matter."""
     found = {"python": platform.python_version()}

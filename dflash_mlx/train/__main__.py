@@ -14,10 +14,13 @@ from tqdm import tqdm
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.plotting import import_pyplot
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.data import DataConfig, read_texts
-from dflash_mlx.train.families import begin
+from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.train.compare import TRAINEES
+from dflash_mlx.train.config import DataConfig, TrainConfig
+from dflash_mlx.train.data import read_texts
 from dflash_mlx.train.run import (
     Record,
     TrainingRun,
@@ -26,6 +29,7 @@ from dflash_mlx.train.run import (
     plot_history,
     share_state,
 )
+from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Crew, Trainer
 
 if TYPE_CHECKING:
@@ -76,6 +80,21 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
             tqdm.write(event.describe(), file=sys.stderr)
             if arguments.plot is not None:
                 plot_history(run.history, arguments.plot)
+
+
+def begin(config: TrainConfig, pair: Pair) -> Trainee:
+    """The drafter that a run starts from; its config.json says what it is trained to be."""
+    kind = TRAINEES[config.mode]
+    if config.init is None:
+        trainee = kind.new(config, pair)
+    else:
+        trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
+    trainee = trainee.prepared(config.mode, config.block_size)
+    most = trainee.config.block_size - 2
+    if config.mode == "variable-prefix" and config.least_prefix > most:
+        what = f"least_prefix is {config.least_prefix}, which leaves nothing to draft in blocks of "
+        raise DFlashError(what + str(most + 2), f"choose up to {most}", "least_prefix")
+    return trainee
 
 
 def parser() -> argparse.ArgumentParser:

@@ -120,7 +120,6 @@ class BlockSampler:
         self._epoch = epoch
 
     def _count_groups(self, text: TextTokens) -> int:
-        """In how many groups per epoch a text's anchors come."""
         return -(-len(text.anchors) // self._anchors)
 
     def _choose(self, text: TextTokens, wanted: int, rng: np.random.Generator) -> Array:
@@ -139,11 +138,9 @@ class BlockSampler:
 
 
 class RoundStartSampler(BlockSampler):
-    """As `BlockSampler`, with more of the anchors where rounds of decoding begin more often.
+    """Takes an anchor as often as rounds of decoding begin there, by `start_chances`.
 
-    A round begins with a token that the draft before it missed, so hard tokens open more rounds
-    than easy ones. An epoch takes every anchor with a probability in proportion to
-    `start_chances`, as many of a text as whole groups come next to their sum, one group at least.
+    Of a text an epoch has as many as whole groups come next to their sum, one group at least.
     """
 
     def _count_groups(self, text: TextTokens) -> int:

@@ -1,7 +1,4 @@
-"""Acceptance length on held-out texts, position by position, before any decoding is done.
-
-`python -m dflash_mlx.train.compare` has that of drafters side by side.
-"""
+"""`python -m dflash_mlx.train.compare`: which drafts of texts are right, without decoding."""
 
 from __future__ import annotations
 
@@ -17,15 +14,26 @@ import numpy as np
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.networks.tensors import read_json
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report
 from dflash_mlx.train.blocks import Array, cut_blocks
-from dflash_mlx.train.data import DataConfig, Texts, read_texts
-from dflash_mlx.train.families import read_trainee
+from dflash_mlx.train.config import DataConfig
+from dflash_mlx.train.data import Texts, read_texts
+from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.verifier.model import Target
 
 PROGRAM = "dflash_mlx.train.compare"
+TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
+    "dflash": DFlashTrainee,
+    "variable-prefix": DFlashTrainee,
+    "specdiff": SpecDiffTrainee,
+    "eagle3": EagleTrainee,
+}
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
 _CHUNK = 2048  # block tokens drafted at once
@@ -56,7 +64,7 @@ class Acceptance:
 
 
 def in_words(by_position: Iterable[float], by_prefix: Sequence[float]) -> str:
-    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ...; see `Record`."""
+    """Acceptance for people: 2.260 tokens/round | by position .763 .497 ..."""
     shares = " ".join(f"{share:.3f}".lstrip("0") for share in by_position)
     told = f"{1 + by_prefix[0]:.3f} tokens/round | by position {shares}"
     lengths = " ".join(f"{length:.2f}" for length in by_prefix)
@@ -103,11 +111,7 @@ def measure_drafts(
 
 
 def walk(trainee: Trainee, texts: Texts) -> Acceptance:
-    """The rounds of greedy decoding, each beginning where the one before ended.
-
-    The first begins behind the answer's first token, which takes no round. The texts must be greedy
-    ones.
-    """
+    """The rounds of greedy decoding over greedy texts, behind each answer's first token."""
     step, walked = max(1, _CHUNK // trainee.config.block_size), []
     for i, text in enumerate(texts.texts):
         anchors, chosen = text.anchors[None, 1:], np.array([i])
@@ -143,6 +147,16 @@ def main(argv: Sequence[str]) -> None:
     print(table(figures))
     if arguments.json is not None:
         write_report(arguments.json, json.dumps(figures, indent=1) + "\n")
+
+
+def read_trainee(folder: Path, target: Target) -> Trainee:
+    """An existing drafter of any family; DFlashError for one that cannot be trained here."""
+    raw = read_json(folder)
+    kinds = TRAINEES.values() if isinstance(raw, dict) else ()
+    found = (kind for kind in kinds if kind.files.recognises(raw))
+    if (kind := next(found, None)) is None:
+        raise DFlashError(f"{folder} holds no drafter that can be trained", "choose another one")
+    return kind.read(folder, target)
 
 
 def by_category(drafter: Trainee, texts: Texts) -> dict[str, Any]:

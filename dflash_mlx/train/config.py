@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash_mlx.core.config import AUTO, HOTTEST, MOST_ROWS
@@ -26,8 +27,6 @@ def _share(default: float, help: str) -> Any:
 
 
 class _Checked:
-    """Settings whose fields carry what they may be."""
-
     def __post_init__(self) -> None:
         check_values(self)
 
@@ -107,6 +106,21 @@ class SelectorTraining(StepConfig):
     sequences: int = _count(4, "sequences per step")
     learning_rate: float = _number(1e-2, "AdamW's peak")
     warmup: int = _count(50, "steps until the peak", 0)
+
+
+@dataclass(frozen=True)
+class DataConfig(_Checked):
+    """Where texts and features are."""
+
+    corpus: tuple[Path, ...] = option(
+        (), "corpus file; may be given several times", action="append", type=Path, required=True
+    )
+    cache: Path | None = option(
+        None,
+        "where the target's features are kept (default: with this user's other caches)",
+        type=Path,
+    )
+    cache_gb: float = _number(20, "most gigabytes of features per corpus")
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,14 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import ABOVE_0, check_values, option, require
+from dflash_mlx.core.option import require
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.train.blocks import Array, TextTokens
-from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from dflash_mlx.train.config import DataConfig
+from dflash_mlx.train.rows import CorpusRow, read_rows
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 
@@ -115,26 +116,6 @@ class Texts:
         return train, kept.greedy() if len(kept.greedy()) else kept
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """Where texts and features are."""
-
-    corpus: tuple[Path, ...] = option(
-        (), "corpus file; may be given several times", action="append", type=Path, required=True
-    )
-    cache: Path | None = option(
-        None,
-        "where the target's features are kept (default: with this user's other caches)",
-        type=Path,
-    )
-    cache_gb: float = option(20, "most gigabytes of features per corpus", type=float, least=ABOVE_0)
-
-    def __post_init__(self) -> None:
-        check_values(self)
-        if not self.corpus:
-            raise DFlashError("there is no corpus", "name a file or several with --corpus")
-
-
 def read_texts(config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:
     """Read corpora, and compute the features that are missing.
 
@@ -172,9 +153,8 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     features = FeatureCache(place, tokens, pair.target, aux_layers, limit)
     _tell(path, len(usable) - len(features), "no room for their features; --cache-gb gives more")
     if missing := features.missing:
-        with tqdm(desc=f"features of {path.name}", total=len(missing), unit="row") as bar:
-            for _ in features.fill():
-                bar.update()
+        for _ in tqdm(features.fill(), f"features of {path.name}", len(missing), unit="row"):
+            pass
     kept = enumerate(usable[: len(features)])
     texts = [Text.of(row, number, features, i) for i, (number, row) in kept]
     return Texts(f"{features.folder.name}:{len(texts)}", texts)  # with less room, other texts
@@ -186,10 +166,7 @@ def _tell(path: Path, rows: int, why: str) -> None:
 
 
 class FeatureCache:
-    """Features and most likely next tokens of sequences on disk.
-
-    Raises DFlashError where there is no room for the first one; later ones are left out.
-    """
+    """Features and likely next tokens on disk; DFlashError without room for one sequence."""
 
     def __init__(
         self,

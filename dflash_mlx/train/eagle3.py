@@ -100,8 +100,6 @@ class EagleTrainee(Trainee):
 
 
 class _StepCache(BlockCache):
-    """For rows of blocks that come one after the other, each behind those before it."""
-
     def __init__(self, first: mx.array, context: tuple[mx.array, mx.array]) -> None:
         super().__init__(first, context)
         self._keys: list[mx.array] = []
@@ -115,12 +113,11 @@ class _StepCache(BlockCache):
 
 
 def _called(_: int, name: str) -> str:
-    """Its name for a tensor of a target's layer; `input_layernorm` is that of its embeddings."""
+    # The norm before a layer is that of the features here; that of the embeddings is its own.
     return f"midlayer.{name.replace('input_layernorm', 'hidden_norm')}"
 
 
 def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:
-    """The usual ones where a target has three, or as many as are asked for, evenly spread."""
     if config.taps is None and increase(usual := usual_layers(target.num_layers)):
         return usual
     return spread_aux_layers(target, config.taps, USUAL_TAPS)

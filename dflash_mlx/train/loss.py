@@ -27,7 +27,7 @@ def _cpu_cross_entropy(
 
 @_cpu_cross_entropy.vjp  # type: ignore[untyped-decorator]
 def _cpu_cross_entropy_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-    """D loss / d logits = q - shares, without passes over [N, V'] beyond these two."""
+    # D loss / d logits = q - shares, without passes over [N, V'] beyond these two.
     (_, head, labels, shares), (cotangent, _), (_, q) = primals, cotangents, outputs
     weights = np.asarray(cotangent)[:, None]
     gradient = np.asarray(q) * weights

@@ -115,10 +115,7 @@ def check_out(folder: Path) -> None:
 
 
 def read_history(file: Path, step: int) -> list[Record]:
-    """Measurements up to `step`; a run that was killed may have gone further than its state.
-
-    Raises DFlashError for a damaged file.
-    """
+    """Measurements up to `step`, where the state is; DFlashError for a damaged file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
@@ -198,14 +195,12 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
 
 def share_state(trainer: Trainer) -> None:
     """Put every process of a crew where the first one is."""
-    if trainer.crew.size == 1:
+    if (ranks := trainer.crew.ranks) is None:
         return
-    place = mx.array([trainer.step, trainer.tokens], mx.int64), mx.array(trainer.seconds)
-    arrays = dict(sorted(_arrays(trainer).items()))  # what was restored comes in another order
-    place, arrays = trainer.crew.first((place, arrays))
-    _put(trainer, arrays)
-    trainer.step, trainer.tokens = place[0].tolist()
-    trainer.seconds = place[1].item()
+    # What was restored comes in another order.
+    _put(trainer, trainer.crew.first(dict(sorted(_arrays(trainer).items()))))
+    place = ranks.share([trainer.step, trainer.tokens, trainer.seconds])
+    trainer.step, trainer.tokens, trainer.seconds = place
 
 
 def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:

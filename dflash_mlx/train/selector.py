@@ -1,9 +1,7 @@
 """`python -m dflash_mlx.train.selector`: give a trained drafter DFlash 2's candidate selector.
 
-The drafts of one pass do not know each other. The selector (see `drafters/dflash/paths.py`)
-weighs every candidate by the token that is drafted before it. It alone is trained here, the
-drafter stays as it is. The answers should be many. They can be those that the drafter was trained
-on, as long as it is not much surer of those than of others.
+It weighs every candidate by the token that is drafted before it. It alone is trained here, best
+on many answers of which the drafter is not much surer than of others.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.compare import in_words, measure_drafts
-from dflash_mlx.train.config import SelectorTraining
-from dflash_mlx.train.data import DataConfig, Texts, read_texts
+from dflash_mlx.train.config import DataConfig, SelectorTraining
+from dflash_mlx.train.data import Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.loss import draft_size
 from dflash_mlx.train.trainee import rank_in_parts
@@ -87,11 +85,7 @@ class MappedSelector(nn.Module):
 def with_selector(
     trainee: DFlashTrainee, maps: MappedSelector, config: SelectorConfig
 ) -> DFlashTrainee:
-    """The drafter with a selector, as version 2.
-
-    Version 2 has convolutions around its sub-layers too. Here they are the identity, of one tap,
-    which whoever loads the folder may leave out, as we do.
-    """
+    """The drafter as version 2, with a selector, and convolutions that are the identity."""
     method = {
         **trainee.raw["dflash_config"],
         "block_size": trainee.config.block_size,
@@ -125,7 +119,6 @@ class SelectorTrainer(Training):
         super().__init__(self.maps, trainee, texts, config, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
-        """What the loss takes, for N = S * A * (B - 1) positions; see there."""
         states = self.trainee.states(*self.trainee.inputs(self._texts, blocks))
         states, vocabulary = states[:, :, 1:].flatten(0, 2), self.vocabulary
         ranked = rank_in_parts(vocabulary.logits, states, self.config.top_k)

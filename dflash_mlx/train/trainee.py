@@ -41,10 +41,7 @@ _Trainee = TypeVar("_Trainee", bound="Trainee")
 
 @dataclass(frozen=True)
 class Trainee(ABC):
-    """A network in float32 with its configuration, and the target that it is to draft for.
-
-    It borrows the target's embedding and head.
-    """
+    """A network in float32 that drafts with its target's embedding and head."""
 
     network: Any
     config: Any
@@ -77,10 +74,7 @@ class Trainee(ABC):
 
     @classmethod
     def read(cls: type[_Trainee], folder: Path, target: Target) -> _Trainee:
-        """An existing drafter.
-
-        Raises DFlashError for one that does not fit the target, or cannot be trained here.
-        """
+        """An existing drafter; DFlashError for one that does not fit, or cannot be trained here."""
         drafter = cls.files.read_drafter(folder)
         sizes = {"hidden_size": hidden_width(target), "vocab_size": vocabulary_size(target)}
         facts = {**sizes, "num_hidden_layers": target.num_layers}
@@ -248,7 +242,6 @@ def take_layers(
 
 
 def _fits(own: mx.array, theirs: mx.array) -> bool:
-    """Whether it has the shape of a target's tensor, or is a whole number of times as wide."""
     same_rows = own.ndim == theirs.ndim and own.shape[:-1] == theirs.shape[:-1]
     return same_rows and (own.shape == theirs.shape or own.shape[-1] % theirs.shape[-1] == 0)
 

@@ -6,7 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
@@ -35,27 +35,18 @@ _FLOOR = 0.02  # of the peak, where the cosine ends
 _Event = TypeVar("_Event")
 
 
-@dataclass(frozen=True)
 class Crew:
     """Processes that train one network, each on its part of every step's sequences."""
 
-    ranks: Ranks | None = None  # None for a process that is alone
-
-    @property
-    def size(self) -> int:
-        return 1 if self.ranks is None else self.ranks.size
-
-    @property
-    def rank(self) -> int:
-        """Which of them this is; the first one measures and writes."""
-        return 0 if self.ranks is None else self.ranks.rank
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks  # None for a process that is alone
+        self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
     def own(self, blocks: Blocks) -> Blocks:
         """This process's sequences of all of a step's."""
         each = len(blocks.rows) // self.size
         part = slice(self.rank * each, (self.rank + 1) * each)
-        values = {f.name: getattr(blocks, f.name) for f in fields(blocks)}
-        own: dict[str, Any] = {k: v if v is None else v[part] for k, v in values.items()}
+        own = {name: all_[part] for name, all_ in vars(blocks).items() if all_ is not None}
         return replace(blocks, **own)
 
     def mean(self, tree: Any) -> Any:
@@ -83,22 +74,18 @@ ALONE = Crew()
 
 
 class Training(ABC):
-    """Steps of AdamW, and where they are in the data: what every training has in common.
-
-    module: what is trained, the trainee's network or a part beside it. law: further settings
-    of `BlockSampler`. crew: the processes that share each step; each has `sequences` of its own.
-    """
+    """Steps of AdamW, and where they are in the data: what every training has in common."""
 
     config: StepConfig
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # what is trained, the trainee's network or a part beside it
         trainee: Trainee,
         texts: Texts,
         config: StepConfig,
-        crew: Crew = ALONE,
-        **law: Any,
+        crew: Crew = ALONE,  # each of whom has `sequences` of its own
+        **law: Any,  # further settings of the sampler
     ) -> None:
         self.trainee, self.config, self.crew = trainee, config, crew
         self.step, self.seconds = 0, 0.0  # done, and spent in them, over all runs

@@ -15,7 +15,7 @@ from dflash_mlx.client import (
     amount,
     prefix_cache,
 )
-from dflash_mlx.models import memory
+from dflash_mlx.models import downloads
 from dflash_mlx.models.names import find_names
 from support.models import write_drafter, write_model
 
@@ -85,8 +85,8 @@ def test_a_drafter_that_does_not_fit_leaves_the_old_pair(backend, folders):
 
 
 def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folders, monkeypatch):
-    target = memory.needed_by(find_names(PairConfig(folders["model"])))
-    monkeypatch.setattr(memory, "available_memory", lambda: target)
+    target = downloads.needed_by(find_names(PairConfig(folders["model"])))
+    monkeypatch.setattr(downloads, "available_memory", lambda: target)
     (event,) = backend.load(PairConfig(folders["model"]))
     assert not event.pair.drafters
     with pytest.raises(DFlashError, match=f", and {amount(target)} are there"):

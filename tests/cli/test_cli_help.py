@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from dflash_chat import main as chat
+from dflash_mlx import corpus
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.cli import doctor, generate
 from dflash_mlx.cli import options as cli
@@ -15,7 +16,6 @@ from dflash_mlx.convert import __main__ as convert
 from dflash_mlx.core.option import option
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
-from dflash_mlx.train.corpus import collect as corpus
 
 ANSWERING = {"generate": generate.parser, "benchmark": benchmark.parser, "chat": chat._parser}
 OTHERS = {

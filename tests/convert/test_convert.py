@@ -104,7 +104,7 @@ def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp
 @pytest.mark.parametrize("kinds", [{"": F32}, {"": Q4_0}, {"": Q4_1, "token_embd": Q8_0}])
 def test_a_converted_gguf_file_gives_the_logits_and_tokens_of_the_file(tmp_path, kinds):
     file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), kinds)
-    original, _, _ = load_gguf(file, dequantize=True)
+    original, _, _ = load_gguf(file, mx.float32)
     converted, _ = load_model(convert(file, tmp_path / "dst", "--dtype", "float32"))
     assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
 
@@ -119,7 +119,7 @@ def test_a_gguf_file_stays_packed_unless_it_is_dequantised(tmp_path):
 
 def test_the_tokenizer_of_a_gguf_file_becomes_a_folder_s(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), {"": F32})
-    _, tokenizer, _ = load_gguf(file, dequantize=True)
+    _, tokenizer, _ = load_gguf(file)
     pair = load(model=str(convert(file, tmp_path / "dst")))
     text = "hello <|im_end|> w12 é"
     assert pair.tokenizer.encode(text) == tokenizer.encode(text)

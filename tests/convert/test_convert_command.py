@@ -16,8 +16,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from dflash_mlx.cli import options as cli
 from dflash_mlx.convert import conversion, plan
-from dflash_mlx.convert.__main__ import main
+from dflash_mlx.convert.__main__ import PROGRAM, main
 from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.convert.plan import staged
 from dflash_mlx.core.errors import DFlashError
@@ -29,22 +30,22 @@ from support.gguf_files import write as write_gguf
 from support.models import DAMAGES, write_drafter, write_model
 
 
-def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dflash_mlx.convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_a_conversion_says_where_it_wrote_and_what_mlx_lm_does_meanwhile(tmp_path):
-    done = run(write_model(tmp_path / "model"), tmp_path / "dst", "--bits", "4")
+    source, destination = write_model(tmp_path / "model"), tmp_path / "dst"
+    command = [sys.executable, "-m", PROGRAM, str(source), str(destination), "--bits", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"wrote {tmp_path / 'dst'}\n")
     assert "bits per weight" in done.stderr  # mlx-lm's own words
     assert config(tmp_path / "dst")["quantization"]["bits"] == 4
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
-    done = run(tmp_path / "nowhere", tmp_path / "dst")
-    assert (done.returncode, done.stdout) == (2, "")
-    (sentence,) = done.stderr.splitlines()
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [PROGRAM, str(tmp_path / "nowhere"), str(tmp_path / "dst")])
+    with pytest.raises(SystemExit) as stop:
+        cli.run(main, PROGRAM)
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    (sentence,) = err.splitlines()
     assert sentence.startswith("dflash_mlx.convert: ") and str(tmp_path / "nowhere") in sentence
 
 

@@ -10,14 +10,13 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from huggingface_hub import constants
 
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.names import read_pair
 from support.converted import assert_same_tensors, tensors
 from support.drafter_formats import FORMATS
-from support.hub_server import Hub, serve
+from support.hub_server import Hub, serve, use_hub
 from support.models import ask_for_code, write_drafter, write_model
 from support.reference_dflash import write_drafter_folder
 
@@ -41,13 +40,6 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     (tmp_path / "out").mkdir()
     with serve(repositories, tmp_path / "cache") as served:
         yield served
-
-
-def weight_requests(hub: Hub) -> list[str | None]:
-    """The Range headers of what was fetched of weight files."""
-    return [
-        part for method, file, part in hub.requests if method == "GET" and "safetensors" in file
-    ]
 
 
 def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
@@ -102,7 +94,7 @@ def test_a_dry_run_fetches_heads_only_and_foretells_what_is_written(
     main([*arguments, "--check"])
     first, *rest = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in rest] == ["disk", "download", "memory"]
-    assert weight_requests(hub) == ["bytes=0-100000"]
+    assert hub.fetched() == ["bytes=0-100000"]
     stored = hub.repositories[name] / "model.safetensors"
     cached = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
     assert stored.stat().st_size not in [file.stat().st_size for file in cached]
@@ -119,7 +111,7 @@ def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path,
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     with pytest.raises(DFlashError, match=r"the download needs .* MB, .* 1\.0 MB"):
         main(["owner/model", str(tmp_path / "out" / "dst")])
-    assert weight_requests(hub) == ["bytes=0-100000"]
+    assert hub.fetched() == ["bytes=0-100000"]
 
 
 # What cannot be had
@@ -132,9 +124,7 @@ def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, mo
     main(["owner/model", str(tmp_path / "out" / "online")])
     with pytest.raises(DFlashError, match="'owner/nonesuch' .* public model"):
         main(["owner/nonesuch", str(tmp_path / "out" / "dst")])
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nowhere)
+    use_hub(monkeypatch)
     main(["owner/model", str(tmp_path / "out" / "offline")])
     assert_same_tensors(tensors(tmp_path / "out" / "offline"), tensors(tmp_path / "out" / "online"))
     with pytest.raises(DFlashError, match="owner/drafter .* hub cannot be reached"):
@@ -160,5 +150,5 @@ def test_what_is_refused_of_a_folder_is_refused_before_it_is_fetched(hub, tmp_pa
     for options in ([], ["--check"]):
         with pytest.raises(DFlashError, match=value):
             main(["owner/model", str(tmp_path / "out" / "dst"), *options])
-    assert None not in weight_requests(hub)
+    assert None not in hub.fetched()
     assert list((tmp_path / "out").iterdir()) == []

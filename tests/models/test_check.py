@@ -41,16 +41,6 @@ from support.reference_dflash import random_drafter, write_drafter_folder
 SHIPPED_AUTO_MAP = {"AutoModel": "dflash.DFlashDraftModel"}
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
-
-
-@pytest.fixture
-def drafter(tmp_path: Path) -> Path:
-    return write_drafter(tmp_path / "drafter")
-
-
 def errors(folder: Path, check: Any = check_target) -> list[Finding]:
     return list(check(folder).errors)
 
@@ -110,12 +100,6 @@ def test_what_passes_the_doctor_loads(tmp_path, family):
 
 
 # Numbers that do not fit
-
-
-def test_the_wrong_way_round_is_said_of_both(model, drafter):
-    (first,), (second,) = errors(drafter), errors(model, check_drafter)
-    assert str(first).startswith(f"{drafter} is a drafter, not a target; give it with --drafter")
-    assert str(second).startswith(f"{model} is a target, not a drafter; give it with --model")
 
 
 def test_another_tokenizer_is_refused_with_the_token_and_both_ids(model, drafter):

@@ -17,8 +17,8 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.numpy import save_file
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
-from dflash_mlx.convert.plan import open_part
-from dflash_mlx.models import library, memory
+from dflash_mlx.convert.plan import find_part
+from dflash_mlx.models import downloads, library
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import check_named, load_pair
 from dflash_mlx.models.names import find_names, whole_copy
@@ -26,16 +26,11 @@ from dflash_mlx.models.source import INDEX, Source
 from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.session import generate
 from support.drafter_formats import write_shards
-from support.hub_server import Hub, serve
+from support.hub_server import Hub, serve, use_hub
 from support.models import edit_config, write_drafter, write_model
 from support.reference_dflash import random_drafter, tiny_drafter_config
 
 TARGET = "owner/model"
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -53,11 +48,7 @@ def hub(model: Path, tmp_path: Path) -> Iterator[Hub]:
 
 
 def weights_fetched(hub: Hub) -> int:
-    """Requests for whole weight files; their heads are asked for by range."""
-    return sum(
-        method == "GET" and file.endswith(".safetensors") and asked is None
-        for method, file, asked in hub.requests
-    )
+    return hub.fetched().count(None)
 
 
 # Heads
@@ -67,10 +58,28 @@ def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hu
     report = check_named(PairConfig("owner/model", "owner/drafter"))
     assert report.findings == ()
     assert report.target.weights == check_target(model).weights
-    ranges = {r for _, file, r in hub.requests if file.endswith(".safetensors")}
-    assert ranges == {"bytes=0-100000"}
-    with pytest.raises(DFlashError, match="'owner/none' is neither a folder nor a public"):
-        check_target(Source("owner/none")).raise_first()
+    assert set(hub.fetched()) == {"bytes=0-100000"}
+
+
+@pytest.mark.parametrize("option", ["model", "drafter"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("owner/none", "'owner/none' is neither a folder nor a public model"),
+        ("owner/wide", "owner/wide is open only to those who have accepted its licence"),
+        ("owner/drafter", "owner/drafter is no local folder .* cannot be reached"),
+    ],
+)
+def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(
+    model, hub, monkeypatch, option, name, value
+):
+    hub.gated = "owner/wide"
+    if "reached" in value:
+        use_hub(monkeypatch)
+    with pytest.raises(DFlashError, match=value) as failure:
+        load(**{"model": str(model), option: name})
+    assert f"--{option}" in failure.value.next_step
+    assert "\n" not in str(failure.value)
 
 
 def with_head(head: bytes) -> Callable[[bytes], bytes]:
@@ -174,16 +183,12 @@ def into_shards(folder: Path) -> Path:
 
 @pytest.fixture
 def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr(downloads, "on_cpu", lambda: False)
     return into_shards(model)
 
 
 def whole(folder: Path, option: str = "drafter") -> bool:
     return is_whole(Source.of(folder, option))
-
-
-def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
 def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -211,12 +216,12 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
         hf_hub_download("owner/model", file)
     stored = sum((sharded / file).stat().st_size for file in SHARDS)
     assert listed_in_the_cache(monkeypatch) == []
-    assert memory.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
-    assert memory.needed_by(find_names(PairConfig("owner/none"))) == 0
+    assert downloads.needed_by(find_names(PairConfig("owner/model"))) == int(stored * 1.15)
+    assert downloads.needed_by(find_names(PairConfig("owner/none"))) == 0
     with monkeypatch.context() as patches:
-        go_offline(patches)
+        use_hub(patches)
         with pytest.raises(DFlashError):
-            open_part("owner/model", tmp_path)
+            find_part("owner/model")
     report = check_named(PairConfig("owner/model"))
     assert not report.errors
     assert report.target.source.folder is None
@@ -226,12 +231,12 @@ def test_a_finished_download_is_a_model_everywhere_without_a_network(
     sharded, tmp_path, monkeypatch
 ):
     folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", "model*.safetensors"]))
-    go_offline(monkeypatch)
+    use_hub(monkeypatch)
     assert whole_copy("owner/model").folder == folder
-    assert open_part("owner/model", tmp_path).path == folder
+    assert find_part("owner/model").source.folder == folder
     assert listed_in_the_cache(monkeypatch) == ["owner/model"]
-    needed = memory.needed(Source.of(sharded, "model"))
-    assert memory.needed_by(find_names(PairConfig("owner/model"))) == needed
+    needed = downloads.needed(Source.of(sharded, "model"))
+    assert downloads.needed_by(find_names(PairConfig("owner/model"))) == needed
     report = check_named(PairConfig("owner/model"))
     assert report.target.source.folder == folder
     assert not report.errors

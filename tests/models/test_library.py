@@ -22,12 +22,13 @@ from dflash_mlx.client import (
     near_names,
     remove_entry,
 )
-from dflash_mlx.models import library, memory
+from dflash_mlx.models import downloads, library
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
 from dflash_mlx.models.library import being_written, find_entries
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names, write_pair
 from dflash_mlx.models.registry import entries
 from dflash_mlx.models.source import Source
+from dflash_mlx.system.machine import available_memory
 from support.hub_server import serve
 from support.models import write_drafter, write_model
 
@@ -49,11 +50,11 @@ def folders(tmp_path_factory):
 
 
 def needed(folder: Path | str) -> int:
-    return memory.needed(Source.of(Path(folder)))
+    return downloads.needed(Source.of(Path(folder)))
 
 
 def needed_by(config: PairConfig) -> int:
-    return memory.needed_by(find_names(config))
+    return downloads.needed_by(find_names(config))
 
 
 def test_memory_needed_is_that_of_the_weights_widened_on_a_cpu(tmp_path, monkeypatch):
@@ -61,11 +62,11 @@ def test_memory_needed_is_that_of_the_weights_widened_on_a_cpu(tmp_path, monkeyp
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     assert needed(tmp_path) == 4600
-    monkeypatch.setattr(memory, "on_cpu", lambda: False)
+    monkeypatch.setattr(downloads, "on_cpu", lambda: False)
     assert needed(tmp_path) == 2300
     (tmp_path / "config.json").write_text("[]")
     assert needed(tmp_path) == needed(tmp_path / "none") == 0
-    assert memory.available_memory() > 50_000_000
+    assert available_memory() > 50_000_000
 
 
 def test_memory_needed_by_a_pair_counts_its_drafters(folders):
@@ -334,23 +335,16 @@ def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinishe
     assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+@pytest.mark.usefixtures("hub")
+def test_names_and_kinds_find_what_is_kept_once_each_but_not_the_users_own(here, cache):
+    kept = cache_entries(here, cache)
+    for names, expected in (
         (["calibration"], ["calibration", "calibration"]),
         ([TARGET.upper()], ["model", "calibration", "kernels"]),
         (["features", "emulator"], ["features"]),
         ([DRAFTER, "drafters"], ["drafter"]),
-    ],
-)
-@pytest.mark.usefixtures("hub")
-def test_names_and_kinds_find_what_is_kept_once_each(here, cache, names, expected):
-    assert [each.kind for each in find_entries(names, cache_entries(here, cache))] == expected
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_name_of_nothing_is_refused_and_so_is_the_kind_of_the_users_own(here, cache):
-    kept = cache_entries(here, cache)
+    ):
+        assert [each.kind for each in find_entries(names, kept)] == expected
     for name in ("owner/none", "folder", "folders", ""):
         with pytest.raises(DFlashError, match=f"'{name}'"):
             find_entries([TARGET, name], kept)

@@ -46,14 +46,6 @@ def test_a_card_says_what_a_model_was_made_from(front, found, tmp_path):
 # Folders
 
 
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks the hub fails."""
-    asked = "dflash_mlx.models.source.{}"
-    for name in ("HfApi", "hf_hub_download"):
-        monkeypatch.setattr(asked.format(name), lambda *_, **__: pytest.fail("asked the hub"))
-
-
 def tuned(folder: Path, card: str | None = CARD) -> Path:
     model = write_model(folder)
     if card is not None:

@@ -9,12 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from huggingface_hub import constants
-from huggingface_hub.errors import (
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from huggingface_hub.utils import filter_repo_objects
 from mlx_lm.utils import quantize_model
 
@@ -30,28 +24,15 @@ from dflash_mlx.models.names import resolve_folder, shipped_folder
 from dflash_mlx.session.session import generate
 from dflash_mlx.session.templates import prompt_tokens
 from support.families import FAMILIES, make_model
-from support.hub_server import Response
 from support.models import DAMAGES, EOS, write_drafter, write_model
 
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     root = tmp_path_factory.mktemp("pair")
     return str(write_model(root / "model")), str(write_drafter(root / "drafter"))
-
-
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, **_: Any) -> str:
-        raise AssertionError(f"asked the hub for {name}")
-
-    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
 
 
 def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
@@ -154,39 +135,6 @@ def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
 
 
 # What is not there
-
-HUB_ERRORS = {
-    "no access": (
-        GatedRepoError("403 Client Error.\nsecond line", response=Response()),
-        "owner/name is open only to those who have accepted its licence",
-    ),
-    "no such repository": (
-        RepositoryNotFoundError("404 Client Error.\nsecond line", response=Response()),
-        "'owner/name' is neither a folder nor a public model",
-    ),
-    "no network": (
-        LocalEntryNotFoundError("Cannot find the snapshot online.\nsecond line"),
-        "cannot be reached (Cannot find the snapshot online.)",
-    ),
-}
-
-
-@pytest.mark.parametrize("option", ["model", "drafter"])
-@pytest.mark.parametrize("case", HUB_ERRORS)
-def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(
-    case, option, folders, monkeypatch
-):
-    error, message = HUB_ERRORS[case]
-
-    def refuse(name: str, **_: Any) -> str:
-        raise error
-
-    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", refuse)
-    with pytest.raises(DFlashError) as failure:
-        load(**{"model": folders[0], option: "owner/name"})
-    assert message in str(failure.value)
-    assert f"--{option}" in failure.value.next_step
-    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.usefixtures("no_hub")

@@ -16,7 +16,6 @@ from mlx.utils import tree_flatten
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.cli import generate as generating
-from dflash_mlx.cli import options as cli
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.layers import limit_windows
@@ -231,23 +230,6 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
 def test_the_settings_are_checked_when_made(settings, words):
     with pytest.raises(DFlashError, match=words):
         PairConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
-        ("--drafter-bits", "3", "invalid choice: 3"),
-        ("--kv-bits", "two", "invalid int value: 'two'"),
-        ("--draft-window", "1", "--draft-window is 1; choose 2 or more"),
-    ],
-)
-def test_bad_values_are_refused_in_one_sentence(option, value, words, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["generate", "--prompt", "hello", option, value])
-    with pytest.raises(SystemExit) as left:
-        cli.run(generating.main, "generate")
-    said = capsys.readouterr().err
-    assert left.value.code == 2
-    assert words in said and said.count("\n") == 1
 
 
 def test_a_model_whose_heads_cannot_be_quantised_is_refused_when_it_is_loaded(tmp_path):

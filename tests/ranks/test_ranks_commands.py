@@ -16,7 +16,7 @@ from dflash_mlx import ranks
 from dflash_mlx.cli import generate
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.memory import check_memory, needed_by
+from dflash_mlx.models.downloads import check_memory, needed_by
 from dflash_mlx.models.names import find_names
 from support.models import EOS, edit_config, write_endless_model, write_model
 from support.ranks import ended, free_ports, kill, launched, on_ranks, started
@@ -200,7 +200,7 @@ def test_a_program_that_is_alone_asks_for_no_others(monkeypatch, tmp_path):
 def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):
     names = find_names(PairConfig())
     whole, part = needed_by(names), needed_by(names, 3)
-    monkeypatch.setattr("dflash_mlx.models.memory.available_memory", lambda: (whole + part) // 2)
+    monkeypatch.setattr("dflash_mlx.models.downloads.available_memory", lambda: (whole + part) // 2)
     check_memory(PairConfig(), machines=3)
     with pytest.raises(DFlashError, match="needs about"):
         check_memory(PairConfig())

@@ -12,7 +12,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.paper import KNOBS
-from dflash_mlx.train.corpus.rows import CorpusRow
+from dflash_mlx.train.rows import CorpusRow
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds as answer
 from support.families import make_model

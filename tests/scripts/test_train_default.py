@@ -32,7 +32,6 @@ if out and not os.path.isdir(out):
 SETTINGS = ("OWN_PROMPTS", "KEEP_CLEAR_OF", "SELF_PROMPTS", "SELECTOR_MINUTES")
 MODULES = {
     "keep_clear.py": "keep_clear",
-    "dflash_mlx.corpus": "dflash_mlx.train.corpus.collect",
     "dflash_mlx.train": "dflash_mlx.train.__main__",
 }
 

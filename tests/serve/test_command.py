@@ -54,7 +54,7 @@ def test_a_host_that_is_none_and_one_of_another_machine_are_refused():
 
 
 def test_a_model_that_does_not_fit_is_refused(monkeypatch, model):
-    monkeypatch.setattr("dflash_mlx.models.memory.available_memory", lambda: 1000)
+    monkeypatch.setattr("dflash_mlx.models.downloads.available_memory", lambda: 1000)
     assert "1.0 kB" in str(refused("--model", model, "--port", 0))
 
 

@@ -24,13 +24,6 @@ _LIST = re.compile(r"/api/models\?(?P<query>.*)")
 _API = re.compile(r"/api/models/(?P<name>[^/?]+/[^/?]+)(?P<rest>/[^?]*)?(\?.*)?")
 
 
-class Response:
-    """As much of an HTTP response as the hub's errors read."""
-
-    headers: dict[str, str] = {}
-    request = None
-
-
 class Hub:
     """Serves folders as repositories."""
 
@@ -39,7 +32,18 @@ class Hub:
         self.requests: list[tuple[str, str, str | None]] = []  # for files: method, file, Range
         self.held: dict[str, threading.Event] = {}  # files that are not sent before it is set
         self.reached = threading.Event()  # set when one of them is asked for
-        self.url = ""
+        self.gated = ""  # a repository whose licence nobody has accepted
+
+    def fetched(self, file: str = ".safetensors") -> list[str | None]:
+        """The ranges of what was fetched of files that end so, None for a whole file."""
+        return [part for how, name, part in self.requests if how == "GET" and name.endswith(file)]
+
+
+def use_hub(patch: pytest.MonkeyPatch, url: str = "http://127.0.0.1:9") -> None:
+    """Ask the hub at this address instead of the public one, or one that nobody can reach."""
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "ENDPOINT", url)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 @contextmanager
@@ -50,15 +54,12 @@ def serve(repositories: dict[str, Path], cache: Path | None = None) -> Iterator[
     """
     hub = Hub(repositories)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         with pytest.MonkeyPatch.context() as patch:
             if cache is not None:
-                template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-                patch.setattr(constants, "ENDPOINT", hub.url)
-                patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+                use_hub(patch, f"http://127.0.0.1:{server.server_port}")
                 patch.setattr(constants, "HF_HUB_CACHE", str(cache))
             yield hub
     finally:
@@ -99,6 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
     def describe(self, name: str, rest: str) -> None:
         if name not in self.hub.repositories:
             return self.send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if name == self.hub.gated:
+            return self.send(403, b"{}", {"X-Error-Code": "GatedRepo"})
         folder = self.hub.repositories[name]
         files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
         sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}

@@ -15,7 +15,7 @@ from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.read import WHOLE, TargetReader
 from dflash_mlx.session.session import Session
-from dflash_mlx.train.corpus.answers import Answers, Job
+from dflash_mlx.train.answers import Answers, Job
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.pairs import full_pair
 

@@ -6,6 +6,7 @@ import json
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.compare import walk
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.corpus.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
@@ -161,11 +162,25 @@ def decoded(target: Any, drafter: Any, row: CorpusRow) -> list[tuple[int, ...]]:
     return [round_.accepted.tokens for round_ in rounds]
 
 
+def _in_bfloat16(target: Target) -> Target:
+    """One whose features are rounded as those on disk, which decides between close drafts."""
+    result, forward = copy(target), target.forward
+
+    def rounded(*given: Any) -> tuple[mx.array, mx.array | None]:
+        logits, features = forward(*given)
+        if features is not None:
+            features = features.astype(mx.bfloat16).astype(mx.float32)
+        return logits, features
+
+    result.forward = rounded  # type: ignore[method-assign]
+    return result
+
+
 def assert_decoding_accepts_what_was_measured(
     trainee: Trainee, drafter: Any, rows: Sequence[CorpusRow], texts: Texts, least: float
 ) -> None:
     """Rounds of decoding are those of a walk over the texts; least: tokens per round."""
-    answers = [decoded(tiny_target(), drafter, row) for row in rows]
+    answers = [decoded(_in_bfloat16(tiny_target()), drafter, row) for row in rows]
     assert [sum(rounds, ()) for rounds in answers] == [row.answer for row in rows]
     lengths = [len(tokens) for _, *rounds in answers for tokens in rounds]
     over = 1 + walk(trainee, texts).hits.sum(axis=-1) - lengths

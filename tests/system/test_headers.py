@@ -139,6 +139,7 @@ GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "b''"),
     "another magic": (b"GGML" + bytes(40), "b'GGML'"),
     "another version": (header(version=1), "version 1"),
+    "big-endian": (header(version=3 << 24), "big-endian"),
     "more entries than bytes": (header(count=1 << 60), "8 bytes are wanted, 0 are left"),
     "more tensors than bytes": (header(tensors=1 << 60), "8 bytes are wanted, 0 are left"),
     "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), f"{1 << 62} bytes"),
@@ -149,6 +150,7 @@ GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
     "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "Duplicate k"),
     "text that is none": (header(entry(STRING, struct.pack("<Q", 1) + b"\xff"), 1), "utf-8"),
     "alignment 0": (header(entry(UINT32, bytes(4), "general.alignment"), 1), "alignment"),
+    "alignment 24": (header(entry(UINT32, b"\x18\0\0\0", "general.alignment"), 1), "is 24"),
     "no dimensions": (header(tensor(()), tensors=1), "'t' is []"),
     "too many dimensions": (header(tensor((1,) * 9), tensors=1), "'t' is [1, 1, "),
     "a huge dimension": (header(tensor((1 << 40,)), tensors=1), f"'t' is [{1 << 40}]"),
@@ -176,6 +178,7 @@ def test_a_gguf_file_that_is_refused_says_why(tmp_path, case):
         read_file(file)
     assert str(failure.value).startswith("x.gguf cannot be read as a GGUF file (")
     assert sentence in failure.value.what
+    assert failure.value.next_step == "download or copy it again"
 
 
 def test_another_alignment_is_kept_to(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.corpus.rows import (
+from dflash_mlx.train.rows import (
     CorpusHeader,
     CorpusRow,
     open_corpus,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from dflash_mlx import Pair, load
+from dflash_mlx import corpus as collect
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.train.answers import Job, TurnTemplate, TurnWriter
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.answers import Job, TurnTemplate, TurnWriter
-from dflash_mlx.train.corpus.rows import CorpusRow, read_rows
+from dflash_mlx.train.rows import CorpusRow, read_rows
 from support.models import EOS, TEMPLATE, write_model
 
 OPENINGS = ("Say ", "def f():\n\n")

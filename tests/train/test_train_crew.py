@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_mlx import corpus as collect
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.train.corpus import collect
-from dflash_mlx.train.corpus.rows import read_rows
+from dflash_mlx.train.__main__ import main as train
+from dflash_mlx.train.rows import read_rows
 from dflash_mlx.train.run import STATE
-from support.ranks import ended, kill, launched, on_ranks, started
-from support.tiny_training import files
+from support.ranks import ended, kill, launched, on_ranks
+from support.tiny_training import corpus_rows, files
 
 
 @pytest.mark.parametrize("mode", ["variable-prefix", "specdiff"])
@@ -40,29 +41,37 @@ def last_record(folder):
     return json.loads((folder / "history.jsonl").read_text().splitlines()[-1])
 
 
-def test_ranks_that_would_train_otherwise_are_refused_by_name(place, tmp_path):
-    words = ["-m", "dflash_mlx.train", *place.words(steps=9, out=tmp_path / "out")]
-    with started(tmp_path, [words, [*words, "--seed", "9"]]) as running:
-        assert_refused(ended(running), "seed is 9 there and 0 on rank 0")
-    assert not (tmp_path / "out").exists()
+class Asked:
+    """The second of two ranks, which only tells what it would train with."""
+
+    rank, size, group = 1, 2, None
+
+    def check_alike(self, own):
+        raise Told(own)
 
 
-def assert_refused(said, what="rank 1 of 2 differs: "):
-    """All have ended, and the first has said why."""
-    assert [each.code for each in said] == [2, 2]
-    assert what in said[0].sentences[-1] and said[1].error == ""
+class Told(Exception):
+    pass
 
 
-def test_ranks_with_other_data_in_their_files_are_refused(place, tmp_path):
-    places = [tmp_path / name for name in ("a", "b")]
-    for i, folder in enumerate(places):
-        folder.mkdir()
-        row = {"category": "c", "prompt": "hi" * (1 + i)}
-        (folder / "prompts.jsonl").write_text(json.dumps(row) + "\n")
-    words = ["--model", str(place.model), "--prompts=prompts.jsonl", "--out=found.jsonl"]
-    with started(tmp_path, [["-m", "dflash_mlx.corpus", *words]] * 2, places=places) as running:
-        assert_refused(ended(running))
-    assert not (places[0] / "found.jsonl").exists()
+def test_ranks_tell_each_other_what_they_would_train_with_before_they_do(place, tmp_path):
+    def told(command, *words):
+        with pytest.raises(Told) as said:
+            command(words, Asked())
+        return said.value.args[0]
+
+    words = place.words(steps=9, out=tmp_path / "out")
+    first, second = told(train, *words), told(train, *words, "--seed", "9")
+    assert {key for key in first if first[key] != second[key]} == {"seed"}
+    fewer = place.words(corpus=place.write("c.jsonl", corpus_rows()[:5]), steps=9)
+    assert told(train, *fewer)["data"] != first["data"]
+    words, prompts = ["--model", str(place.model), "--out", str(tmp_path / "answers")], []
+    for i in range(2):
+        file = tmp_path / f"{i}.jsonl"
+        file.write_text(json.dumps({"category": "c", "prompt": "hi" * (1 + i)}) + "\n")
+        prompts.append(told(collect.main, *words, "--prompts", str(file)))
+    assert {key for key in prompts[0] if prompts[0][key] != prompts[1][key]} == {"prompts"}
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("answers*"))
 
 
 def test_a_killed_rank_ends_a_training_that_goes_on_with_as_many(place, tmp_path):

@@ -20,7 +20,6 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.tensors import quantize_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import compare
 from dflash_mlx.train.compare import ANCHORS, hits_at, measure
@@ -32,7 +31,7 @@ from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.families import FAMILIES, make_model
 from support.reference_dflash import write_drafter_folder
-from support.reference_dflash2 import idle_tensors, random_tensors, tiny_config
+from support.reference_dflash2 import idle_tensors, tiny_config
 from support.tiny_training import (
     CONTEXT,
     Place,
@@ -279,16 +278,3 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
     assert plain.raw == {**raw, **first}
     assert plain.config == FILES.parse_config(plain.raw, "tiny")
     assert plain.without_selector() is plain
-
-
-@pytest.mark.parametrize("kind", ["convolutions", "packed"])
-def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, kind):
-    if kind == "packed":
-        packed = make_trainee(drafter_config(intermediate_size=128))
-        quantize_network(packed.network, 8)
-        packed.save(tmp_path)
-    else:
-        write_drafter_folder(tmp_path, tiny_config(), random_tensors(tiny_config()))
-    with pytest.raises(DFlashError, match=str(tmp_path)) as failure:
-        DFlashTrainee.read(tmp_path, tiny_target())
-    assert "in full precision" in failure.value.next_step

@@ -16,16 +16,15 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, load_pair
 from dflash_mlx.drafters.eagle3.drafter import Chain
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.tensors import parameters_of
+from dflash_mlx.drafters.networks.tensors import parameters_of, quantize_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train import compare
 from dflash_mlx.train.blocks import Blocks, BlockSampler, cut_blocks
-from dflash_mlx.train.compare import measure
+from dflash_mlx.train.compare import measure, read_trainee
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.eagle3 import EagleTrainee
-from dflash_mlx.train.families import read_trainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
@@ -36,6 +35,7 @@ from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import SLIDING, tensors
 from support.masked_formats import ours as masked
 from support.reference_dflash import write_drafter_folder
+from support.reference_dflash2 import random_tensors, tiny_config
 from support.reference_eagle3 import FORMATS
 from support.reference_eagle3 import ours as eagle
 from support.tiny_training import (
@@ -45,7 +45,7 @@ from support.tiny_training import (
     corpus_rows,
     drafter_config,
     greedy_rows,
-    random_drafter,
+    make_trainee,
     sampled_row,
     texts_of,
     tiny_target,
@@ -273,9 +273,15 @@ def test_a_new_masked_drafter_is_layers_of_the_target_from_the_first_to_the_last
     assert mx.array_equal(own["norm.weight"], target.model.model.norm.weight)
 
 
+OTHERS = {**FORMATS, **masked_formats.FORMATS}
+OTHERS["convolutions"] = tiny_config(), random_tensors(tiny_config())
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("convolutions", "with convolutions"),
+        ("packed", "quantised weights"),
         ("raw", "a head of its own"),
         ("raw, own embedding", "an embedding of its own and a head of its own"),
         ("a2d-qwen3", "an embedding of its own"),
@@ -283,10 +289,15 @@ def test_a_new_masked_drafter_is_layers_of_the_target_from_the_first_to_the_last
     ],
 )
 def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, name, said):
-    folder = write_drafter_folder(tmp_path, *{**FORMATS, **masked_formats.FORMATS}[name])
-    with pytest.raises(DFlashError, match=said) as failure:
-        read_trainee(folder, tiny_target())
-    assert failure.value.next_step
+    if name == "packed":
+        packed = make_trainee(drafter_config(intermediate_size=128))
+        quantize_network(packed.network, 8)
+        packed.save(tmp_path)
+    else:
+        write_drafter_folder(tmp_path, *OTHERS[name])
+    with pytest.raises(DFlashError, match=f"{tmp_path} .*{said}") as failure:
+        read_trainee(tmp_path, tiny_target())
+    assert "in full precision" in failure.value.next_step
 
 
 # Whole runs
@@ -314,23 +325,3 @@ def test_a_run_is_resumed_and_compared_and_its_drafter_drafts(place, mode, kind,
     compare.main([*both, *place.data()])
     out = capsys.readouterr().out
     assert str(place.out) in out and str(again) in out
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"mode": "specdiff", "reveal_share": 1.5}, "reveal_share is 1.5"),
-        ({"mode": "specdiff", "layers": 9}, "layers is 9, but .* has only 3"),
-        ({"mode": "specdiff", "taps": 5}, "taps is 5, but a SpecDiff drafter reads no layers"),
-        ({"mode": "eagle3", "layers": 2}, "layers is 2, but an EAGLE-3 drafter has one"),
-        ({"mode": "eagle3", "init": "dflash"}, "'DFlashDraftModel', supported are LlamaForCausalL"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_trained_is_refused(place, monkeypatch, given, said):
-    monkeypatch.chdir(place.root)
-    raw = drafter_config()
-    write_drafter_folder(place.root / "dflash", raw, random_drafter(raw))
-    with pytest.raises(DFlashError, match=said):
-        place.train(**given)
-    assert not place.out.exists()

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_mlx import corpus as collect
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.models.load import load_target
+from dflash_mlx.train import selector
 from dflash_mlx.train.__main__ import main
-from dflash_mlx.train.corpus.rows import CorpusRow
-from dflash_mlx.train.data import DataConfig, read_texts
+from dflash_mlx.train.config import DataConfig
+from dflash_mlx.train.data import read_texts
+from dflash_mlx.train.rows import CorpusRow
 from dflash_mlx.train.run import STATE
 from dflash_mlx.train.trainer import Trainer
 from support.reference_dflash import random_drafter
@@ -63,7 +66,7 @@ def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(pla
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, where):
     """`dflash_config` may have it too, and would count."""
-    own = {"block_size": 6} if where == "outside" else {"dflash": {"block_size": 6}}
+    own = {"block_size": 6} if where == "outside" else {"dflash_config": {"block_size": 6}}
     folder = place.drafter(num_hidden_layers=1, **own)
     options = {"mode": "variable-prefix", "init": folder, "layers": None}
     place.train(**options, out=place.root / "same", steps=1)
@@ -197,17 +200,9 @@ def corpus(*rows: CorpusRow, **header: Any) -> Change:
 REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "another tokenizer": (corpus(*corpus_rows(), tokenizer="0"), "c.jsonl .*tiny.* other tokens"),
     "another vocabulary": (corpus(*corpus_rows(), vocab_size=98), "98 tokens, .* has 97"),
-    "a token outside": (
-        corpus(*corpus_rows(), replace(corpus_rows()[0], answer=(97,))),
-        "line 9 of .*c.jsonl .* 97, .* 97",
-    ),
-    "no rows": (corpus(), "c.jsonl holds no rows"),
-    "no file": (lambda p: {"corpus": p.root / "no.jsonl"}, "no.jsonl"),
     "rows that are too long": (corpus(*map(long, corpus_rows())), f"c.jsonl .* {CONTEXT} tokens"),
     "a single row": (corpus(corpus_rows()[0]), "one row in all"),
-    "no room for features": ({"cache_gb": 0}, "--cache-gb is 0.0"),
     "too little room for features": ({"cache_gb": 1e-6}, "1000 bytes"),
-    "room that is no number": ({"cache_gb": "nan"}, "--cache-gb is nan"),
     "a drafter of another target": (
         lambda p: {"init": p.drafter(num_target_layers=30)},
         "target layers 30, .* has 3",
@@ -218,19 +213,26 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "a folder for a picture": (lambda p: {"plot": p.root}, "is a folder"),
     "neither steps nor minutes": ({"steps": None}, "no end"),
     "steps and minutes": ({"minutes": 1}, "two ends"),
-    "nothing to train on": ({"held_out": 1}, "--held-out is 1"),
-    "labels softer than the target": ({"soft": 1.5}, "soft is 1.5"),
     "more layers than there are, of no kind": (
         {"layers": 999, "start": "random"},
         "--layers is 999, .* 3",
     ),
     "more taps than there are": ({"taps": 999}, "--taps is 999"),
-    "blocks that no pass verifies": ({"block_size": 999}, "--block-size is 999"),
     "prefixes that leave no draft": (
         {"mode": "variable-prefix", "least_prefix": 7},
         "--least-prefix is 7, .* blocks of 8",
     ),
     "no model": (lambda p: {"model": p.root / "no"}, "no"),
+    "more layers than a masked drafter can have": (
+        {"mode": "specdiff", "layers": 9},
+        "--layers is 9, but .* has only 3",
+    ),
+    "taps where none are read": ({"mode": "specdiff", "taps": 5}, "--taps is 5, .* no layers"),
+    "two layers of EAGLE-3": ({"mode": "eagle3", "layers": 2}, "--layers is 2, .* has one"),
+    "a drafter of another family": (
+        lambda p: {"mode": "eagle3", "init": p.drafter()},
+        "'DFlashDraftModel', supported are LlamaForCausalL",
+    ),
 }
 
 
@@ -251,13 +253,33 @@ def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypat
     assert not (place.root / "out").exists()
 
 
+NUMBERS = {
+    main: ["soft nan", "soft 1.5", "reveal_share 1.5", "cache_gb inf", "cache_gb 0", "held_out 1"]
+    + ["block_size 999"],
+    selector.main: ["rank 0", "seed -1", "minutes inf", "learning_rate nan", "top_k 1"],
+    collect.main: ["temperature nan", "temperature 11", "limit 0", "greedy_share 1.5", "top_p 0"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "given"), [(main, each) for main, those in NUMBERS.items() for each in those]
+)
+def test_a_number_out_of_its_range_is_refused_before_anything_is_read(tmp_path, command, given):
+    name, number = given.split()
+    words = ["--out", str(tmp_path / "out"), f"--{name.replace('_', '-')}", number]
+    more = ["--prompts=no"] if command is collect.main else ["--corpus=no"]
+    more += ["--drafter=no"] if command is selector.main else []
+    with pytest.raises(DFlashError, match=f"{name} is {number}") as failure:
+        command([*words, *more])
+    assert failure.value.next_step and failure.value.setting == name
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_folder_features_go_to_the_users_cache_of_now(place, monkeypatch):
     now = place.root / "now"
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: now / name)
     read_texts(DataConfig((place.corpus,)), load_target(str(place.model)), (0, 2))
     assert [f.name for f in (now / "dflash-chat").iterdir()] == ["features"]
-    with pytest.raises(DFlashError, match="corpus"):
-        DataConfig()
 
 
 def test_a_picture_without_matplotlib_is_refused_before_work_starts(place, monkeypatch):

@@ -223,10 +223,7 @@ class CorpusFile:
         self.header, self.rows = parse(path, contents[: self._size])
 
     def begin(self, header: CorpusHeader) -> None:
-        """Write the header of a new file, or raise DFlashError where it has another.
-
-        What a killed process left behind the last whole line is cut off.
-        """
+        """Write a new file's header and cut off half a line; DFlashError for another header."""
         if self.header not in (None, header):
             raise DFlashError(
                 f"{self.path} was made with {_difference(self.header, header)}",

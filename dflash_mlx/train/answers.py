@@ -1,7 +1,4 @@
-"""Many texts at once, with drafts: a client of the scheduler.
-
-They are answers, and user turns that the model writes itself, through its own chat template.
-"""
+"""Many texts at once, with drafts: answers, and user turns that the model writes itself."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.corpus.rows import CorpusRow
+from dflash_mlx.train.rows import CorpusRow
 
 LONGEST_PERIOD = 32  # tokens of a cycle that ends an answer
 REPEATS = 3
