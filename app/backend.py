@@ -89,8 +89,8 @@ class Backend:
     def leave(self) -> None:
         """Keep on the disk what was read with this pair; after it comes another one, or the end."""
         if self._responder is not None:
-            self._responder.prefixes.save()
-            self.problem = self.problem or self._responder.prefixes.problem
+            why = self._responder.prefixes.save()
+            self.problem = self.problem or why
 
     def _loaded(self) -> Responder:
         if self._responder is None:

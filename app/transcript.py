@@ -14,7 +14,7 @@ from textual.widgets.markdown import MarkdownStream
 from dflash_chat.conversation import ENDINGS, Turn
 from dflash_chat.welcome import Welcome
 from dflash_chat.window import Window
-from dflash_mlx.client import SplitText, ThinkingReader, for_terminal, split_thinking
+from dflash_mlx.client import SplitText, for_terminal, split_thinking
 
 SHOWN = 4000  # characters of a question or a notice that are shown
 MOST_NOTICES = 8
@@ -163,7 +163,7 @@ class Transcript(VerticalScroll):
         """Bring the growing answer on screen up to date. ended: nothing more will come."""
         async with self.lock:  # else the page may be turned, and the reply gone or not yet there
             if self._live is not None and self._live_reply is not None:
-                await self._live_reply.grow(_split(self._live, ended))
+                await self._live_reply.grow(split_thinking(self._live, inside=False, ended=ended))
                 self._live_reply.show_tokens(self._tokens(None))
 
     def tint(self, tokens_of: TokensOf | None) -> None:
@@ -255,7 +255,7 @@ class Transcript(VerticalScroll):
     def _widget(self, index: int) -> Widget:
         if index == len(self._turns):
             assert self._live is not None
-            self._live_reply = Reply(_split(self._live, ended=False))
+            self._live_reply = Reply(split_thinking(self._live, inside=False, ended=False))
             return self._live_reply
         turn = self._turns[index]
         if turn.role == "user":
@@ -278,10 +278,3 @@ class Transcript(VerticalScroll):
             marker = self.query_one(f"#{name}", Static)
             marker.update(f"… {number} {name} messages")
             marker.display = number > 0
-
-
-def _split(text: str, ended: bool) -> SplitText:
-    """A text that grows, without what may still become a tag."""
-    reader = ThinkingReader()
-    split = reader.feed(text)
-    return split + reader.finish() if ended else split

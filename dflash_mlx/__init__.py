@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
         return __getattr__("Delta")
     if not name.startswith("_") and find_spec(f"dflash_mlx.{name}") is None:
         client = import_module("dflash_mlx.client")
-        if name in client.__all__:
+        if hasattr(client, name):
             moved = f"dflash_mlx.{name} is no public name any more, it is in dflash_mlx.client"
             warnings.warn(moved, DeprecationWarning, stacklevel=2)
             return getattr(client, name)

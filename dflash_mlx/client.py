@@ -28,11 +28,10 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.drafters.methods import choices as method_choices
 from dflash_mlx.drafters.methods import sources as token_sources
-from dflash_mlx.engine.delta import Answer, Delta
+from dflash_mlx.engine.delta import Answer, Delta, SplitText, split_thinking
+from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Capabilities, Pair
-from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.text import SplitText, ThinkingReader, split_thinking
 from dflash_mlx.models.downloads import (
     Download,
     DownloadPlan,
@@ -56,79 +55,3 @@ from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worke
 from dflash_mlx.system.files import replace_text
 from dflash_mlx.system.machine import available_memory
 from dflash_mlx.system.terminal import for_terminal
-
-__all__ = [
-    "AUTO",
-    "DEFAULT_MODEL",
-    "NO_DRAFTS",
-    "RACE_SIDES",
-    "Answer",
-    "AvailableModel",
-    "BenchStep",
-    "Capabilities",
-    "DFlashError",
-    "DecodeConfig",
-    "Delta",
-    "Difference",
-    "Download",
-    "Ended",
-    "Failed",
-    "Given",
-    "Job",
-    "News",
-    "CacheEntry",
-    "Observer",
-    "DownloadPlan",
-    "Pair",
-    "PairConfig",
-    "Prefilled",
-    "PrefixCache",
-    "PrefixConfig",
-    "RaceResult",
-    "RaceStep",
-    "Question",
-    "Responder",
-    "RoundTimer",
-    "SamplingConfig",
-    "Session",
-    "SplitText",
-    "Statistics",
-    "StructureConfig",
-    "ThinkingReader",
-    "TokenSource",
-    "Worker",
-    "amount",
-    "available_memory",
-    "available_models",
-    "bench",
-    "check_given",
-    "check_memory",
-    "check_prompt",
-    "draws_drafts",
-    "find_method",
-    "first_difference",
-    "for_terminal",
-    "generate",
-    "cache_entries",
-    "label_in_words",
-    "load",
-    "load_pair",
-    "memory_needed",
-    "method_choices",
-    "near_names",
-    "needs_drafter",
-    "own_options",
-    "download_plans",
-    "prefix_cache",
-    "prompt_tokens",
-    "race",
-    "remove_entry",
-    "replace_text",
-    "save_bench",
-    "settle",
-    "split_thinking",
-    "stream",
-    "token_sources",
-    "values_given",
-    "what_pays",
-]

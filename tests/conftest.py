@@ -18,6 +18,16 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(scope="module")
+def interpreted() -> Any:
+    """mx.compile is off: on a CPU it first builds every family's functions in C++."""
+    import mlx.core as mx
+
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random target, for command lines that train."""
     from support.tiny_training import write_target  # imports MLX

@@ -17,9 +17,9 @@ from dflash_mlx.core.observer import RoundTimer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Answer, collect
+from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.parity import Difference, first_difference
-from dflash_mlx.session.new_sequence import check_length
+from dflash_mlx.engine.sequence import check_length
 from dflash_mlx.session.session import Session
 
 TERMS = ("draft", "verify", "commit", "overhead")

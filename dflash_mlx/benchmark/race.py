@@ -12,8 +12,8 @@ from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import draws_drafts, settle
 from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.parity import Difference, first_difference
 from dflash_mlx.session.session import Question, Session
 from dflash_mlx.session.templates import prompt_tokens
 

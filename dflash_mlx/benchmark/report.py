@@ -16,8 +16,8 @@ from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.parity import Difference
 from dflash_mlx.system.files import write_report
 from dflash_mlx.system.machine import describe_machine, describe_versions
 

@@ -13,8 +13,8 @@ from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, SECOND
-from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.engine.grammar import FORCED
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair
 from dflash_mlx.engine.state import Context, State
 

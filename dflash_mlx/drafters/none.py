@@ -11,7 +11,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import Kind, State
-from dflash_mlx.verifier.saved import Saved
+from dflash_mlx.verifier.block import Saved
 
 
 class NoContext:

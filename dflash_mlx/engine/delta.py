@@ -1,4 +1,8 @@
-"""What clients get of an answer: deltas as they come, and the whole of it."""
+"""What clients get of an answer: deltas as they come, the whole of it, and the text of its tokens.
+
+Stops are found by text, not by tokens as mlx-lm's matchers do: a tokenizer may join the end of a
+stop text with what follows, and the tokens of an answer are cut at the one that completes it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.drafter import Proposal
 
+BEGIN, END = "<think>", "</think>"
+_TAIL = 8  # tokens at the end of a prompt in which a template may open a thought
 LEAST = -9999.0  # in place of minus infinity, which JSON does not know
 
 
@@ -64,11 +70,7 @@ def collect(deltas: Iterator[Delta]) -> Answer:
 def logprobs_of(
     tokens: Sequence[int], logits: mx.array | None, most: int
 ) -> tuple[TokenLogprobs, ...]:
-    """Of tokens with the logits [n, V] that they were chosen from, and the `most` likeliest.
-
-    () without logits, which are there where the answer was asked for with `logprobs`. Waits for
-    the device.
-    """
+    """Log-probabilities of tokens, and the `most` likeliest, from logits [n, V]; () without any."""
     if logits is None:
         return ()
     rows = logits[: len(tokens)].astype(mx.float32)
@@ -84,3 +86,93 @@ def logprobs_of(
         TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
         for token, logprob, ids, values in found
     )
+
+
+class StopText:
+    """Turns tokens into text and cuts it where plain decoding would stop.
+
+    Stop tokens end the answer and are not part of its text. A stop text is cut off together with
+    all that follows; text that may be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.stopped = False
+        self.found: str | None = None  # the stop text that ended the answer
+        self._stop_ids = tokenizer.eos_token_ids
+        self._stops = tuple(stops)
+        self._detokenizer = tokenizer.detokenizer
+        self._sent = 0
+        self._cut: int | None = None
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Read the tokens of a round; return those up to the one that ends the answer."""
+        for i, token in enumerate(tokens):
+            if token in self._stop_ids:
+                self.stopped = True
+            else:
+                self._detokenizer.add_token(token)
+                self._find_stop_text()
+            if self.stopped:
+                return tuple(tokens[: i + 1])
+        return tuple(tokens)
+
+    def read(self, finished: bool) -> str:
+        """The text that became certain since the last call; all of it when `finished`."""
+        if finished:
+            self._detokenizer.finalize()
+            self._find_stop_text()
+        text = self._detokenizer.text
+        end = len(text) if finished else len(text) - begun(text, self._stops)
+        end = min(end, self._cut) if self._cut is not None else end
+        begin, self._sent = self._sent, max(self._sent, end)
+        return str(text[begin:end])
+
+    def _find_stop_text(self) -> None:
+        # Read after every token: mlx-lm's detokenizer loses an incomplete character behind a
+        # newline when both arrive between two reads.
+        text = self._detokenizer.text
+        # What was sent was searched before; a stop text may still begin inside what was held.
+        places = [(text.find(stop, max(0, self._sent - len(stop))), stop) for stop in self._stops]
+        found = [place for place in places if place[0] >= 0]
+        if found and self._cut is None:
+            (self._cut, self.found), self.stopped = min(found), True
+
+
+@dataclass(frozen=True)
+class SplitText:
+    """A text in two parts: thought and answer."""
+
+    thought: str = ""
+    answer: str = ""
+
+
+def split_thinking(text: str, inside: bool | None = None, ended: bool = True) -> SplitText:
+    """The thoughts and the answer in a text.
+
+    inside: it begins in a thought; None where an unopened `</think>` says so. ended: it grows no
+    more, so that its end cannot become a tag.
+    """
+    if inside is None:
+        inside = END in text and BEGIN not in text.partition(END)[0]
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    while text:
+        tag = END if inside else BEGIN
+        part, found, text = text.partition(tag)
+        certain = part if found or ended else part[: len(part) - begun(part, (tag,))]
+        parts[inside].append(certain)
+        inside = not inside
+    return SplitText("".join(parts[True]), "".join(parts[False]))
+
+
+def opens_thought(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether `prompt` ends inside a thought, as some chat templates have it."""
+    return bool(tokenizer.decode(list(prompt[-_TAIL:])).rstrip().endswith(BEGIN))
+
+
+def begun(text: str, marks: Sequence[str]) -> int:
+    """How many of the last characters may be the beginning of one of `marks`."""
+    longest = max(map(len, marks), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-n:]) for mark in marks):
+            return n
+    return 0

@@ -41,7 +41,6 @@ class Proposal:
 
     @property
     def reason(self) -> str:
-        """A sentence for people, "" where nothing chooses."""
         return "" if self.why is None else self.why()
 
 
@@ -89,10 +88,7 @@ class Drafter(Protocol):
 
     @property
     def rounds_ahead(self) -> int:
-        """Rounds that may start before the first of them is read.
-
-        More than 0 only where the next tree does not depend on the tokens of this one.
-        """
+        """Rounds that may start unread; 0 where the next tree depends on the tokens of this one."""
 
     def new_context(self) -> Context:
         """An empty context for one sequence."""
@@ -106,10 +102,7 @@ class Drafter(Protocol):
 
 
 def allowed(proposal: Proposal, state: State) -> Proposal:
-    """Without the nodes that the grammar of a sequence's answer forbids.
-
-    A chain that was drawn stays whole: cut by its own tokens it would no longer follow q.
-    """
+    """Without the nodes that the grammar forbids; a chain that was drawn stays whole, as q asks."""
     if state.constraint is None or proposal.q is not None or len(proposal.tree) == 1:
         return proposal
     return proposal.part(state.constraint.nodes(proposal.tree, state.tokens))

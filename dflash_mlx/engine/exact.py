@@ -11,7 +11,7 @@ last such case are computed again one by one, as plain decoding computed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -79,7 +79,6 @@ def _prompt_cache(target: Target, tokens: int) -> SequenceCache:
 
 
 def _greedy(target: Target, cache: SequenceCache, tokens: int) -> tuple[list[int], mx.array]:
-    """A plain answer from token 0 on, and the logits [tokens, V] after each of its tokens."""
     answer, rows = [0], []
     for _ in range(tokens):
         logits, _ = target.forward(mx.array(answer[-1:]), cache, Block(1))
@@ -92,11 +91,7 @@ def _greedy(target: Target, cache: SequenceCache, tokens: int) -> tuple[list[int
 def _wide_passes(
     target: Target, cache: SequenceCache, answer: list[int]
 ) -> Iterator[tuple[mx.array, int]]:
-    """Commit the answer by passes of several rows.
-
-    Yields the logits of the rows that will stay and where in the answer they begin, before the
-    pass is committed.
-    """
+    """Commit the answer by passes of several rows; before that, the logits kept and their place."""
     at, last, number = 0, len(answer) - 1, 0
     remaining = target.context_length - cache.length - last
     while at < last:
@@ -118,7 +113,6 @@ def _block(target: Target, kept: int, width: int) -> Block:
 
 
 def _spread(logits: mx.array, plain: mx.array) -> float:
-    """Largest amount by which a difference of two logits of one row is off."""
     off = mx.nan_to_num(logits.astype(mx.float32) - plain.astype(mx.float32))
     return (off.max(axis=-1) - off.min(axis=-1)).max().item()  # type: ignore[return-value]
 
@@ -131,32 +125,24 @@ def lead(logits: mx.array) -> tuple[mx.array, mx.array]:
     return best[..., 0], logits.max(axis=-1) - others.max(axis=-1)
 
 
-class NearTieGuard:
-    """The acceptance rule of `--exact`, for greedy decoding.
-
-    Plain decoding from the same prompt cache gives the same tokens, as long as the noise is no
-    larger than was measured. Only forks of the state's cache are written.
-    """
+class NearTieGuard(TargetSampling):
+    """The rule of `--exact`: plain decoding's tokens, as far as the noise is what was measured."""
 
     def __init__(self, target: Target, sampler: Sampler, noise: Noise) -> None:
-        self.target, self.sampler, self.noise = target, sampler, noise
-        self._match = TargetSampling(sampler)
-        self.needs_history = sampler.needs_history
+        super().__init__(sampler)
+        self.target, self.noise = target, noise
         self._twin: SequenceCache | None = None  # written by one-row passes alone since the prompt
         self._plain_rows = 0  # that the state's own cache has, the first ones
-
-    @property
-    def remembers(self) -> bool:
-        return self._twin is not None
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """As `TargetSampling`, with every near-tie decided as plain decoding decides it."""
         if self._twin is None:  # the token behind the prompt
             self._twin, self._plain_rows = state.cache.fork(), state.position
+            self.remembers = True
         untouched = state.position == self._plain_rows
         if untouched and verdict.is_plain:
             self._plain_rows += state.anchor.size  # none behind the prompt, which is committed
-            return replace(self._match.accept(verdict, state), near_ties=NearTies())
+            return replace(super().accept(verdict, state), near_ties=NearTies())
         look = _CloserLook(self, verdict, state, untouched)
         accepted = accept(verdict.tree, look.choose)
         return replace(accepted, near_ties=look.ties)
@@ -184,13 +170,11 @@ class _CloserLook:
 
     @cached_property
     def leads(self) -> tuple[mx.array, mx.array]:
-        """Of all nodes, see `lead`."""
         found = lead(self.verdict.logits)
         mx.eval(found)
         return found
 
     def choose(self, path: tuple[int, ...]) -> int:
-        """Plain decoding's token after the nodes in `path`."""
         token, margin = self._lead(path)
         noise, plain = self.guard.noise, self.verdict.is_plain
         if margin >= self._scaled(noise.cache if plain else noise.wide):
@@ -226,7 +210,6 @@ class _CloserLook:
         return noise * max(penalty, 1 / penalty)
 
     def _one_row(self, path: tuple[int, ...]) -> mx.array:
-        """Logits [V] after the path's last token, by a pass over it alone."""
         fork = self.state.cache.fork()
         fork.commit(path[:-1])
         tokens = self.verdict.ids[path[-1] :][:1]
@@ -235,3 +218,32 @@ class _CloserLook:
     def _before(self, path: tuple[int, ...]) -> list[int]:
         drafted = self.verdict.tree.drafted
         return [*self.state.tokens, *(drafted[node - 1] for node in path[1:])]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an answer first leaves the plain one."""
+
+    position: int
+    margin: float | None  # between the two tokens' logits; None where one answer just goes on
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether the order of floating-point sums can explain it."""
+        return self.margin is not None and self.margin < 1e-3
+
+
+def first_difference(
+    target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]
+) -> Difference | None:
+    """Compare two answers; the margin comes from one fresh pass over the shared tokens."""
+    pairs = enumerate(zip(plain, other, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(other)))
+    if at == len(plain) == len(other):
+        return None
+    if at in (len(plain), len(other)):
+        return Difference(at, None)
+    tokens = mx.array([*prompt, *plain[:at]])
+    logits, _ = target.forward(tokens, target.new_cache(), Block(tokens.shape[0]))
+    margin = mx.abs(logits[-1, plain[at]] - logits[-1, other[at]])
+    return Difference(at, margin.item())  # type: ignore[arg-type]

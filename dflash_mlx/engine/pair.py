@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,21 +22,13 @@ _T = TypeVar("_T")
 class DraftModel(Protocol):
     """A draft model bound to its target; drafters of its family know what else it can do."""
 
-    @property
-    def family(self) -> str:
-        """Which methods can run it, see `Method.family`."""
+    family: ClassVar[str]  # which methods can run it, see `Method.family`
+    aux_layers: tuple[int, ...]  # target layers (0-based) whose output it reads
+    module: nn.Module  # its own network
 
     @property
     def block_size(self) -> int:
         """The largest block that it was trained for, the anchor included."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers (0-based) whose output it reads."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Its own network."""
 
     def new_context(self) -> Context:
         """An empty context for one sequence."""
@@ -45,10 +37,7 @@ class DraftModel(Protocol):
         """Draft only the first `size` of all `tokens` [V], and those that a conversation has."""
 
     def try_out(self, context: Context) -> mx.array:
-        """Logits of one draft behind a context, 0 for tokens that it never drafts.
-
-        Loading looks at their numbers, so nothing else may be infinite.
-        """
+        """Logits of one draft, which loading looks at: finite, and 0 for tokens never drafted."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +91,7 @@ class Pair:
         return Capabilities(families, self.target.takes_trees, self.preset)
 
     def of(self, family: str, method: str = "") -> list[DraftModel]:
-        """The draft models of a family, at least one; one that is known is loaded when asked for.
-
-        method: who asks. Raises DFlashError where there is none.
-        """
+        """The draft models of a family, loaded when asked for; DFlashError naming `method`."""
         if found := [model for model in self.drafters if model.family == family]:
             return found
         if found := self.recall(("draft models", family), lambda: self.further(family)):
@@ -123,19 +109,20 @@ class Pair:
             self.learned[key] = learn()
         return self.learned[key]  # type: ignore[no-any-return]
 
-    def calibrate(
-        self, again: bool = False, progress: Callable[[int, int], object] = lambda done, all: None
-    ) -> None:
+    def calibrate(self, again: bool = False) -> None:
         """Time passes of the target, so that a budget need not learn from its rounds what pays.
 
-        What this machine took before is read from the disk. again: measure all the same, once in a
-        program. progress: hears of passes that are done, and of all.
+        What this machine took before is read from the disk. again: measure all the same.
         """
-        for done, total in self.calibrating(again):
-            progress(done, total)
+        for _ in self.calibrating(again):
+            pass
 
     def calibrating(self, again: bool = False) -> Generator[tuple[int, int], None, None]:
-        """The same in steps: passes that are done, and of all."""
+        """Time passes of the target, so that a budget knows what pays: those done, and all.
+
+        What this machine took before is read from the disk. again: measure all the same, once in a
+        program.
+        """
         yield from enumerate(calibrating(self.target, again), 1)
 
     def require_drafter(self) -> DraftModel:

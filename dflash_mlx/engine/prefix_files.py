@@ -11,24 +11,29 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 from safetensors import SafetensorError, safe_open
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Piece, Prompt
-from dflash_mlx.engine.cache_key import CacheKey
+from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.state import State
 from dflash_mlx.system.files import remove_abandoned, replace_safetensors
-from dflash_mlx.system.machine import describe_versions
+from dflash_mlx.system.machine import describe_versions, model_key
 from dflash_mlx.system.safetensors_header import read_header
+from dflash_mlx.verifier.model import Target
 
+_FORMAT = 2  # of what states save; another number makes files of before useless
 WORTH = 256  # tokens that are faster read from a disk than by the model
 SPARE = 10**9  # bytes of the disk that are left to others
 _SUFFIX = ".safetensors"
@@ -36,6 +41,63 @@ _TOKENS = "0"  # the name of the tokens, which states save first
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, DFlashError)
 
 Keys = npt.NDArray[np.int64]  # of tokens, see `Prompt.key_at`
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What wrote a state; one can go on with another's where the two are equal."""
+
+    target: Target
+    aux_layers: tuple[int, ...]  # target layers that the drafter's context was told of
+    settings: Hashable  # of all caches
+    networks: tuple[nn.Module, ...] = field(compare=False)  # of the context
+    # Of the networks, since modules are dictionaries and compare by their weights. Whoever keeps a
+    # key keeps the networks, so no other network gets these ids.
+    ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, target: Target, drafter: Drafter, state: State) -> CacheKey:
+        networks, settings = state.context.kind
+        kinds = state.cache.kind, settings
+        return cls(target, drafter.aux_layers, kinds, networks, tuple(map(id, networks)))
+
+    def fingerprint(self) -> str:
+        """The same in another process only for the same weights, settings, machine and versions."""
+        target = self.target
+        parameters = target.parameters()
+        return model_key(
+            target.name,
+            parameters,
+            _FORMAT,
+            weights_digest(parameters),
+            type(target.model).__module__,
+            getattr(target.model, "args", None),  # what is in no weight, such as scales of rope
+            self.aux_layers,
+            self.settings,
+            [weights_digest(_named(network)) for network in self.networks],
+        )
+
+
+def _named(network: nn.Module) -> list[tuple[str, mx.array]]:
+    return tree_flatten(network.parameters())  # type: ignore[return-value]
+
+
+def weights_digest(parameters: Iterable[tuple[str, mx.array]]) -> str:
+    """Of names and of all numbers: the sums of each matrix' rows and columns, bit by bit.
+
+    Reads the weights twice, which takes as long as two tokens of plain decoding.
+    """
+    digest, sums = hashlib.sha256(), []
+    for name, array in parameters:
+        matrix = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+        wide = matrix.shape[1] * matrix.itemsize % 4 == 0
+        bits = matrix.view(mx.uint32 if wide else mx.uint8).astype(mx.uint32)
+        sums += [bits.sum(axis=0), bits.sum(axis=1)]
+        digest.update(f"{name} {array.shape} {array.dtype} ".encode())
+    mx.eval(sums)
+    for part in sums:
+        digest.update(np.array(part).tobytes())
+    return digest.hexdigest()
 
 
 class PrefixFiles:
@@ -121,7 +183,6 @@ class PrefixFiles:
         return True
 
     def _of(self, key: str) -> Iterator[Path]:
-        """Those that were written under a key, by whatever process, and whose tokens are known."""
         for file in self._files(f"{key}-*"):
             try:
                 if file.name not in self._known:
@@ -136,7 +197,6 @@ class PrefixFiles:
         return self._keys[cache_key]
 
     def _check_versions(self, file: Path) -> None:
-        """Remove what another version has written; it cannot be of use again."""
         try:
             with safe_open(file, framework="numpy") as opened:
                 if opened.metadata()["versions"] != self._versions:
@@ -151,7 +211,6 @@ class PrefixFiles:
         return []
 
     def _evict(self) -> None:
-        """Remove what was used least recently, until the rest is within the limit."""
         found = []
         for file in self._files():
             with suppress(OSError):  # another program may be evicting, too
@@ -200,7 +259,6 @@ def _read(file: Path, key: str, state: State) -> None:
 
 
 def _digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
-    """Of all that a file says."""
     said = [metadata[name] for name in ("model", "versions", "key", "about")]
     digest = hashlib.sha256(repr(said).encode())
     for name in sorted(arrays):

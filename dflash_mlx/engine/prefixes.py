@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from dflash_mlx.core.prompt import Prompt
-from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.drafter import Drafter
-from dflash_mlx.engine.prefix_files import PrefixFiles
+from dflash_mlx.engine.prefix_files import CacheKey, PrefixFiles
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 
@@ -33,10 +32,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Keeps states of sequences that are over, the last used ones, for one thread.
-
-    Not for sequences of `exact`: their rows have to be those of one-row passes.
-    """
+    """States of sequences that are over, the last used ones, for one thread; none of `exact`."""
 
     def __init__(self, limit: int = 0, files: PrefixFiles | None = None) -> None:
         self.limit = limit  # bytes in memory; the newest state stays until another begins
@@ -48,11 +44,6 @@ class PrefixCache:
         """Bytes in memory; what a running sequence still shares is counted here as well."""
         return sum(entry.nbytes for entry in self._entries)
 
-    @property
-    def problem(self) -> str:
-        """A sentence about why nothing can be kept on the disk, "" where it can."""
-        return "" if self.files is None else self.files.problem
-
     def take(
         self,
         prompt: Prompt | Sequence[int],
@@ -62,9 +53,8 @@ class PrefixCache:
     ) -> State:
         """A state from which `State.reuse` keeps most of `prompt`; empty where there is none.
 
-        It is the caller's. Where the cache has no room for a copy it gives up its own, except where
-        the prompt needs less than half of it; then others have to leave the memory.
-        running: states of unfinished sequences with the same cache key, which go on as well.
+        It is the caller's. Where there is no room for a copy the cache gives up its own, unless the
+        prompt needs less than half of it. running: states of unfinished sequences, which go on.
         """
         prompt = Prompt.of(prompt)
 
@@ -99,16 +89,16 @@ class PrefixCache:
         mx.eval(state.cache.arrays, state.context.arrays)
         kept = state.fork()
         new = _Entry(CacheKey.of(target, drafter, kept), kept, kept.nbytes)
-        if (known := next((old for old in self._entries if old.covers(new)), None)) is not None:
-            new = known
+        new = next((old for old in self._entries if old.covers(new)), new)
         self._entries = [old for old in self._entries if not new.covers(old)]
         self._entries.append(new)
         self.shrink(self.limit, least=1)
 
-    def save(self) -> None:
-        """Write to the disk what is not there yet, as before the program ends."""
+    def save(self) -> str:
+        """Write to the disk what is not there yet; why that could not be, or ""."""
         for entry in self._entries:
             self._save(entry)
+        return "" if self.files is None else self.files.problem
 
     def clear(self) -> None:
         self._entries.clear()
@@ -116,7 +106,6 @@ class PrefixCache:
             self.files.clear()
 
     def _best(self, cache_key: CacheKey, prompt: Prompt) -> tuple[_Entry | None, int]:
-        """The entry with the longest usable prefix, of several the last used, and its length."""
         best, most = None, 0
         for entry in reversed(self._entries):
             if entry.cache_key == cache_key and (length := entry.state.match_length(prompt)) > most:

@@ -12,14 +12,18 @@ import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.tree import Tree, rows_on
-from dflash_mlx.engine.delta import Delta, logprobs_of
+from dflash_mlx.engine.delta import Delta, StopText, logprobs_of
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
+from dflash_mlx.engine.exact import NearTieGuard, noise_of
+from dflash_mlx.engine.grammar import MaskedSampler, constraint_of
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.text import StopText
-from dflash_mlx.engine.verify import AcceptanceRule, Verdict
+from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
 from dflash_mlx.verifier.model import Target
 
 
@@ -42,7 +46,7 @@ class Sequence:
         drafter: Drafter,
         prompt: Prompt,
         config: DecodeConfig,
-        rule: AcceptanceRule,
+        rule: TargetSampling,
         text: StopText | None = None,
     ) -> None:
         self.state, self.drafter, self.prompt = state, drafter, prompt
@@ -59,14 +63,6 @@ class Sequence:
         self._anchor = prompt.tokens[-1] if len(prompt) else 0
         self._plain_seconds = 0.0  # of a round of plain decoding, from the last that knew
         self.start_clock()
-
-    @property
-    def exact(self) -> bool:
-        """Whether its prompt is read by the passes that would read it alone.
-
-        The keys and values of others differ in the last bits.
-        """
-        return self.config.exact
 
     @property
     def is_reading(self) -> bool:
@@ -92,7 +88,7 @@ class Sequence:
         """
         first, last, rows = self.state.position, len(self.prompt), self.state.cache.tail
         step = self.config.prefill_step
-        most = step if self.exact else min(step, self.chunk_limit)
+        most = step if self.config.exact else min(step, self.chunk_limit)
         end = min(first + most, last)
         tail = last - min(rows + 1, most) if rows else last
         return (tail if first < tail < end else end) - first
@@ -115,10 +111,7 @@ class Sequence:
         self.looked_for_prefix = False
 
     def end_prompt(self, logits: mx.array) -> Round | None:
-        """Take in the logits [1, V] after a prompt; an answer that had begun goes on there.
-
-        Otherwise the token after it is a round that drafts nothing and takes no pass.
-        """
+        """Take in the logits [1, V] after a prompt; the first token is a round without a pass."""
         self.state.end_prompt(logits)
         self.status = Status.DECODE
         if self._preempted_at is not None:
@@ -128,7 +121,7 @@ class Sequence:
         self.resume()
         self.statistics.prefill_seconds = self._resumed - self._begin
         nothing = Proposal(Tree.chain())
-        first = self.accept(Verdict(nothing, self.state.anchor, logits, None))
+        first = self.accept(Verdict(nothing, self.state.anchor, logits))
         self.state.begin(first)
         return Round(nothing, first)
 
@@ -163,7 +156,6 @@ class Sequence:
         )
 
     def start_clock(self) -> None:
-        """The time to the first token counts from here."""
         self._begin = self._resumed = time.perf_counter()
 
     def resume(self) -> None:
@@ -188,3 +180,44 @@ class Sequence:
             return None
         asked = self.statistics.generated_tokens >= self.config.max_tokens
         return "length" if asked else "context"
+
+
+def make_sequence(
+    pair: Pair, prompt: Prompt, config: DecodeConfig, drafter: Drafter, alone: bool
+) -> Sequence:
+    """A sequence of which nothing was read.
+
+    alone: no other will be in its passes, so plain decoding has no near-ties to decide. Raises
+    DFlashError where the prompt or the grammar does not fit the pair.
+    """
+    target = pair.target
+    check_length(target, prompt)
+    config = replace(config, exact=config.guarded if alone else config.exact)
+    state = State(target.new_cache(), drafter.new_context())
+    state.constraint = constraint_of(pair, config, len(prompt))
+    state.end = min(len(prompt) - 1 + config.max_tokens, target.context_length - 1)
+    rule, text = acceptance_rule(target, state, config), StopText(pair.tokenizer, config.stop)
+    return Sequence(state, drafter, prompt, config, rule, text)
+
+
+def check_length(target: Target, prompt: Prompt) -> None:
+    """Raise DFlashError for a prompt that is empty or leaves no room for an answer."""
+    limit = target.context_length
+    if not len(prompt):
+        raise DFlashError("the prompt is empty", "give at least one token")
+    if len(prompt) >= limit:
+        raise DFlashError(
+            f"the prompt has {len(prompt)} tokens, but {target.name} can hold "
+            f"{limit} with the answer",
+            "shorten the prompt or begin a new conversation",
+        )
+
+
+def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> TargetSampling:
+    """The acceptance rule that the settings ask for, under the answer's grammar."""
+    sampler = Sampler(config.sampling)
+    if state.constraint is not None:
+        sampler = MaskedSampler(sampler, state.constraint)
+    if config.exact:
+        return NearTieGuard(target, sampler, noise_of(target))
+    return RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)

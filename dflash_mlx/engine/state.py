@@ -12,8 +12,8 @@ import mlx.nn as nn
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.prompt import Piece, Prompt
 from dflash_mlx.core.tree import rows_on
-from dflash_mlx.engine.constraint import Constraint
-from dflash_mlx.verifier.saved import Saved, join, split
+from dflash_mlx.engine.grammar import Constraint
+from dflash_mlx.verifier.block import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
 Kind = tuple[tuple[nn.Module, ...], Hashable]  # networks, and settings of what they keep
@@ -37,10 +37,7 @@ class Context(Protocol):
         """
 
     def refill_from(self, length: int) -> int:
-        """From where on tokens have to be taken in again for drafts behind `length` tokens.
-
-        `length`, where it can go back there without that.
-        """
+        """From where on tokens have to be taken in again for drafts behind `length` tokens."""
 
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -79,10 +76,7 @@ class State:
         self._unread: list[Accepted] = []  # of rounds that may still be running
 
     def restore_from(self, other: State) -> None:
-        """Take over what another holds, which is then of no more use.
-
-        Its answer, if any, is not taken over; `end` and `constraint` stay.
-        """
+        """Take over another's caches, not its answer; the other is of no more use."""
         self.cache, self.context, self.last = other.cache, other.context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread, self.pieces = other.tokens, [], other.pieces
@@ -94,7 +88,6 @@ class State:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the answer has its first token."""
         return self.anchor.size > 0
 
     @property
@@ -151,7 +144,6 @@ class State:
         self.cache.mark(self.position - 1)
 
     def begin(self, first: Accepted) -> None:
-        """Make the first token of an answer the anchor."""
         self.last = None
         self._set_anchor(first)
 
@@ -171,8 +163,7 @@ class State:
         """Go back to the longest prefix shared with `prompt`; return its length.
 
         The last token of `prompt` is never reused: its pass says how the answer begins. Where a
-        sliding window or a recurrent state has no way back to that prefix, less of it is reused, or
-        none. A drafter's window is no more to be computed again than it is long.
+        window or a recurrent state has no way back to that prefix, less of it is reused, or none.
         """
         self.trim(min(self._common_prefix(prompt), self.context.length))
         return self.position
@@ -182,7 +173,6 @@ class State:
         return self.nearest(min(self._common_prefix(prompt), self.context.length))
 
     def _common_prefix(self, prompt: Prompt) -> int:
-        """Committed tokens that `prompt` begins with, its last one left out."""
         known = zip(self.keys, prompt.keys[:-1], strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
 
@@ -194,10 +184,7 @@ class State:
         return length
 
     def trim(self, length: int) -> None:
-        """Forget the tokens from `length` on, and as many before as the caches cannot do without.
-
-        The next answer gives a new anchor.
-        """
+        """Forget the tokens from `length` on, and those before that the caches need anew."""
         self.anchor = mx.array([], dtype=mx.int32)
         length = self.cache.rewind(self.nearest(length))
         self.context.trim(length)

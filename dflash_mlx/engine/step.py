@@ -45,11 +45,11 @@ class _Verify:
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
     def commit(self, target: Target, found: Found, shared: bool, observer: Observer) -> Round:
-        state, ids = self.sequence.state, self.rows.tokens
-        verdict = Verdict(self.proposal, ids, *found, target.kernels, shared)
+        state, ids, (logits, features) = self.sequence.state, self.rows.tokens, found
+        verdict = Verdict(self.proposal, ids, logits, target.kernels, shared)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
-        state.commit(accepted, ids, verdict.features, self.proposal.forced)
+        state.commit(accepted, ids, features, self.proposal.forced)
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -95,9 +95,9 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     }
     verify = [_Verify(e, p) for e, p in proposals.items() if not isinstance(p, Exception)]
     prefill = [_Prefill(each, target, each.next_chunk()) for each in reading]
-    alone = [part for part in prefill if part.sequence.exact]
+    alone = [part for part in prefill if part.sequence.config.exact]
     joined: list[_Verify | _Prefill] = [*verify]
-    joined += [part for part in prefill if not part.sequence.exact]
+    joined += [part for part in prefill if not part.sequence.config.exact]
 
     trees = [part.proposal.tree for part in verify]
     known = all(tree.is_known for tree in trees)
@@ -143,10 +143,7 @@ def propose(
 
 
 def _forced(state: State) -> Proposal | None:
-    """The tokens that the grammar leaves no choice of; None where there is one.
-
-    No draft model is asked: what it proposed would have to begin with these tokens.
-    """
+    """What the grammar leaves no choice of; a draft would have to begin with these tokens."""
     if state.constraint is None:
         return None
     tree = state.constraint.forced_tree(state.tokens, state.remaining - 1)
@@ -156,7 +153,6 @@ def _forced(state: State) -> Proposal | None:
 def _drafted(
     decoding: abc.Sequence[Sequence], observer: Observer
 ) -> dict[Sequence, Proposal | Exception]:
-    """A tree for each sequence, drafter by drafter: one drafts for all of its own at once."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
     found: dict[Sequence, Proposal | Exception] = {}
     for key, drafter in drafters.items():
@@ -176,10 +172,7 @@ def _drafted(
 def forward(
     target: Target, parts: abc.Sequence[_Verify | _Prefill], observer: Observer
 ) -> list[Found | Exception]:
-    """Prepare the pass over all parts; where it cannot be, one over each part.
-
-    Nothing is evaluated yet, so that this can be done while a draft is still running.
-    """
+    """Prepare, unevaluated, the pass over all parts; where it cannot be, one over each part."""
     if not parts:
         return []
     found = guarded(partial(_forward, target, parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -24,7 +24,6 @@ class Verdict:
     proposal: Proposal
     ids: mx.array  # [N] their tokens
     logits: mx.array  # [N, V] for the token after each node
-    features: mx.array | None  # [N, m*d] states of auxiliary layers, where the drafter reads them
     kernels: Kernels | None = None  # the target's
     shared: bool = False  # whether rows of other sequences were in the pass
 
@@ -44,14 +43,10 @@ class Verdict:
 
     @cached_property
     def greedy(self) -> Any:
-        """The same on the host, a list."""
         return self.argmax.tolist()
 
     def choices(self, sampler: Sampler, state: State) -> Choose:
-        """The target's token after a path, as `accept` asks for it.
-
-        Starts the pass. With drafts to compare this waits for it; after a lone root it does not.
-        """
+        """The target's token after a path. Starts the pass; only drafts to compare make it wait."""
         mx.async_eval(self.argmax if sampler.is_argmax else self.logits)
         if not sampler.is_argmax:
             return self._sampled(sampler, state)
@@ -71,7 +66,6 @@ class Verdict:
         return Accepted(self.tree, tuple(path[:length]), token)
 
     def _sampled(self, sampler: Sampler, state: State) -> Choose:
-        """Draw at a node only when it is reached."""
         before = state.tokens if sampler.needs_history else []
         position = state.next_position
         if len(self.tree) > 1:
@@ -88,13 +82,10 @@ class Verdict:
         return choose
 
 
-def _on_host(tokens: mx.array) -> Any:
-    return tokens.tolist()
-
-
 def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
     """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
-    greedy, above, drafts = _on_host(choices), _on_host(parents), _on_host(tokens[1:])
+    on_host: list[Any] = [each.tolist() for each in (choices, parents, tokens[1:])]
+    greedy, above, drafts = on_host
     found = accept(Tree(tuple(drafts), tuple(above)), lambda path: greedy[path[-1]])
     unused = [-1] * (len(greedy) - len(found.path))
     return mx.array([len(found.path), found.token, *found.path, *unused])
@@ -103,35 +94,22 @@ def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.
 WALK = replace(TREE_WALK, reference=_walk_on_host)
 
 
-class AcceptanceRule(Protocol):
-    """Decides which nodes of a verified tree to keep; the caches stay as they are."""
-
-    needs_history: bool  # asks for the tokens before a node, so no round can run ahead of another
-
-    @property
-    def remembers(self) -> bool:
-        """Whether it has caches of its own, which reading the tokens again does not give back."""
-
-    def accept(self, verdict: Verdict, state: State) -> Accepted:
-        """The accepted path and the target's token after it."""
-
-
 class TargetSampling:
-    """Take the target's token at a node, follow the child that carries it (see `accept`)."""
+    """The acceptance rule: take the target's token at a node, follow the child that carries it."""
 
-    remembers = False
+    remembers = False  # has caches of its own, which reading the tokens again does not give back
 
     def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.needs_history = sampler.needs_history
+        self.sampler = sampler
+        self.needs_history = sampler.needs_history  # so no round can run ahead of another
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
-        walked = verdict.greedy_walk() if self._sampler.is_argmax else None
-        return walked or accept(verdict.tree, verdict.choices(self._sampler, state))
+        walked = verdict.greedy_walk() if self.sampler.is_argmax else None
+        return walked or accept(verdict.tree, verdict.choices(self.sampler, state))
 
 
-class RejectionSampling:
+class RejectionSampling(TargetSampling):
     """Rejection sampling of chains that know what they were drawn from; other trees are matched.
 
     Exact (arXiv 2211.17192), with p of the target and q of the draft: every token follows p. A
@@ -139,35 +117,28 @@ class RejectionSampling:
     p(d).
     """
 
-    remembers = False
-
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
-        self.needs_history = sampler.needs_history
-        self._match = TargetSampling(sampler)
-
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Keep drafts up to the first that is rejected; then one token from p or what is left."""
         q, drafted = verdict.proposal.q, len(verdict.tree) - 1
         if q is None or drafted == 0:
-            return self._match.accept(verdict, state)
+            return super().accept(verdict, state)
         position = state.next_position
         p = self._laws(verdict, state)
-        keys = [self._sampler.key(position + k, KEEP) for k in range(drafted)]
+        keys = [self.sampler.key(position + k, KEEP) for k in range(drafted)]
         u = mx.stack([mx.random.uniform(key=key) for key in keys])
         k = int(kept(p[:-1], q, verdict.ids[1:], u).item())  # type: ignore[arg-type]
         law = p[k] if k == drafted else remainder(p[k], q[k])
-        token = mx.random.categorical(mx.log(law)[None], key=self._sampler.key(position + k))
+        token = mx.random.categorical(mx.log(law)[None], key=self.sampler.key(position + k))
         return Accepted(verdict.tree, tuple(range(k + 1)), token)
 
     def _laws(self, verdict: Verdict, state: State) -> mx.array:
         """P [N, V] after every node of the chain."""
-        if not self._sampler.needs_history:
-            return self._sampler.law(verdict.logits, [])
+        if not self.sampler.needs_history:
+            return self.sampler.law(verdict.logits, [])
         tokens = [*state.tokens, *verdict.tree.drafted]
         first = len(state.tokens)
         rows = range(verdict.logits.shape[0])
-        laws = [self._sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
+        laws = [self.sampler.law(verdict.logits[k], tokens[: first + k]) for k in rows]
         return mx.stack(laws)
 
 

@@ -18,9 +18,8 @@ import mlx.core as mx
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.ranks import is_lost
 from dflash_mlx.ranks.group import END, Found, Ranks
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Saved
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.saved import Saved
 from dflash_mlx.verifier.sequence import Rows, SequenceCache
 from kernels_metal.dispatch import Mode
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_mlx.engine.text import BEGIN, END, begun
+from dflash_mlx.engine.delta import BEGIN, END, begun
 
 WORDS, THOUGHT, CALL = "words", "thought", "call"
 PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)

@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
+from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.text import opens_thought
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, ChatBody, Conversation, decoding

@@ -7,20 +7,27 @@ from bisect import bisect_right
 from collections import abc, deque
 from collections.abc import Hashable, Iterable
 from functools import partial
+from weakref import WeakKeyDictionary
 
+import mlx.core as mx
+
+from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
-from dflash_mlx.engine.cache_key import CacheKey
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.sequence import Sequence, Status
+from dflash_mlx.engine.sequence import Sequence, Status, make_sequence
+from dflash_mlx.engine.state import State
 from dflash_mlx.engine.step import guarded, step
-from dflash_mlx.session.cache_memory import CacheMemory
-from dflash_mlx.session.new_sequence import make_sequence
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import STEP
+from dflash_mlx.verifier.model import Target
 
 LONGEST = 1.75  # times a step without prompts that one with a chunk of a prompt may take
 UNUSED = 8  # drafters that are kept for answers to come: a draw of each temperature has its own
@@ -28,6 +35,57 @@ _LEAST_CHUNK, _UNTIMED_CHUNK = 8, 64  # rows
 _WORTH_SHARING = 64  # tokens that two prompts begin with
 
 Said = list[tuple[Sequence, Delta | Exception]]  # what a step brings, in order
+
+
+class CacheMemory:
+    """Bytes of the caches of target and drafter, with a limit."""
+
+    def __init__(self, target: Target, limit: int | None) -> None:
+        self.limit = limit  # bytes, None for no limit
+        self._target = target
+        # By drafter: bytes of STEP tokens, and of twice as many.
+        self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
+
+    def check(self, sequence: Sequence) -> None:
+        """Raise DFlashError for a sequence that alone would not fit."""
+        if self.limit is None:
+            return
+        tokens = sequence.state.end + 1
+        if (need := self.bytes_of(sequence.drafter, tokens)) > self.limit:
+            raise DFlashError(
+                f"an answer of up to {tokens} tokens, the prompt included, takes {amount(need)}, "
+                f"more than the limit of {amount(self.limit)}",
+                "ask for a shorter one, shorten the prompt, or raise the limit",
+            )
+
+    def left(self, running: Iterable[Sequence]) -> int | None:
+        """Bytes that these leave to others, perhaps below 0; None without a limit."""
+        return None if self.limit is None else self.limit - self.used(running)
+
+    def used(self, running: Iterable[Sequence]) -> int:
+        return sum(map(self.reserved, running))
+
+    def reserved(self, sequence: Sequence) -> int:
+        """Bytes that a sequence takes, or will as soon as its prompt is read."""
+        now = sequence.state.nbytes
+        if self.limit is None or not sequence.is_reading:
+            return now
+        prompt = self.bytes_of(sequence.drafter, len(sequence.prompt) + 1)
+        return max(now, sequence.preempted_nbytes, prompt)
+
+    def bytes_of(self, drafter: Drafter, tokens: int) -> int:
+        """What a sequence of so many tokens takes, by two short passes per drafter."""
+        if drafter not in self._sizes:
+            state, sizes = State(self._target.new_cache(), drafter.new_context()), []
+            for rows in (STEP, STEP):
+                ids, layers = mx.zeros(rows, mx.int32), drafter.aux_layers
+                _, features = self._target.forward(ids, state.cache, Block(rows), layers)
+                state.cache.commit(range(rows))
+                state.context.append(ids, features)
+                sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
+            self._sizes[drafter] = sizes
+        least, more = self._sizes[drafter]
+        return least + (more - least) * (tokens // STEP)
 
 
 class Scheduler:
@@ -69,7 +127,6 @@ class Scheduler:
 
     @property
     def used(self) -> int:
-        """Bytes of the running sequences, those that prompts will need included."""
         return self.memory.used(self.running)
 
     def submit(
@@ -147,10 +204,7 @@ class Scheduler:
         return said
 
     def _schedule(self) -> tuple[list[Sequence], Said]:
-        """Who takes part in the next pass, and those that could not begin.
-
-        Prompts ride along, the oldest first, as far as the others' answers can bear it.
-        """
+        """Who takes part in the next pass, and those that could not begin."""
         self._admit()
         failed: Said = []
         ready: list[Sequence] = []
@@ -176,7 +230,6 @@ class Scheduler:
         return [each for each in self.running if each.chunk_limit or not each.is_reading], failed
 
     def _admit(self) -> None:
-        """Begin with those that wait, as long as there is memory for what they read."""
         while self.waiting and len(self.running) < self.most:
             first = self.waiting[0]
             left = self.memory.left(self.running)
@@ -187,7 +240,7 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence, older: abc.Sequence[Sequence]) -> bool:
         """Let it go on from what others have read. False: it waits for what an older one reads."""
-        if self.prefixes is None or sequence.exact or sequence.looked_for_prefix:
+        if self.prefixes is None or sequence.config.exact or sequence.looked_for_prefix:
             return True
         if sequence.state.position:  # whoever made it has read that
             return True
@@ -195,7 +248,8 @@ class Scheduler:
         alike = [
             each
             for each in older
-            if not each.exact and CacheKey.of(self.target, each.drafter, each.state) == cache_key
+            if not each.config.exact
+            and CacheKey.of(self.target, each.drafter, each.state) == cache_key
         ]
         recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
         if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
@@ -207,11 +261,7 @@ class Scheduler:
         return True
 
     def _bearable(self, decoding: abc.Sequence[Sequence], position: int) -> int:
-        """Rows of a prompt with which a step takes at most `LONGEST` times what it takes without.
-
-        position: where they begin. What is read of all contexts together counts by rows, and no
-        answer's for less than it is long.
-        """
+        """Prompt rows from `position` on that make a step at most `LONGEST` times as long."""
         times, trees = self.target.pass_times, max(1, self._rows)
         if times is None:
             return _UNTIMED_CHUNK
@@ -243,8 +293,7 @@ class Scheduler:
         return said
 
     def _keep_prefix(self, sequence: Sequence) -> None:
-        """Let others go on from what a sequence has read; where that fails they read it again."""
-        if self.prefixes is not None and not sequence.exact:
+        if self.prefixes is not None and not sequence.config.exact:
             guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
 
     def _begin_those_behind(self, sequence: Sequence) -> None:
@@ -259,7 +308,6 @@ class Scheduler:
         return False
 
     def _make_room_for_running(self) -> None:
-        """Let prefixes go that take the memory of those that run."""
         left = self.memory.left(self.running)
         if self.prefixes is not None and left is not None:
             self.prefixes.shrink(max(0, left))

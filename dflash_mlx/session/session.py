@@ -16,7 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.methods import settle
-from dflash_mlx.engine.delta import Answer, Delta, collect
+from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.grammar import constraint_of
@@ -25,7 +25,6 @@ from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.engine.text import BEGIN, opens_thought
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
 from dflash_mlx.system.machine import available_memory
@@ -75,7 +74,6 @@ class Session:
         return self._deltas(scheduler, scheduler.submit(tokens, self.config))
 
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
-        """Step until the answer is over; empty caches where a pass broke off half-way."""
         self.state = sequence.state
         sequence.start_clock()
         try:
@@ -117,7 +115,6 @@ def stream(
 
     prompt: a user's text, or a conversation as messages with "role" and "content".
     Raises DFlashError for an empty or too long prompt and for settings that do not fit the pair.
-    For conversations with reused caches see `Session`.
     """
     tokens = prompt_tokens(pair.tokenizer, prompt, system, template=pair.template)
     return Session(pair, config).stream(tokens, observer)
@@ -152,10 +149,7 @@ class Responder:
     def answer(
         self, asked: Question, observer: Observer | None = None
     ) -> Generator[Delta, None, None]:
-        """A delta per round; a thought that the chat template opened is opened in the text.
-
-        Raises DFlashError as `prompt_tokens` and `Session` do.
-        """
+        """A delta per round; a thought that the chat template opened is opened in the text."""
         pair = self.pair
         tokens = prompt_tokens(pair.tokenizer, asked.messages, asked.system, template=pair.template)
         session = Session(pair, asked.config, self.prefixes, self._drafters)
@@ -165,10 +159,7 @@ class Responder:
             opening = ""
 
     def plain_speed(self) -> tuple[float, str]:
-        """Tokens per second that the timed passes allow without drafts, and the day of the timing.
-
-        0 and "" where nothing was timed.
-        """
+        """Tokens per second without drafts by the timed passes, and their day; 0 and "" without."""
         target = self.pair.target
         if target.pass_times is None:
             return 0.0, ""

@@ -83,10 +83,7 @@ def read_messages(file: Path) -> list[Message]:
 
 
 def check_messages(messages: Any, source: str) -> list[Message]:
-    """Messages with role and content texts; DFlashError naming `source` for anything else.
-
-    The content may be a list of text parts, as in OpenAI's format; they become one text.
-    """
+    """Messages of texts, or of text parts (OpenAI); DFlashError naming `source` for others."""
     if not isinstance(messages, list) or not messages:
         raise DFlashError(f"{source} holds no messages", f"give {_SHAPE}")
     checked = []

@@ -71,7 +71,7 @@ class Job(Observer):
             raise _Cancelled
 
     def advance(self) -> bool:
-        """Post the next event of the work; where there is none, Ended or Failed, and True."""
+        """Post the work's next event, or that it is over: True."""
         self.begun.set()
         last: Ended | Failed = Ended()
         try:
@@ -94,18 +94,11 @@ News = list[tuple["Request | Job", object]]
 
 
 class _Cancelled(GeneratorExit):
-    """A job was cancelled between two prefill passes.
-
-    A GeneratorExit, because that is what a session takes for leaving it between two passes: its
-    caches keep what they have.
-    """
+    """A session takes a GeneratorExit for leaving it between two passes: its caches stay."""
 
 
 class Worker:
-    """Runs jobs and answers requests, on a thread of its own.
-
-    The thread is a daemon: a pass that hangs does not keep the program from ending.
-    """
+    """Runs jobs and requests on a daemon thread: a pass that hangs does not keep the program."""
 
     def __init__(self, post: Callable[[News], object]) -> None:
         self.used = 0  # bytes of all caches after one of the last steps
@@ -135,10 +128,7 @@ class Worker:
         return future
 
     def run(self, work: Work, idle: bool = False) -> Job:
-        """Queue a job. work: yields its events; closed where the job is cancelled.
-
-        idle: it goes on only while there is nothing else to do, from event to event.
-        """
+        """Queue a job that yields its events. idle: it goes on only while nothing else is to do."""
         job = Job(work, lambda event: self._post([(job, event)]))
 
         def order() -> None:
@@ -169,16 +159,10 @@ class Worker:
     def save(self) -> str:
         """Keep on the disk what was read, for the thread alone; why that could not be, or ""."""
         prefixes = None if self._scheduler is None else self._scheduler.prefixes
-        if prefixes is None:
-            return ""
-        prefixes.save()
-        return prefixes.problem
+        return "" if prefixes is None else prefixes.save()
 
     def close(self, seconds: float, last: Callable[[], object] | None = None) -> bool:
-        """Cancel the job that runs, do a last thing and end the thread.
-
-        False where it is busy after `seconds`.
-        """
+        """Cancel the running job, do `last`, end the thread; False if busy after `seconds`."""
         self._last = last
         if (running := self._running) is not None:
             running.cancelled.set()

@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
-from dflash_mlx.verifier.block import Block, JoinedMask, Mask
+from dflash_mlx.verifier.block import Block, Cache, JoinedMask, Mask, Saved
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.saved import Cache, Saved
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class LayerCache(Cache):
 
     @property
     def attends(self) -> bool:
-        """Whether it computes attention itself."""
         return self.kernels is not None and self.kernels.mode != "off"
 
     @property
@@ -75,7 +73,6 @@ class LayerCache(Cache):
 
     @property
     def places(self) -> mx.array:
-        """The position of each row of the pass, see `Block.places`."""
         return self.block.places(self.length)
 
     @property
@@ -94,7 +91,6 @@ class LayerCache(Cache):
         return 0 if self.window is None else max(0, self._oldest(self.length) - self._start)
 
     def begin(self, block: Block, plans: Plans | None = None) -> None:
-        """Announce the rows of the next pass. plans: of kernels, where any could run."""
         self.block, self.offset, self._plans = block, block.positions(self.length), plans
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -138,10 +134,7 @@ class LayerCache(Cache):
         return self._mask(self.block.visible, window)
 
     def block_mask(self, text: int = 0) -> mx.array | None:
-        """What rows of a draft see: their window before them and behind them; None for all.
-
-        text: the leading rows that see nothing behind themselves.
-        """
+        """What rows of a draft see, None for all; the first `text` rows see nothing behind them."""
         block, window = self.block, self.window
         if window is None and not text and block.is_run:
             return None
@@ -303,10 +296,7 @@ class JoinedLayer:
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, *, mask: Any = None, **how: Any
     ) -> mx.array:
-        """Attention of each sequence's rows [1, heads, N, D] to its own keys and values.
-
-        TypeError for a mask that the model made, or changed: then its sequences take turns.
-        """
+        """Attention of each sequence's rows; TypeError for a mask that is not `make_mask`'s own."""
         if mask is not None and not isinstance(mask, JoinedMask):
             raise TypeError("this model makes or changes masks")
         masks = [None] * len(self.parts) if mask is None else mask.of_each

@@ -86,10 +86,7 @@ def gated_mlp(stock: Call, group: Group) -> Call:
 
 
 def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call:
-    """The call of one attention module, whose steps are mlx-lm's but for norms and rope.
-
-    group: its queries, keys and values, where one product can give them.
-    """
+    """Qwen3's attention with norms and rope in one launch; group: of its queries, keys, values."""
     plans = Plans(kernels)
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -237,7 +234,6 @@ class Group:
         return x, arrays_of(self._whole), [*map(arrays_of, self.members)], self.packing
 
     def _join_alike(self) -> None:
-        """Put the weights of all groups of this shape side by side."""
         apart = [group for group in self._alike if not group._joined]
         for group in apart:
             group._join()

@@ -34,10 +34,7 @@ _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedd
 
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Route calls of this one module through `call(module, original, *args, **kwargs)`.
-
-    Where they go through an equal `call` already, they stay as they are.
-    """
+    """Route calls of this one module through `call(module, original, *args, **kwargs)`, once."""
     original = type(module)
     if any(call in vars(kind).get(_ROUTE, ()) for kind in original.__mro__):
         return

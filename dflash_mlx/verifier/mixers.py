@@ -78,11 +78,7 @@ class Paths:
 
 
 class Products:
-    """The linear modules of a model's mixers, which read most of their weights.
-
-    They can be given the places of paths and see nodes; and what they gave in a pass can be given
-    again for some of its rows, with no weight read a second time.
-    """
+    """The linear modules of mixers: they see each node once, and give again what they gave."""
 
     def __init__(self, mixers: Sequence[nn.Module]) -> None:
         kinds = nn.Linear, nn.QuantizedLinear
@@ -100,10 +96,7 @@ class Products:
     def of_call(
         self, noted: Noted | None, paths: Paths | None = None, known: Noted | None = None
     ) -> Iterator[None]:
-        """Within it what they give is noted, or given: what is `known` is not computed.
-
-        paths: their rows [B, L, d] stand for nodes, of which each is computed once.
-        """
+        """Within it products are noted, once per node of `paths`; `known` ones are not computed."""
         self._noted, self._paths, self._known = noted, paths, known or {}
         try:
             yield
@@ -159,7 +152,6 @@ class Call:
             self.on(part)
 
     def on(self, change: Callable[[Any], Any]) -> Any:
-        """Run it with its arguments changed, the state's place among them."""
         return self.changed(change)()
 
     def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:

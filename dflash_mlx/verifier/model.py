@@ -48,9 +48,8 @@ _CHAINS = "use --method dflash or --method ngram, which draft chains"
 class Target:
     """A language model that can verify chains, and with most families prefix trees.
 
-    model: an mlx-lm model. context_length: the most tokens a sequence may have.
-    name: what to call it on screen. Raises DFlashError for layers that no draft can be taken back
-    from.
+    model: an mlx-lm model. context_length: the most tokens a sequence may have. name: on screen.
+    Raises DFlashError for layers that no draft can be taken back from.
     """
 
     def __init__(self, model: Any, context_length: int, name: str) -> None:
@@ -81,7 +80,6 @@ class Target:
         self._hook()
 
     def _hook(self) -> None:
-        """Let heads and mixers' products ask for rows first, and then for kernels."""
         for head, name in self._heads:
             self._hooks.replace(head, name, self._on_rows(getattr(type(head), name)))
         if self._products is not None:
@@ -135,10 +133,6 @@ class Target:
             override(self.model.layers[i], partial(self._keep_output, i))
         self._tapped.update(layers)
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return tuple(sorted(self._tapped))
-
     def forward(
         self,
         tokens: mx.array,
@@ -171,10 +165,7 @@ class Target:
     def forward_all(
         self, sequences: Sequence[Rows], aux_layers: tuple[int, ...] = ()
     ) -> list[tuple[mx.array, mx.array | None]]:
-        """One pass over the rows of several sequences; of each what `forward` returns.
-
-        Where the model cannot take them together, they take turns.
-        """
+        """As `forward` for each sequence, in one pass where the model can take them together."""
         only_text = all(rows.embeddings is None for rows in sequences)
         if len(sequences) == 1 or not self.joins or not only_text:
             return [self.forward(*rows[:3], aux_layers, *rows[3:]) for rows in sequences]
@@ -282,10 +273,7 @@ class Target:
         return lambda states: module.as_linear(states)  # as it is then: hooks come and go
 
     def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
-        """As `head`, for the tokens `ids` [v] alone: states [..., d] to logits [..., v].
-
-        DFlashError for a head that is no matrix.
-        """
+        """The head for the tokens `ids` [v] alone; DFlashError for one that is no matrix."""
         module = self._head_module
         packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         if not packed and not isinstance(module, (nn.Linear, nn.Embedding)):

@@ -21,10 +21,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Cache, Saved
 from dflash_mlx.verifier.hooks import Hooks, override, through
 from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
-from dflash_mlx.verifier.saved import Cache, Saved
 
 if TYPE_CHECKING:
     from dflash_mlx.verifier.sequence import Forest
@@ -94,7 +93,6 @@ class RecurrentLayer(ArraysCache):
             return call() if running.paths is None else self.along(running.paths, kept)
 
     def along(self, paths: Paths, call: Call) -> Any:
-        """What a call returns for the nodes of a tree; the state stays as it is."""
         copies: Any = ArraysCache(len(self.cache))
         copies.cache = paths.copies(self.cache)
         return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
@@ -175,10 +173,7 @@ class RecurrentStates(Cache):
             layer.running = self._running
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keep the rows in `path`, each of which has to follow the one before in its pass.
-
-        Raises ValueError for other paths, and for a part of a prompt's pass of over MOST_ROWS.
-        """
+        """Keep the rows in `path`; ValueError where they are no path, or were not kept in part."""
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
@@ -294,12 +289,7 @@ class RecurrentStates(Cache):
 
 
 def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
-    """Hook the recurrent mixers of a model: passes with a RecurrentLayer keep their calls.
-
-    A mixer is a module that is given a layer's state and hands it to no module of its own. Which
-    they are is found by a pass that is never evaluated. Returns the names of mlx-lm's sources that
-    they are from, and their products. Raises DFlashError where no module is one.
-    """
+    """Let passes keep mixers' calls: mixers' mlx-lm sources and products. DFlashError for none."""
     mixers = _mixers(model, name)
     products = Products(mixers)
     for mixer in mixers:

@@ -33,9 +33,8 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 class Kernels:
     """The kernels of one model instance, off until switched; it changes nothing outside itself.
 
-    What was raced is kept in a file of the cache folder, one for each machine, model and set of
-    versions. It is read when kernels could run on Metal for the first time, and written after every
-    new race; one that cannot be read or written is done without. name, parameters: of the model.
+    What was raced is kept in a file for each machine, model and set of versions, which is read when
+    kernels could first run on Metal and written after every race; a broken one is done without.
     """
 
     def __init__(
@@ -72,10 +71,7 @@ class Kernels:
         self._notes[subject] = Choice(False, reason)
 
     def running(self) -> object | None:
-        """What stands for the choices that hold now; None where no kernel can run.
-
-        Whoever keeps a choice for quick calls asks anew when this is another object.
-        """
+        """The choices that hold now, as an object: another one when they have to be made again."""
         runs_on = executor()
         if self.mode == "off" or runs_on is None:
             return None
@@ -89,10 +85,7 @@ class Kernels:
     def chosen(
         self, operation: Operation, args: Arguments, layers: Sequence[Arguments] = ()
     ) -> Choice | None:
-        """The choice of a kernel for these arguments, None where stock MLX is to be used.
-
-        layers: the same call in other layers, for a race.
-        """
+        """The kernel's choice, None for stock MLX. layers: the same call in others, for a race."""
         if self.running() is None:
             return None
         before = len(self._dispatch.table)
@@ -118,10 +111,7 @@ class Kernels:
 
 
 class Plans:
-    """Kernel or stock MLX, settled for calls by what tells them apart.
-
-    It holds as long as the same kernels can run, and on the same weights.
-    """
+    """Kernel or stock MLX, settled while the same kernels run on the same weights."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels

@@ -16,10 +16,9 @@ import numpy as np
 from mlx.utils import tree_map
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Cache, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.saved import Cache, Saved, join, split
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
 from kernels_metal.norm_rope import padded
 
@@ -129,11 +128,9 @@ class SequenceCache(Several):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers keep a recurrent state, which goes back to few places."""
         return self.tail > 0
 
     def refill_from(self, length: int) -> int:
-        """Where to go back to, for rows from there on to see all they should at `length` again."""
         return super().nearest(length)
 
     def nearest(self, length: int) -> int:
@@ -189,10 +186,7 @@ class Forest:
 def new_sequence(
     model: Any, name: str, kernels: Kernels | None, kv_bits: int | None
 ) -> SequenceCache:
-    """Empty caches for one sequence, of the kinds that an mlx-lm model makes.
-
-    Raises DFlashError for kinds that are not ours.
-    """
+    """Empty caches of the kinds that an mlx-lm model makes; DFlashError for other kinds."""
     from mlx_lm.models.cache import (  # not before a model is loaded: it takes seconds
         ArraysCache,
         CacheList,

@@ -14,7 +14,7 @@ from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run, summarise
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import format_report
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.parity import Difference
+from dflash_mlx.engine.exact import Difference
 
 REPORT = Path(__file__).parents[1] / "data" / "benchmark-report.md"
 

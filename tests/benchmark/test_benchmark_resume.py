@@ -19,8 +19,8 @@ from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.methods import settle
+from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Capabilities, Pair
-from dflash_mlx.engine.parity import Difference
 from support.configs import config_with
 from support.toys import ToyTarget
 

@@ -15,8 +15,8 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion, DrawnBlock
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine import constraint as module
-from dflash_mlx.engine.constraint import FORCED
+from dflash_mlx.engine import grammar as module
+from dflash_mlx.engine.grammar import FORCED
 from support.decoding import answer_rounds as rounds_of
 from support.decoding import tree_of
 from support.grammars import END, constraint, tiny_tokenizer, toy_allowed, toy_constraint

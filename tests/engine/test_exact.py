@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import islice
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from dflash_mlx.core.accept import Accepted, NearTies
@@ -11,13 +12,23 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.delta import collect
-from dflash_mlx.engine.exact import SAFETY, Noise, lead, measure_noise, noise_of
+from dflash_mlx.engine.exact import (
+    SAFETY,
+    Difference,
+    Noise,
+    first_difference,
+    lead,
+    measure_noise,
+    noise_of,
+)
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.block import Block
 from support import decoding
 from support.decoding import go_on, run, start, tokens_in, tree_of
+from support.families import make_model
+from support.hybrids import target_of
 from support.rounding import (
     EXACT,
     FAMILIES,
@@ -203,10 +214,10 @@ def test_an_interrupt_inside_a_check_leaves_the_cache_as_it_was(target, monkeypa
     whole = [next(rounds), next(rounds)]
     forward = target.forward
 
-    def interrupted(tokens, cache, block, aux_layers=()):
+    def interrupted(tokens, cache, block, *more):
         if block.rows == 1:
             raise KeyboardInterrupt
-        return forward(tokens, cache, block, aux_layers)
+        return forward(tokens, cache, block, *more)
 
     monkeypatch.setattr(target, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -246,3 +257,31 @@ def test_every_turn_of_a_conversation_equals_plain_decoding_from_scratch():
         prompt = [*prompt, *plain, *repeats]
     first = collect(Session(pair, replace(exact_config, max_tokens=1)).stream(prompt))
     assert first.statistics.near_ties == NearTies(), "they were looked for"
+
+
+# Where answers first differ, and the margins that explain it.
+
+ASKED = [5, 9, 30, 41, 7]
+SAID = [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("at", [0, 2, 3])
+def test_a_difference_has_its_position_and_the_margin_of_the_logits_there(at):
+    target, other = target_of("llama"), [*SAID]
+    other[at:] = [60 + i for i in range(4 - at)]
+    found = first_difference(target, ASKED, SAID, other)
+    logits = np.array(make_model("llama")(mx.array([ASKED + SAID[:at]]))[0, -1])
+    margin = abs(logits[SAID[at]] - logits[other[at]])
+    assert margin > 0.05
+    assert found.position == at
+    assert found.margin == pytest.approx(margin, abs=1e-4)
+    assert first_difference(target, ASKED, SAID, other) == found, "looking changes nothing"
+    assert first_difference(target, ASKED, SAID, list(SAID)) is None
+
+
+@pytest.mark.parametrize("other", [SAID[:2], [], [*SAID, 14]], ids=["shorter", "none", "longer"])
+def test_an_answer_of_another_length_differs_where_the_shorter_one_ends(other):
+    target, expected = target_of("llama"), Difference(min(4, len(other)), None)
+    assert first_difference(target, ASKED, SAID, other) == expected
+    assert first_difference(target, ASKED, other, SAID) == expected
+    assert not expected.is_near_tie

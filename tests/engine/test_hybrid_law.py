@@ -17,13 +17,7 @@ from support.law import VOCABULARY, ToyDrafter, chi_square
 from support.recurrent_families import RECURRENT
 
 PROMPT, LENGTH, DRAWS = [0, 3, 2, 1, 3], 3, 400
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def law_of(target, temperature):

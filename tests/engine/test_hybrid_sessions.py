@@ -13,9 +13,8 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.exact import measure_noise
+from dflash_mlx.engine.exact import first_difference, measure_noise
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.session.session import Session
 from dflash_mlx.train.data import FeatureCache
 from dflash_mlx.verifier.block import Block
@@ -37,13 +36,7 @@ from support.toys import Letters, foretold, prompt_of
 
 FEW = ["falcon_h1", "lfm2", "qwen3_5"]
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture(scope="module", params=FEW)

@@ -19,8 +19,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.cache_key import CacheKey, weights_digest
-from dflash_mlx.engine.prefix_files import PrefixFiles
+from dflash_mlx.engine.prefix_files import CacheKey, PrefixFiles, weights_digest
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session, collect
@@ -36,13 +35,7 @@ ROOT = Path(__file__).parents[2]
 RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "specdiff")]
 RESTARTS += [("llama_sliding", "d2sd"), ("falcon_h1", "d2sd")]
 LIMIT = 10**9
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted():
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +234,7 @@ import os, signal, sys
 from pathlib import Path
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import prefix_files
-from dflash_mlx.engine.cache_key import CacheKey
+from dflash_mlx.engine.prefix_files import CacheKey
 from support.decoding import start
 from support.families import make_model
 from support.toys import prompt_of
@@ -287,6 +280,6 @@ def test_where_nothing_can_be_kept_one_sentence_says_so(tmp_path, monkeypatch, w
     prefixes = PrefixCache(LIMIT, PrefixFiles(folder, LIMIT, worth=8))
     for seed in range(2):
         prefixes.put(start(target, NoDraft(), prompt_of(seed, 40)), target, NoDraft())
-    prefixes.save()
-    assert str(folder) in prefixes.problem and prefixes.problem.endswith("after a restart")
+    problem = prefixes.save()
+    assert str(folder) in problem and problem.endswith("after a restart")
     assert prefixes.take([*prompt_of(0, 40), 1], target, NoDraft()).position == 40

@@ -88,7 +88,7 @@ def test_a_proposal_that_was_cut_to_its_share_is_matched_not_rejected():
 
 def verdict_of(tree, logits, q=None):
     proposal = Proposal(tree, None if q is None else mx.array(q))
-    return Verdict(proposal, tree.ids(mx.array([0])), mx.array(logits), None)
+    return Verdict(proposal, tree.ids(mx.array([0])), mx.array(logits))
 
 
 HERE = SimpleNamespace(next_position=8, tokens=[3] * 8)

@@ -17,8 +17,8 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.tensors import quantize_network, save_network
 from dflash_mlx.engine.delta import Answer
+from dflash_mlx.engine.exact import first_difference
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.parity import first_difference
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import resolve_folder, shipped_folder
 from dflash_mlx.session.session import generate

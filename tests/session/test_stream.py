@@ -1,17 +1,16 @@
 """Text, stops and turns, on a tokenizer whose tokens are bytes and words."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 
-from dflash_mlx.client import SplitText, ThinkingReader, split_thinking
+from dflash_mlx.client import SplitText, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import drafting_of
-from dflash_mlx.engine.delta import collect
+from dflash_mlx.engine.delta import StopText, collect
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.text import StopText
 from dflash_mlx.session.session import Session
 from support.toys import Scripted, ToyTarget
 
@@ -189,15 +188,12 @@ def test_thoughts_are_told_from_the_answer(text, thought, answer):
     assert split_thinking(text) == SplitText(thought, answer)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine is slow, not wrong
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "ink>", "a", "</"])), st.data())
-def test_thoughts_are_told_the_same_however_the_text_is_cut(parts, data):
-    text = "".join(parts)
-    reader, read, at = ThinkingReader(), SplitText(), 0
-    while at < len(text):
-        size = data.draw(st.integers(1, 4))
-        read += reader.feed(text[at : at + size])
-        at += size
-    read += reader.finish()
-    whole = ThinkingReader()
-    assert read == whole.feed(text) + whole.finish()
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "th", "ink>", "a", "</"])))
+def test_the_parts_of_a_growing_text_only_grow(parts):
+    text, before = "".join(parts), SplitText()
+    for end in range(len(text) + 1):
+        for ended in (False, end == len(text)):
+            now = split_thinking(text[:end], inside=False, ended=ended)
+            assert now.thought.startswith(before.thought)
+            assert now.answer.startswith(before.answer)
+            before = now

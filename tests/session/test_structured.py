@@ -14,8 +14,8 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import METHODS
-from dflash_mlx.engine.constraint import FORCED
 from dflash_mlx.engine.delta import collect
+from dflash_mlx.engine.grammar import FORCED
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
 
-from dflash_mlx.engine.text import opens_thought
+from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.session.templates import prompt_tokens
 from support.models import write_tokenizer
 

@@ -16,12 +16,11 @@ from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
-from dflash_mlx.engine.constraint import Constraint
 from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.sequence import Sequence
+from dflash_mlx.engine.sequence import Sequence, acceptance_rule
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.new_sequence import acceptance_rule
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.sequence import Rows

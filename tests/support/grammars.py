@@ -13,8 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.core.config import StructureConfig
-from dflash_mlx.engine.constraint import Constraint
-from dflash_mlx.engine.grammar import Grammars
+from dflash_mlx.engine.grammar import Constraint, Grammars
 from support.models import EOS, write_tokenizer
 
 LETTERS, END = "abc", 3  # tokens 0, 1 and 2 of the toys, and their end token

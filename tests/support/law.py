@@ -20,7 +20,7 @@ from dflash_mlx.drafters.growth.links import follow_links
 from dflash_mlx.drafters.growth.rank import rank
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.drafters.specdiff.model import TokenContext
-from dflash_mlx.engine.constraint import Constraint
+from dflash_mlx.engine.grammar import Constraint
 from support import decoding
 from support.toys import ToyTarget
 

@@ -12,9 +12,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Cache
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.saved import Cache
 from support.family_configs import VOCAB_SIZE
 
 

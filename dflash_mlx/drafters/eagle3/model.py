@@ -22,9 +22,8 @@ from dflash_mlx.drafters.networks.context import DraftContext
 from dflash_mlx.drafters.networks.fields import DraftConfig, flag, stored, too_large
 from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.drafters.networks.model import BoundModel
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.saved import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
 FAMILY = "eagle3"

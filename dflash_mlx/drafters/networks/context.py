@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from dflash_mlx.drafters.networks.head import ActiveVocabulary
 from dflash_mlx.engine.state import Kind
-from dflash_mlx.verifier.saved import Saved, join, split
+from dflash_mlx.verifier.block import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
 MOST_WAITING = 64  # rows

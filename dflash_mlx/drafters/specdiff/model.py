@@ -18,9 +18,8 @@ from dflash_mlx.drafters.networks.context import MOST_WAITING, DraftContext
 from dflash_mlx.drafters.networks.fields import DraftConfig, cap, flag, stored, whole
 from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.drafters.networks.model import BoundModel
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Saved
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.saved import Saved
 from dflash_mlx.verifier.sequence import SequenceCache
 
 FAMILY = "specdiff"
