@@ -152,10 +152,10 @@ class DrawnPath(DrawnBlock):
 def _make_chain(how: Plan) -> Drafter:
     model, size = block_models(how.pair)[0], how.config.block_size
     if how.drawn:
-        drawn = DrawnPath if model.is_linked else DrawnBlock
+        drawn = DrawnBlock if model.links is None else DrawnPath
         return drawn(model, size, how.config.sampling, weighed=not how.fixed)
     if how.fixed:
-        return (SelectedPath if model.is_linked else BlockDiffusion)(model, size)
+        return (BlockDiffusion if model.links is None else SelectedPath)(model, size)
     return RankedChain(model)
 
 

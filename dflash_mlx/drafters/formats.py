@@ -21,7 +21,6 @@ from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.networks.fields import DraftConfig, Fields, architecture
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.model import BoundModel
-from dflash_mlx.drafters.networks.quantized import quantize_network
 from dflash_mlx.drafters.networks.tensors import (
     DOWNLOAD_AGAIN,
     FLAGS,
@@ -30,6 +29,7 @@ from dflash_mlx.drafters.networks.tensors import (
     check_vocabulary,
     in_words,
     parameters_of,
+    quantize_network,
     read_headers,
     read_json,
     stored_config,

@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.eagle3.checkpoint import FILES, LAYERS_READ, RAW
-from dflash_mlx.drafters.eagle3.network import (
+from dflash_mlx.drafters.eagle3.model import (
     USUAL_TAPS,
     EagleConfig,
     Network,

@@ -15,7 +15,7 @@ import numpy as np
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import embedding_scale
 from dflash_mlx.drafters.specdiff.checkpoint import FILES, OURS
-from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
+from dflash_mlx.drafters.specdiff.model import Network, NetworkConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, text_mask, through
 from dflash_mlx.train.blocks import Blocks

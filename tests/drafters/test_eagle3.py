@@ -8,24 +8,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
-from dflash_mlx.drafters.networks.tensors import read_headers
-from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
 from support import reference_eagle3 as reference
-from support.decoding import go_on, open_with, path_to, paths_of, run, start
+from support.decoding import open_with, path_to, paths_of, tree_of
+from support.drafter_formats import difference, written
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import write_drafter_folder
-from support.reference_eagle3 import DRAFT_IDS, FORMATS, TAPS, WIDTH
-from support.toys import ToyCache, prompt_of, random_tree
+from support.reference_eagle3 import FORMATS, TAPS, WIDTH
+from support.toys import ToyCache, random_tree
 
 TOLERANCE = 1e-4
-NO_SETTINGS = PairConfig()
 
 
 class Drafting:
@@ -35,10 +30,7 @@ class Drafting:
         self, folder: Any, raw: Any, tensors: Any, target: Target, **settings: Any
     ) -> None:
         self.raw, self.tensors = raw, tensors
-        folder = write_drafter_folder(folder, raw, tensors)
-        names = read_headers(folder)
-        self.config = FILES.parse_config(raw, "tiny", names)
-        self.model = FILES.load(folder, self.config, target, PairConfig(**settings))
+        self.model = written(folder, raw, tensors, target, **settings)
         table = np.array(target.embedding().weight)
         self.tables = table, table
 
@@ -72,13 +64,6 @@ def grow(context: Any, tokens: Any, features: Any, *splits: int) -> None:
         context.append(mx.array(tokens[start:end]), mx.array(features[start:end]))
         start = end
     assert start == len(tokens)
-
-
-def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest, where both are finite; they must be so in the same places."""
-    assert a.shape == b.shape == (VOCAB_SIZE,)
-    assert np.array_equal(np.isfinite(a), np.isfinite(b))
-    return float(np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max())
 
 
 def text(length: int, seed: int = 0) -> tuple[list[int], np.ndarray]:
@@ -119,42 +104,19 @@ def test_every_step_of_a_chain_has_the_logits_of_the_reference(drafting, name):
 def test_every_node_of_a_tree_has_the_logits_of_the_reference(drafting, name):
     subject, (tokens, features) = drafting(name), text(9)
     drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
-    tree = [7, *drafted], [-1, *parents]
+    tree = tree_of([7, *drafted], [-1, *parents])
     draft, row_of, worst = subject.model.begin(subject.context(tokens, features)), {}, 0.0
-    depths = [len(path_of(tree, node)) for node in range(len(tree[0]))]
-    assert max(depths) >= 4 and len(depths) > 10
-    for depth in range(1, max(depths) + 1):
+    paths, depths = [[7, *path] for path in paths_of(tree)], tree.depths
+    assert max(depths) >= 3 and len(depths) > 10
+    for depth in range(max(depths) + 1):
         nodes = [node for node, deep in enumerate(depths) if deep == depth]
-        behind = [row_of.get(tree[1][node], -1) for node in nodes]
-        found = draft.logits(mx.array([tree[0][node] for node in nodes]), behind)
+        behind = [row_of.get(tree.parents[node], -1) for node in nodes]
+        found = draft.logits(mx.array([paths[node][-1] for node in nodes]), behind)
         for node, row in zip(nodes, found, strict=True):
             row_of[node] = len(row_of)
-            expected = subject.expected(tokens, features, path_of(tree, node))
+            expected = subject.expected(tokens, features, paths[node])
             worst = max(worst, difference(np.array(row), expected))
     assert worst < TOLERANCE
-
-
-def path_of(tree: Any, node: int) -> list[int]:
-    """The tokens from the anchor to a node."""
-    tokens, parents = tree
-    path = [tokens[node]]
-    while (node := parents[node]) >= 0:
-        path.insert(0, tokens[node])
-    return path
-
-
-def test_a_reference_that_is_off_by_a_row_or_by_a_norm_is_noticed(drafting):
-    subject, (tokens, features) = drafting("3.1"), text(9)
-    context = subject.context(tokens, features)
-    found = np.array(subject.model.begin(context).logits(mx.array([7]), [-1])[0])
-    assert difference(found, subject.expected(tokens, features, [7])) < TOLERANCE
-    shifted = subject.expected([5, *tokens[:-1]], features, [7])
-    assert difference(found, shifted) > 100 * TOLERANCE
-    for flag in ("norm_before_residual", "norm_before_fc"):
-        other = {**subject.raw, flag: False}
-        weights = subject.tensors, other, subject.tables
-        wrong = reference.logits(*weights, tokens, features, [7])
-        assert difference(found, wrong) > 100 * TOLERANCE
 
 
 # Trees
@@ -210,16 +172,6 @@ def test_the_tree_holds_the_likeliest_of_the_paths_that_were_continued(drafting,
         reached = sum(tree.logprobs[i] for i in path_to(tree, node))
         assert reached == pytest.approx(offered.get(path, 0.0), abs=1e-3)
     assert set(tree.sources[1:]) == {"first"} and tree.sources[0] == ""
-
-
-def test_drafts_hold_no_token_outside_the_draft_vocabulary(drafting):
-    subject, (tokens, features) = drafting("raw"), text(9)
-    assert not set(range(40)) <= set(DRAFT_IDS.tolist()), "draft ids are not the target's"
-    for anchor in range(0, VOCAB_SIZE, 9):
-        state = subject.state(tokens, features, anchor)
-        for drafter in (Chain(subject.model), GrownTree(subject.model, None, 4, 30)):
-            drafted = drafter.draft(state, 100).tree.drafted
-            assert drafted and set(drafted) <= set(DRAFT_IDS.tolist())
 
 
 def test_a_head_of_the_target_s_can_be_limited_to_likely_tokens_and_those_of_the_text(
@@ -350,42 +302,3 @@ def test_features_wait_until_a_draft_or_many_of_them_ask(drafting):
 def test_a_context_without_features_is_refused(drafting):
     with pytest.raises(ValueError, match="no features"):
         drafting("raw").model.new_context().append(mx.array([1]), None)
-
-
-# Decoding
-
-
-@pytest.mark.parametrize("shared", [1, 9, 24, 30, 33])
-def test_drafts_behind_a_prompt_that_shares_a_prefix_are_those_of_a_fresh_context(
-    drafting, target, shared
-):
-    subject = drafting("raw")
-    drafter = GrownTree(subject.model, None, 3, 20)
-    first = prompt_of(1, 24)
-    state = start(target, drafter, first)
-    said = [*first, *run(target, drafter, state, DecodeConfig(max_tokens=14))]
-    prompt = [*said[:shared], *prompt_of(2, 9)]
-    prompt[shared] = (said[shared] + 1) % VOCAB_SIZE
-    assert go_on(target, drafter, state, prompt) == shared
-    fresh = start(target, drafter, prompt)
-    for again in (state, fresh):
-        open_with(again, 7)
-    context, other = state.context, fresh.context
-    for found, expected in zip(context.arrays[:2], other.arrays[:2], strict=True):
-        length = len(prompt) - 1
-        assert np.allclose(found[..., :length, :], expected[..., :length, :], atol=TOLERANCE)
-    assert np.allclose(context.last, other.last, atol=TOLERANCE)
-    assert drafter.draft(state, 9).tree.drafted == drafter.draft(fresh, 9).tree.drafted
-
-
-def test_a_recurrent_target_goes_back_as_far_as_without_drafts(tmp_path):
-    model = make_model("qwen3_5")
-    target = Target(model, 512, "hybrid")
-    drafter = GrownTree(Drafting(tmp_path, *FORMATS["ours"], target).model, None, 1, 8)
-    first = prompt_of(1, 60)
-    reused = []
-    for each in (NoDraft(), drafter):
-        state = start(target, each, first)
-        run(target, each, state, DecodeConfig(max_tokens=6))
-        reused.append(go_on(target, each, state, [*first[:59], *prompt_of(2, 9)]))
-    assert reused[0] == reused[1] == 59

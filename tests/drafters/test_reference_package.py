@@ -16,16 +16,14 @@ from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import SelectorConfig
-from dflash_mlx.engine.state import State
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, with_selector
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.sequence import SequenceCache
 from support import reference_dflash2
-from support.decoding import feed, open_with
+from support.decoding import behind
 from support.families import make_model
-from support.models import drafter_config
 from support.reference_dflash import random_drafter, write_drafter_folder
+from support.reference_dflash import tiny_drafter_config as drafter_config
 from support.tiny_training import make_trainee
 
 published: Any = pytest.importorskip(
@@ -40,7 +38,6 @@ class Tables:
     """A target as far as both programs need one: an embedding and a head."""
 
     kernels = kv_bits = None
-    num_layers = 0  # that can be read
     num_layers = 0  # that can be read
 
     def __init__(self, vocabulary: int, d: int) -> None:
@@ -79,9 +76,8 @@ class Both:
 
     def logits(self, length: int, anchor: int) -> mx.array:
         """Ours of a block behind `length` random features, which are also theirs."""
-        context = self.ours.new_context()
-        feed(context, self._features(length))
-        ours = self.ours.logits(context, mx.array([anchor]), self.config.block_size)
+        state = behind(self.ours, anchor, self._features(length))
+        ours = self.ours.logits(state.context, state.anchor, self.config.block_size)
         block = self._block(length, anchor)
         (theirs,) = self.theirs(*block, self.theirs.make_cache(), logits_start=1)
         assert ours.shape == theirs.shape
@@ -90,9 +86,7 @@ class Both:
 
     def path(self, length: int, anchor: int) -> list[int]:
         """The tokens that we draft behind these features, which are also theirs."""
-        state = State(SequenceCache([]), self.ours.new_context())
-        feed(state.context, self._features(length))
-        open_with(state, anchor)
+        state = behind(self.ours, anchor, self._features(length))
         ours = list(SelectedPath(self.ours).draft(state, 100).tree.drafted)
         block = self._block(length, anchor)
         path, _, _ = self.theirs.propose(*block, self.theirs.make_cache(), 0.0, logits_start=1)

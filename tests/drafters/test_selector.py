@@ -1,4 +1,4 @@
-"""DFlash 2's selector: its walks, its law, its trees, and what is decoded with them."""
+"""DFlash 2's selector: its law, its trees, and the method that takes its paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_mlx.drafters.block_diffusion import (
     DrawnPath,
     SelectedPath,
 )
-from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
+from dflash_mlx.drafters.dual_diffusion import JointGrowth
 from dflash_mlx.drafters.growth.grow import (
     Array,
     Linked,
@@ -30,21 +30,13 @@ from dflash_mlx.drafters.growth.grow import (
     follow,
     follow_links,
     rank,
-    walk,
 )
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.drafters.paper import PaperGrowth
-from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.state import State
-from dflash_mlx.verifier.model import Target
 from support import reference_dflash2
-from support.decoding import answer, behind, linked_of, paths_of
-from support.drafter_formats import written
-from support.families import VOCAB_SIZE, make_model
-from support.law import chi_square
-from support.reference_dflash import random_drafter, tiny_drafter_config
+from support.decoding import linked_of, paths_of
+from support.drafter_formats import Drafting
+from support.families import VOCAB_SIZE
 
 VOCABULARY, K = 11, 4
 Nodes = dict[tuple[int, ...], float]  # the log-probability of every node, by its path
@@ -106,22 +98,6 @@ def test_candidates_that_cannot_be_are_not_made_possible():
     assert np.exp(found[0, 0]) == pytest.approx(weights / weights.sum())
     assert found[0, 0, 2] == -np.inf
     assert best_first(follow_links(Linked(ranked, edges)), 9).drafted == (9, 4)
-
-
-def test_the_walk_takes_the_best_candidate_after_the_one_before():
-    rng = np.random.default_rng(0)
-    n, k = 6, 5
-    tokens = np.array([rng.permutation(40)[:k] for _ in range(n)])
-    logprobs = np.log(np.array([rng.dirichlet(np.ones(k)) for _ in range(n)]) * 0.9)
-    ranked, edges = Ranked(tokens, logprobs), rng.normal(size=(n, k, k)) * 2
-    edges[0] = edges[0, 0]
-    law, before, detours = conditional(ranked, edges), 0, 0
-    path, known = walk(follow_links(Linked(ranked, edges)))
-    for t in range(n):
-        law_there, before = law[t, before], int(law[t, before].argmax())
-        assert path[t] == tokens[t, before] and known[t] == law_there[before]
-        detours += before != int(logprobs[t].argmax())
-    assert detours > 1
 
 
 def test_behind_a_token_that_is_no_candidate_the_drafts_stand_unlinked():
@@ -188,60 +164,31 @@ def test_a_tree_holds_the_likeliest_prefixes_and_no_others(seed, nodes, position
 
 METHOD = {"selector_top_k": 4, "block_size": 5}
 SCALED = {"final_logit_softcapping": 3.0, "output_multiplier": 0.5}
-BLOCK, TOP_K, WIDTH = 4, 3, 128
 
 
-def features_of(seed: int) -> Array:
-    return np.random.default_rng(seed).normal(size=(9, WIDTH)).astype(np.float32)
+def second(folder: Any, **method: Any) -> Drafting:
+    """A DFlash 2 drafter with these fields of `dflash_config`."""
+    raw = reference_dflash2.tiny_config(dflash_config=method)
+    return Drafting(folder, raw, reference_dflash2.random_tensors(raw))
 
 
-class Drafting:
-    """A random DFlash 2 drafter of the tiny llama, and what NumPy says of its blocks."""
-
-    def __init__(self, folder: Any, **method: Any) -> None:
-        self.raw = reference_dflash2.tiny_config(dflash_config=method)
-        self.tensors = reference_dflash2.random_tensors(self.raw)
-        self.target = Target(make_model("llama"), 512, "llama")
-        self.model = written(folder, self.raw, self.tensors, self.target)
-
-    def reference(self, seed: int, anchor: int) -> tuple[Array, Array]:
-        """Final states and logits of a block."""
-        table = np.array(self.target.embedding().weight)
-        block = (table, table), features_of(seed), anchor
-        hidden = reference_dflash2.draft_states(self.tensors, self.raw, *block)
-        return hidden, reference_dflash2.logits(self.tensors, self.raw, *block)
-
-    def every_path(self, seed: int, anchor: int) -> Nodes:
-        hidden, unary = self.reference(seed, anchor)
-        tokens = np.array(reference_dflash2.offers(self.raw, unary))
-
-        def edge(t: int, a: int, b: int) -> float:
-            before = tokens[t - 1, a] if t else anchor
-            state, nothing = hidden[t], np.zeros(VOCAB_SIZE)
-            return reference_dflash2.score(self.tensors, state, nothing, before, tokens[t, b])
-
-        n, k = tokens.shape
-        edges = [[[edge(t, a, b) for b in range(k)] for a in range(k)] for t in range(n)]
-        return every_path(unary, tokens, np.array(edges))
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """Three candidates for each of three masks."""
-    folder = tmp_path_factory.mktemp("drafter")
-    return Drafting(folder, selector_top_k=TOP_K, block_size=BLOCK)
+def paths_in(block: Any, anchor: int) -> Nodes:
+    tokens = np.array(block.offers)
+    edges = [[block.edges(0, anchor)] * tokens.shape[1]]
+    edges += [[block.edges(t, a) for a in tokens[t - 1]] for t in range(1, len(tokens))]
+    return every_path(block.logits, tokens, np.array(edges))
 
 
 @pytest.mark.parametrize("method", [{}, SCALED], ids=["plain", "scaled and capped"])
 def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
-    drafting, detours = Drafting(tmp_path, **METHOD, **method), 0
+    drafting, detours = second(tmp_path, **METHOD, **method), 0
     drafter = BestFirst(drafting.model, None, 14)
     for seed in range(5):
         anchor = seed * 20 % VOCAB_SIZE
-        state = behind(drafter, anchor, features_of(seed))
+        state = drafting.behind(seed, anchor)
         found = nodes_of(drafter.draft(state, 100).tree)
         assert len(found) == 13
-        check_likeliest(found, drafting.every_path(seed, anchor), 1e-3)
+        check_likeliest(found, paths_in(drafting.block(seed, anchor), anchor), 1e-3)
         plain = rank(drafting.model.logits(state.context, state.anchor, 5), 4)
         detours += nodes_of(best_first(follow(plain), 14)).keys() != found.keys()
     assert detours == 5, "the selector changes every tree, so that it is seen"
@@ -249,9 +196,9 @@ def test_a_drafter_s_tree_is_that_of_the_reference(tmp_path, method):
 
 @pytest.mark.parametrize(("top_k", "offered"), [(3, 3), (40, 16)])
 def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, top_k, offered):
-    model = Drafting(tmp_path, selector_top_k=top_k, block_size=5).model
-    state = behind(model, 7, np.ones((3, WIDTH), np.float32))
-    (linked,) = linked_of(model, state.context, state.anchor, 4)
+    drafting = second(tmp_path, selector_top_k=top_k, block_size=5)
+    state = drafting.behind(0, 7)
+    (linked,) = linked_of(drafting.model, state.context, state.anchor, 4)
     ranked, edges = linked.ranked, linked.edges
     assert ranked.tokens.shape == (3, offered) and edges.shape == (3, offered, offered)
     assert (np.diff(ranked.logprobs) <= 0).all()
@@ -260,84 +207,13 @@ def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, to
     assert (spread[1:] > 1e-3).all(), "later ones go by the token before"
 
 
-@pytest.mark.parametrize("budget", [2, 12, 40])
-def test_greedy_answers_of_linked_trees_are_the_target_s_own(tmp_path, budget):
-    drafting, prompt = Drafting(tmp_path, **METHOD), [3, 1, 4, 1, 5, 9]
-    config = DecodeConfig("ddtree", budget=budget, max_tokens=25)
-    drafter = make_drafter(Pair(drafting.target, None, (drafting.model,)), config)
-    assert isinstance(drafter, BestFirst)
-    plain = answer(drafting.target, NoDraft(), prompt, config)
-    assert answer(drafting.target, drafter, prompt, config) == plain
-
-
-def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(small):
-    drafter, detours = SelectedPath(small.model), 0
-    both = DualDiffusion(small.model, None, PaperGrowth(2))
-    for seed in range(25):
-        anchor, features = seed * 3 % VOCAB_SIZE, features_of(seed)
-        hidden, unary = small.reference(seed, anchor)
-        tree = drafter.draft(behind(drafter, anchor, features), 100).tree
-        path = reference_dflash2.greedy_path(small.tensors, small.raw, hidden, unary, anchor)
-        assert tree.is_chain and tree.drafted == tuple(path)
-        (first,) = both.begin([behind(both, anchor, features)], [BLOCK])
-        assert list(walk(first.choices)[0]) == path
-        detours += path != unary.argmax(axis=-1).tolist()
-    assert detours > 10, "the selector changes most paths, so that its walk is seen"
-
-
-@pytest.mark.parametrize("remaining", [1, 2, 3, 4, 50])
-def test_a_path_fits_the_room(small, remaining):
-    tree = SelectedPath(small.model).draft(behind(small.model, 7, features_of(0)), remaining).tree
-    assert len(tree) == min(remaining, BLOCK)
-
-
-# Drawn
-
-
-def drawn_path(model: Any, state: State, temperature: float, seed: int) -> Proposal:
-    sampling = SamplingConfig(seed=seed, temperature=temperature)
-    return DrawnPath(model, None, sampling).draft(state, 100)
-
-
-def test_drawn_paths_follow_the_law_of_the_walk(small, monkeypatch):
-    model, (hidden, unary) = small.model, small.reference(1, 7)
-    state = behind(model, 7, features_of(1))
-    law = reference_dflash2.path_law(small.tensors, small.raw, hidden, unary, 7, 1.3)
-    assert len(law) == TOP_K ** (BLOCK - 1) and abs(sum(law.values()) - 1) < 1e-9
-    found = model.candidates(state.context, state.anchor, BLOCK)
-    monkeypatch.setattr(model, "candidates", lambda *block: found)  # the pass is always alike
-    draws = [drawn_path(model, state, 1.3, seed).tree.drafted for seed in range(800)]
-    assert chi_square(law, draws) < 4
-    flat = {path: 1 / len(law) for path in law}
-    assert chi_square(flat, draws) > 4, "the test notices another law"
-
-
-def test_q_is_the_law_of_each_token_after_those_drawn_before(small):
-    state = behind(small.model, 9, features_of(2))
-    hidden, unary = small.reference(2, 9)
-    for seed in range(5):
-        proposal = drawn_path(small.model, state, 0.8, seed)
-        tree, q = proposal.tree, np.array(proposal.q)
-        assert q.shape == (BLOCK - 1, VOCAB_SIZE) and np.allclose(q.sum(axis=-1), 1)
-        before = 9
-        for t, token in enumerate(tree.drafted):
-            candidates, given = reference_dflash2.offers(small.raw, unary)[t], (hidden[t], unary[t])
-            scores = [reference_dflash2.score(small.tensors, *given, before, b) for b in candidates]
-            weights = np.exp((np.array(scores) - max(scores)) / 0.8)
-            expected = np.zeros(VOCAB_SIZE)
-            expected[candidates] = weights / weights.sum()
-            assert np.abs(q[t] - expected).max() < 1e-4
-            before = token
-
-
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.6}, {"min_p": 0.5}], ids=str)
-def test_the_targets_filters_apply_to_the_candidates(small, filters):
-    model = small.model
-    state = behind(model, 11, features_of(3))
+def test_the_targets_filters_apply_to_the_candidates(drafting, filters):
+    model, state = drafting("version 2").model, drafting("version 2").behind(3, 11)
     sampling = SamplingConfig(temperature=1.0, seed=4, **filters)
     proposal = DrawnPath(model, None, sampling).draft(state, 100)
     tree = proposal.tree
-    q, found = np.array(proposal.q), model.candidates(state.context, state.anchor, BLOCK)
+    q, found = np.array(proposal.q), model.candidates(state.context, state.anchor, 6)
     path = [np.array(found.tokens)[t].tolist().index(k) for t, k in enumerate(tree.drafted)]
     _, scores = found.walk(lambda t, scores: mx.array(path[t]))
     kept = np.isfinite(np.array(tempered(scores, sampling)))
@@ -349,19 +225,17 @@ def test_the_targets_filters_apply_to_the_candidates(small, filters):
 
 
 @pytest.mark.parametrize(
-    ("is_second", "sampling", "expected"),
+    ("name", "sampling", "expected"),
     [
-        (False, {}, BlockDiffusion),
-        (True, {}, SelectedPath),
-        (False, {"temperature": 0.7}, DrawnBlock),
-        (True, {"temperature": 0.7}, DrawnPath),
+        ("version 1", {}, BlockDiffusion),
+        ("version 2", {}, SelectedPath),
+        ("version 1", {"temperature": 0.7}, DrawnBlock),
+        ("version 2", {"temperature": 0.7}, DrawnPath),
     ],
 )
 def test_the_dflash_method_takes_the_paths_of_drafters_that_have_them(
-    tmp_path, small, is_second, sampling, expected
+    drafting, name, sampling, expected
 ):
-    plain = tiny_drafter_config(num_target_layers=3, dflash_config=small.raw["dflash_config"])
-    first = written(tmp_path, plain, random_drafter(plain), small.target)
-    pair = Pair(small.target, None, (small.model if is_second else first,))
+    pair = Pair(drafting(name).target, None, (drafting(name).model,))
     use = DecodeConfig("dflash", pair.drafters[0].block_size, sampling=SamplingConfig(**sampling))
     assert type(make_drafter(pair, use)) is expected

@@ -9,18 +9,16 @@ import pytest
 from dflash_mlx.drafters.networks.context import MOST_WAITING
 from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
+from support.drafter_formats import written
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import (
     FORMATS,
     behind,
     block_of,
-    load,
     logits,
     ours,
     tensors,
-    written,
 )
-from support.reference_dflash import write_drafter_folder
 from support.toys import prompt_of
 
 TOLERANCE = 1e-4
@@ -38,7 +36,9 @@ def model_of(tmp_path_factory, target):
     def get(name: str, **settings):
         key = name, *settings.items()
         if key not in made:
-            made[key] = written(tmp_path_factory.mktemp("drafter"), name, target, **settings)
+            made[key] = written(
+                tmp_path_factory.mktemp("drafter"), *FORMATS[name], target, **settings
+            )
         return made[key]
 
     return get
@@ -157,7 +157,7 @@ def test_keys_and_values_are_quantised_as_the_targets_are(tmp_path, target, bits
     text, block, raw = prompt_of(3, 60), block_of(7, 6), ours(head_dim=32)
     target.kv_bits = bits
     try:
-        model = load(write_drafter_folder(tmp_path, raw, tensors(raw)), target)
+        model = written(tmp_path, raw, tensors(raw), target)
     finally:
         target.kv_bits = None
     table = np.array(target.embedding().weight)
@@ -172,7 +172,7 @@ def test_keys_and_values_are_quantised_as_the_targets_are(tmp_path, target, bits
 def test_logits_are_of_the_heads_precision_where_the_network_computes_in_another(tmp_path, name):
     target = Target(make_model("llama"), 512, "llama")
     target.model.set_dtype(mx.float16)
-    model = written(tmp_path, name, target)
+    model = written(tmp_path, *FORMATS[name], target)
     model.module.set_dtype(mx.float32)  # as of one that overflows in float16
     own = name == "ours, own tables"
     said = model.logits(model.new_context(), mx.array(block_of(9, 4)), range(1, 4))
@@ -180,7 +180,7 @@ def test_logits_are_of_the_heads_precision_where_the_network_computes_in_another
 
 
 def test_a_partial_head_drafts_likely_tokens_and_those_of_the_conversation(tmp_path, target):
-    model = written(tmp_path, "ours", target)
+    model = written(tmp_path, *FORMATS["ours"], target)
     model.limit_vocabulary(target, np.arange(VOCAB_SIZE), 10)
     finite = np.isfinite(found(model, behind(model, [90, 91]), block_of(92, 6)))
     assert finite.shape == (5, VOCAB_SIZE) and finite[:, [90, 91]].all()

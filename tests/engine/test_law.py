@@ -34,8 +34,7 @@ from dflash_mlx.drafters.paper import CONTROLS, AblatedDual, PaperGrowth, Resamp
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, ToyEagle, answers_of, law_distance
-from support.masked_toys import ToyMasked
+from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7
@@ -50,7 +49,8 @@ class ToyPaths(ToyDrafter):
         logits = self.logits(context, anchor, rows)
         tokens = mx.argsort(-logits, axis=-1)[:, :3]
         unary = mx.take_along_axis(logits, tokens, axis=-1)[:, None]
-        return Candidates.of_table(tokens, unary + self.edges(tokens, anchor))
+        scores = unary + self.edges(tokens, anchor)
+        return Candidates(tokens, lambda t, before: scores[t, before])
 
     def linked(self, context, anchor, rows, prefixes=((),)):
         found = []

@@ -17,8 +17,7 @@ from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising
 from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, likeliest
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.law import VOCABULARY, answers_of, law_distance
-from support.masked_toys import ToyMasked
+from support.law import VOCABULARY, ToyMasked, answers_of, law_distance
 from support.toys import ToyTarget
 
 MODEL = ToyMasked(1)

@@ -27,8 +27,8 @@ from dflash_mlx.models.weight_files import is_whole
 from dflash_mlx.session.session import generate
 from support.drafter_formats import write_shards
 from support.hub_server import Hub, serve, use_hub
-from support.models import drafter_config, edit_config, write_drafter, write_model
-from support.reference_dflash import random_drafter
+from support.models import edit_config, write_drafter, write_model
+from support.reference_dflash import random_drafter, tiny_drafter_config
 
 TARGET = "owner/model"
 
@@ -197,7 +197,8 @@ def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_folder_is_whole_with_all_shards_and_all_that_its_index_names(tmp_path):
-    folder = write_shards(tmp_path / "a", drafter_config(), random_drafter(drafter_config()))
+    raw = tiny_drafter_config()
+    folder = write_shards(tmp_path / "a", raw, random_drafter(raw))
     assert whole(folder)
     for file in [file for file in folder.iterdir() if file.name != INDEX]:
         contents = file.read_bytes()

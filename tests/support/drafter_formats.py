@@ -7,22 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from safetensors.numpy import save_file
 
+from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.methods import format_of
+from dflash_mlx.drafters.networks.tensors import read_json
+from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
-from support.families import VOCAB_SIZE
+from support.decoding import behind
+from support.families import VOCAB_SIZE, make_model
+from support.family_configs import sliding
 from support.reference_dflash import (
     Array,
     Config,
+    LinkedBlock,
     random_drafter,
-    tiny_drafter_config,
     write_drafter_folder,
 )
+from support.reference_dflash import tiny_drafter_config as version_1
 
 TAPS = [0, 2]
 NAMES = {
@@ -38,12 +43,6 @@ HEADS = {
 }
 WIDTH = 64 * len(TAPS)
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
-
-
-def version_1(**changes: Any) -> dict[str, Any]:
-    """z-lab's first layout, for the tiny llama: three layers, taps after the first and the last."""
-    method = {"mask_token_id": 5, "target_layer_ids": TAPS, **changes.pop("dflash_config", {})}
-    return tiny_drafter_config(num_target_layers=3, dflash_config=method, **changes)
 
 
 def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
@@ -77,8 +76,10 @@ def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
     }
 
 
-def as_version_1(config: Config) -> dict[str, Any]:
-    """What a speculators config says, written by hand in z-lab's layout."""
+def as_version_1(config: Config) -> Config:
+    """What a speculators config says, written by hand in z-lab's layout, in which others stay."""
+    if "transformer_layer_config" not in config:
+        return config
     layers = config["transformer_layer_config"]
     sizes = {k: v for k, v in config.items() if k.startswith(("conv_", "selector_"))}
     method = {"mask_token_id": config["mask_token_id"], "target_layer_ids": TAPS, **sizes}
@@ -117,16 +118,23 @@ def drafter_folder(
     folder: Path, aux_layers: list[int], seed: int, target: Target, **changes: Any
 ) -> BlockModel:
     """A draft model of `target`, read from a folder that is written."""
-    method = {"mask_token_id": 5, "target_layer_ids": aux_layers}
-    layers = target.num_layers
-    raw = tiny_drafter_config(num_target_layers=layers, dflash_config=method, **changes)
-    return written(folder, raw, random_drafter(raw, seed), target)
+    layers, method = target.num_layers, {"target_layer_ids": aux_layers}
+    raw = version_1(num_target_layers=layers, dflash_config=method, **changes)
+    return written(folder, raw, random_drafter(raw, seed), target)  # type: ignore[no-any-return]
 
 
-def written(folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target) -> BlockModel:
+def written(
+    folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target, **settings: Any
+) -> Any:
     """The draft model of `target` that a folder with this configuration and these tensors has."""
-    config = FILES.read_config(write_drafter_folder(folder, raw, tensors))
-    return BlockModel(FILES.load_network(folder, config, mx.float32), config, target)
+    return loaded(write_drafter_folder(folder, raw, tensors), target, **settings)
+
+
+def loaded(folder: Path, target: Target, **settings: Any) -> Any:
+    """The draft model of `target` in a folder."""
+    files = format_of(read_json(folder))
+    assert files is not None
+    return files.load(folder, files.read_drafter(folder).config, target, PairConfig(**settings))
 
 
 def is_dspark(config: Config) -> bool:
@@ -152,33 +160,83 @@ def lfm2() -> dict[str, Any]:
     return {**raw, "rope_is_neox_style": False, "dflash_config": method}
 
 
+def reference_block(
+    config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
+) -> LinkedBlock:
+    """What NumPy says of a block of DFlash 2 or DSpark. block: features, anchor, rows, prefix."""
+    if is_dspark(config):
+        return reference_dspark.Block(config, tensors, tables, *block)
+    return reference_dflash2.Block(as_version_1(config), tensors, tables, *block)
+
+
 def expected_logits(
     config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
 ) -> Array:
-    """[n, V] over the target's vocabulary, in NumPy. block: features, anchor, rows.
-
-    Of DSpark without what its head adds.
-    """
-    if is_dspark(config):
-        features, anchor, rows = block
-        drafted = reference_dspark.Block(config, tensors, tables, features, anchor, rows - 1)
-        whole = np.full((rows - 1, VOCAB_SIZE), -np.inf)
-        whole[:, drafted.ids] = drafted.logits
-        return whole
-    if "transformer_layer_config" in config:
-        config = as_version_1(config)
-    embedding = tensors.get("embed_tokens.weight", tables[0])
-    head = tensors.get("lm_head.weight", tables[1])
-    if "conv_kernel_size" in config["dflash_config"]:
-        logits = reference_dflash2.logits(tensors, config, (embedding, head), *block)
+    """[n, V] over the target's vocabulary, in NumPy, without what a linking head adds."""
+    raw, known = as_version_1(config), np.arange(VOCAB_SIZE)
+    if is_dspark(config) or "conv_kernel_size" in raw["dflash_config"]:
+        logits = reference_block(config, tensors, tables, *block).logits
     else:
-        logits = reference_dflash.draft_logits(tensors, config, embedding, head, *block)
-    if "d2t" not in tensors:
-        return logits
+        own = zip(("embed_tokens.weight", "lm_head.weight"), tables, strict=True)
+        given = [tensors.get(name, table) for name, table in own]
+        logits = reference_dflash.draft_logits(tensors, raw, *given, *block)
+    if "d2t" in tensors:
+        known = np.arange(len(tensors["d2t"])) + tensors["d2t"]
     whole = np.full((len(logits), VOCAB_SIZE), -np.inf)
-    for draft_id, offset in enumerate(tensors["d2t"]):
-        whole[:, draft_id + offset] = logits[:, draft_id]
+    whole[:, known] = logits
     return whole
+
+
+def features_of(length: int, seed: int = 0) -> Array:
+    """Random features of so many tokens."""
+    return np.random.default_rng(seed).normal(size=(length, WIDTH)).astype(np.float32)
+
+
+def difference(a: Array, b: Array) -> float:
+    """The largest, where both are finite; they must be so in the same places."""
+    assert a.shape == b.shape
+    assert np.array_equal(np.isfinite(a), np.isfinite(b))
+    return float(np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max())
+
+
+class Drafting:
+    """A drafter folder, the model of it for a tiny target, and what NumPy says of its blocks."""
+
+    def __init__(
+        self, folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target | None = None
+    ) -> None:
+        self.folder, self.raw, self.tensors = folder, raw, tensors
+        self.target = target or Target(make_model("llama"), 512, "llama")
+        self.model = written(folder, raw, tensors, self.target)
+        embedding, head = self.target.embedding(), getattr(self.target.model, "lm_head", None)
+        self.tables = np.array(embedding.weight), np.array((head or embedding).weight)
+
+    def state(self, anchor: int, features: Array, *splits: int) -> State:
+        """A state whose drafter took the features in, in parts of these lengths."""
+        parts = np.split(features, np.cumsum(splits)[:-1])
+        return behind(self.model, anchor, *(part for part in parts if len(part)))
+
+    def logits(self, state: State, rows: int, *prefixes: tuple[int, ...]) -> Array:
+        found = self.model.logits(state.context, state.anchor, rows, prefixes or ((),))
+        return np.array(found)
+
+    def expected(self, *block: Any) -> Array:
+        """block: features, anchor, rows, and the prefix that it shows."""
+        return expected_logits(self.raw, self.tensors, self.tables, *block)
+
+    def error(self, features: Array, anchor: int, rows: int, *splits: int) -> float:
+        """How far the logits of a block are from the reference, which computes everything."""
+        found = self.logits(self.state(anchor, features, *splits), rows)
+        return difference(found, self.expected(features, anchor, rows))
+
+    def block(self, seed: int, anchor: int, rows: int = 0, prefix: tuple[int, ...] = ()) -> Any:
+        """The reference behind nine features."""
+        block = features_of(9, seed), anchor, rows or self.model.block_size, prefix
+        return reference_block(self.raw, self.tensors, self.tables, *block)
+
+    def behind(self, seed: int, anchor: int) -> State:
+        """A state behind these features."""
+        return self.state(anchor, features_of(9, seed))
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -194,8 +252,7 @@ def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
     if is_dspark(config):
         size = config.get("draft_vocab_size", VOCAB_SIZE)
         return reference_dspark.random_tensors(config, 0 if size == VOCAB_SIZE else size)
-    if config.get("speculators_model_type"):
-        config = as_version_1(config)
+    config = as_version_1(config)
     if "conv_kernel_size" in config["dflash_config"]:
         return reference_dflash2.random_tensors(config)
     return reference_dflash.random_drafter(config)
@@ -214,7 +271,6 @@ FORMATS = {
     "version 1": case(version_1()),
     "version 1, variable prefix": case(version_1(dflash_config={"training_mode": "vp_drafter"})),
     "version 1, sliding": case(version_1(**SLIDING)),
-    "version 1, causal": case(version_1(is_causal=True)),
     "version 2": case(reference_dflash2.tiny_config()),
     "version 2, sliding": case(reference_dflash2.tiny_config(**SLIDING, is_causal=False)),
     "version 2, three taps": case(
@@ -255,3 +311,23 @@ FORMATS = {
 }
 
 HALVES = "speculators, draft vocabulary"
+DSPARK = [name for name in FORMATS if name.startswith("dspark") and "no heads" not in name]
+SURE = [name for name in DSPARK if "no confidence" not in name]
+
+
+NEWER_ROPE = version_1(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+del NEWER_ROPE["rope_theta"], NEWER_ROPE["rope_scaling"]
+
+WINDOWS = {  # of the first version, and what else changes what a block sees
+    "full and causal": case(version_1(is_causal=True)),
+    "both sliding": case(version_1(**sliding("SS", 12))),
+    "shorter than the block": case(version_1(**sliding("SS", 3))),
+    "over one position": case(version_1(**sliding("SS", 1))),
+    "not causal": case(version_1(**sliding("SS", 12), is_causal=False)),
+    "shorter than the block, not causal": case(version_1(**sliding("SS", 3), is_causal=False)),
+    "mixed": case(version_1(**sliding("SFS", 6))),
+    "mixed and causal": case(version_1(**sliding("FSF", 6), is_causal=True)),
+    "newer rope": case(NEWER_ROPE),
+    "scaled and capped": case(version_1(dflash_config=SCALES)),
+    "block size inside": case(version_1(dflash_config={"block_size": 6})),
+}

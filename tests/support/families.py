@@ -12,19 +12,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
-from support.family_configs import LATENT_ATTENTION, QWEN3_MOE, VOCAB_SIZE, WINDOW, config
+from support.family_configs import LATENT_ATTENTION, QWEN3_MOE, VOCAB_SIZE, WINDOW, config, sliding
 from support.recurrent_families import RECURRENT, UNSUPPORTED
-
-
-def _layer_types(pattern: str) -> dict[str, Any]:
-    """Spell a pattern of S (sliding window) and F (full attention) as config fields."""
-    names = {"S": "sliding_attention", "F": "full_attention"}
-    return {
-        "num_hidden_layers": len(pattern),
-        "layer_types": [names[letter] for letter in pattern],
-        "sliding_window": WINDOW,
-    }
-
 
 _GEMMA4: dict[str, Any] = {
     "global_head_dim": 32,
@@ -70,7 +59,7 @@ _DEEPSEEK: dict[str, Any] = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": config("llama"),
-    "llama_sliding": config("llama", **_layer_types("SFSF")),
+    "llama_sliding": config("llama", **sliding("SFSF", WINDOW)),
     "llama3_rope": config("llama", rope_scaling=_LLAMA3_ROPE),
     "qwen2": config("qwen2"),
     "qwen3": config("qwen3"),
@@ -80,12 +69,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": config(
         "gemma3_text", query_pre_attn_scalar=16.0, sliding_window=WINDOW, sliding_window_pattern=3
     ),
-    "gemma4_text": config("gemma4_text", **_GEMMA4, **_layer_types("SFSF")),
+    "gemma4_text": config("gemma4_text", **_GEMMA4, **sliding("SFSF", WINDOW)),
     "gemma4_text_shared_kv": config(
         "gemma4_text",
         **{**_GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
         vocab_size_per_layer_input=VOCAB_SIZE,
-        **_layer_types("SFSFSF"),
+        **sliding("SFSFSF", WINDOW),
     ),
     "phi3": config("phi3"),
     "phi3_longrope": config("phi3", rope_scaling=_LONG_ROPE, original_max_position_embeddings=64),
@@ -94,10 +83,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_local_experts=4,
         num_experts_per_tok=2,
         rope_scaling=_YARN_ROPE,
-        **_layer_types("SFSF"),
+        **sliding("SFSF", WINDOW),
     ),
     "olmo2": config("olmo2"),
-    "olmo3": config("olmo3", **_layer_types("SSF")),
+    "olmo3": config("olmo3", **sliding("SSF", WINDOW)),
     "granite": config(
         "granite",
         logits_scaling=1.25,
@@ -124,7 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "internlm3_dynamic_rope": config(
         "internlm3", rope_scaling={"rope_type": "dynamic", "factor": 6.0}
     ),
-    "ministral3": config("ministral3", rope_parameters=_MINISTRAL_ROPE, **_layer_types("SFSF")),
+    "ministral3": config("ministral3", rope_parameters=_MINISTRAL_ROPE, **sliding("SFSF", WINDOW)),
     "exaone4": config(
         "exaone4", rope_scaling=None, sliding_window=WINDOW, sliding_window_pattern="LLG"
     ),
@@ -142,7 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB_SIZE,
         "text_config": config(
             "gemma3n_text",
-            **{**_layer_types("SFSF"), "num_kv_shared_layers": 2, "laurel_rank": 8},
+            **{**sliding("SFSF", WINDOW), "num_kv_shared_layers": 2, "laurel_rank": 8},
             vocab_size_per_layer_input=VOCAB_SIZE,
             rope_local_base_freq=10000.0,
             final_logit_softcapping=30.0,
@@ -158,7 +147,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "muse_glimmer",
         qk_scale_factor=1.5,
         output_multiplier=1.0,
-        **{**_layer_types("SSSF"), "tie_word_embeddings": False},
+        **{**sliding("SSSF", WINDOW), "tie_word_embeddings": False},
     ),
 }
 

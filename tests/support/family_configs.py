@@ -24,6 +24,16 @@ def config(model_type: str, **changes: Any) -> dict[str, Any]:
     return {**BASE, "model_type": model_type, **changes}
 
 
+def sliding(pattern: str, window: int) -> dict[str, Any]:
+    """Fields of a config.json: S for sliding-window layers, F for full ones."""
+    names = {"S": "sliding_attention", "F": "full_attention"}
+    return {
+        "num_hidden_layers": len(pattern),
+        "layer_types": [names[letter] for letter in pattern],
+        "sliding_window": window,
+    }
+
+
 QWEN3_MOE: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

@@ -40,18 +40,10 @@ from dflash_mlx.models.gguf_target import load_gguf  # noqa: E402
 from dflash_mlx.models.load import load_pair  # noqa: E402
 from dflash_mlx.models.names import PAIR_FILE, write_pair  # noqa: E402
 from dflash_mlx.models.source import Source  # noqa: E402
-from support import gguf_files, reference_dflash2, reference_eagle3  # noqa: E402
-from support.drafter_formats import (  # noqa: E402
-    DRAFT_IDS,
-    FORMATS,
-    own_tables,
-    speculators,
-    version_1,
-    write_shards,
-)
+from support import gguf_files, reference_eagle3  # noqa: E402
+from support.drafter_formats import FORMATS, HALVES, version_1, write_shards  # noqa: E402
 from support.hub_server import serve  # noqa: E402
 from support.models import (  # noqa: E402
-    drafter_config,
     write_drafter,
     write_model,
     write_tokenizer,
@@ -200,23 +192,19 @@ def _same(model: Any, folder: Path) -> None:
 
 def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     """All that is damaged, made in `root`. repositories: those of a hub."""
-    model, version_2 = write_model(root / "model"), reference_dflash2.tiny_config()
-    drafter = write_drafter(root / "1")
+    model, drafter = write_model(root / "model"), write_drafter(root / "drafter")
+    formats = [FORMATS[name] for name in ("version 1", "version 2", HALVES, "dspark")]
+    names = ("DFlash", "DFlash 2", "speculators", "DSpark", "EAGLE-3")
     drafters = {
-        "DFlash": drafter,
-        "DFlash 2": write_drafter_folder(
-            root / "2", version_2, reference_dflash2.random_tensors(version_2)
-        ),
-        "speculators": _speculators(root / "3"),
-        "DSpark": write_drafter_folder(root / "5", *FORMATS["dspark"]),
-        "EAGLE-3": write_drafter_folder(root / "6", *reference_eagle3.FORMATS["raw"]),
+        name: write_drafter_folder(root / name, *given)
+        for name, given in zip(names, [*formats, reference_eagle3.FORMATS["raw"]], strict=True)
     }
-    shards = write_shards(root / "shards", drafter_config(), random_drafter(drafter_config()))
+    shards = write_shards(root / "shards", version_1(), random_drafter(version_1()))
     gguf_files.write(root / "model.gguf")
     gguf = {"model.gguf": (root / "model.gguf").read_bytes()}
     write_pair(root, {"target": "owner/model", "drafter": REPOSITORY}, {"mlx": "1.0"})
     described = {PAIR_FILE: (root / PAIR_FILE).read_bytes()}
-    tokenizer = write_drafter(root / "4")
+    tokenizer = write_drafter(root / "with a tokenizer")
     write_tokenizer(tokenizer)
     as_drafter = partial(load, model=model)
     found = [
@@ -236,12 +224,6 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
         Subject("pair.json", described, PAIR_FILE, partial(load, model=model, drafter=drafter)),
         Subject("GGUF", gguf, "model.gguf", read_gguf),
     ]
-
-
-def _speculators(folder: Path) -> Path:
-    """With an embedding and a head over a draft vocabulary of its own."""
-    tensors = {**random_drafter(version_1()), **own_tables(DRAFT_IDS)}
-    return write_drafter_folder(folder, speculators(draft_vocab_size=len(DRAFT_IDS)), tensors)
 
 
 def _files(folder: Path) -> Files:

@@ -7,39 +7,30 @@ block at once, in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import MaskedModel
 from dflash_mlx.verifier.model import Target
-from support.family_configs import VOCAB_SIZE
+from support import family_configs
+from support.drafter_formats import written
 from support.reference_dflash import (
     Array,
     attention,
+    layer_shapes,
     layer_tensors,
     mlp,
+    random_weights,
     rms_norm,
-    write_drafter_folder,
 )
 
 MASK = 5
-BASE: dict[str, Any] = {
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 512,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "vocab_size": VOCAB_SIZE,
-}
+BASE = {**family_configs.BASE, "hidden_act": "silu", "num_hidden_layers": 2}
+del BASE["head_dim"], BASE["tie_word_embeddings"]
 OURS = {**BASE, "architectures": ["MaskedDiffusionDraftModel"], "block_size": 6}
 OURS |= {"mask_token_id": MASK, "head_dim": 16}
 
@@ -49,51 +40,41 @@ def ours(**changes: Any) -> dict[str, Any]:
     return {**OURS, **changes}
 
 
-def published(kind: str, module: str = "modeling", **changes: Any) -> dict[str, Any]:
+PUBLISHED: dict[str, dict[str, Any]] = {  # what each class has of its own
+    "A2DQwen3LMHeadModel": {  # dllm-hub's, by masked diffusion or by blocks
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * 2,
+        "model_type": "a2d-qwen3",
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    # Of the generation before: heads as wide as hidden_size makes them
+    "A2DQwen2LMHeadModel": {"head_dim": None, "hidden_size": 64, "model_type": "a2d-qwen2"},
+    "SDARForCausalLM": {"model_type": "sdar"},  # JetLM's
+    "Fast_dLLM_QwenForCausalLM": {"bd_size": 6, "model_type": "Fast_dLLM_Qwen"},  # NVIDIA's
+    "DreamModel": {"model_type": "Dream", "use_mrope": False, "sliding_window": None},
+}
+
+
+def published(kind: str, **changes: Any) -> dict[str, Any]:
     """A config.json as its authors publish it, of another width than the target's."""
-    return {
+    raw = {
         **BASE,
         "architectures": [kind],
-        "auto_map": {"AutoModel": f"{module}.{kind}"},
+        "auto_map": {"AutoModel": f"modeling.{kind}"},
         "hidden_size": 48,
         "head_dim": 16,
         "mask_token_id": MASK,
         "tie_word_embeddings": False,
         "use_cache": True,
+        **PUBLISHED.get(kind, {}),
         **changes,
     }
+    return {name: value for name, value in raw.items() if name != "head_dim" or value}
 
 
-def a2d_qwen3(**changes: Any) -> dict[str, Any]:
-    """dllm-hub's, by masked diffusion or by blocks."""
-    more = {"attention_bias": False, "layer_types": ["full_attention"] * 2, "sliding_window": None}
-    more |= {"model_type": "a2d-qwen3", "use_sliding_window": False, "rope_scaling": None}
-    return published("A2DQwen3LMHeadModel", "modeling_qwen3", **{**more, **changes})
-
-
-def a2d_qwen2(**changes: Any) -> dict[str, Any]:
-    """dllm-hub's of the generation before: heads as wide as hidden_size makes them."""
-    more = {"model_type": "a2d-qwen2", "hidden_size": 64, "max_window_layers": 24}
-    raw = published("A2DQwen2LMHeadModel", "modeling_qwen2", **{**more, **changes})
-    del raw["head_dim"]
-    return raw
-
-
-def sdar(**changes: Any) -> dict[str, Any]:
-    """JetLM's."""
-    return published("SDARForCausalLM", "modeling_sdar", **{"model_type": "sdar", **changes})
-
-
-def fast_dllm(**changes: Any) -> dict[str, Any]:
-    """NVIDIA's second version: blocks, and logits that are shifted."""
-    more = {"bd_size": 6, "model_type": "Fast_dLLM_Qwen", **changes}
-    return published("Fast_dLLM_QwenForCausalLM", **more)
-
-
-def dream(**changes: Any) -> dict[str, Any]:
-    """Dream's and DiffuCoder's."""
-    more = {"model_type": "Dream", "use_mrope": False, "sliding_window": None, **changes}
-    return published("DreamModel", "modeling_dream", **more)
+a2d_qwen3, a2d_qwen2, sdar, fast_dllm, dream = (partial(published, kind) for kind in PUBLISHED)
 
 
 def is_shifted(raw: dict[str, Any]) -> bool:
@@ -104,27 +85,13 @@ def is_shifted(raw: dict[str, Any]) -> bool:
 
 def tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Array]:
     """Random float32 weights under the names that such a folder has."""
-    rng, d, ff = np.random.default_rng(seed), raw["hidden_size"], raw["intermediate_size"]
-    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-    dim, kind = raw.get("head_dim", d // heads), raw["architectures"][0]
-    is_ours = kind == OURS["architectures"][0]
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (d,),
-        "post_attention_layernorm.weight": (d,),
-        "self_attn.q_proj.weight": (heads * dim, d),
-        "self_attn.k_proj.weight": (kv_heads * dim, d),
-        "self_attn.v_proj.weight": (kv_heads * dim, d),
-        "self_attn.o_proj.weight": (d, heads * dim),
-        "mlp.gate_proj.weight": (ff, d),
-        "mlp.up_proj.weight": (ff, d),
-        "mlp.down_proj.weight": (d, ff),
-    }
-    if raw.get("head_norms", kind in ("A2DQwen3LMHeadModel", "SDARForCausalLM")):
-        shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
-        shapes |= {"self_attn.o_proj.bias": (d,)} if raw.get("attention_bias") else {}
+    d, kind = raw["hidden_size"], raw["architectures"][0]
+    is_ours, norms, biases = kind == OURS["architectures"][0], "", ""
     if raw.get("attention_bias") or "Qwen2" in kind or "dLLM" in kind or "Dream" in kind:
-        shapes |= {f"self_attn.{n}_proj.bias": (heads * dim,) for n in "q"}
-        shapes |= {f"self_attn.{n}_proj.bias": (kv_heads * dim,) for n in "kv"}
+        biases = "qkv"
+    if raw.get("head_norms", kind in ("A2DQwen3LMHeadModel", "SDARForCausalLM")):
+        norms, biases = "qk", "qkvo" if raw.get("attention_bias") else biases
+    shapes = layer_shapes(raw, norms=norms, biases=biases)
     layers = range(raw["num_hidden_layers"])
     shapes = {f"layers.{i}.{name}": shape for i in layers for name, shape in shapes.items()}
     shapes["norm.weight"] = (d,)
@@ -134,15 +101,7 @@ def tensors(raw: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         shapes = {f"model.{name}": shape for name, shape in shapes.items()}
     if not raw.get("tie_word_embeddings") and (not is_ours or raw.get("own_head")):
         shapes["lm_head.weight"] = (raw["vocab_size"], d)
-    return {name: _random(rng, name, shape) for name, shape in shapes.items()}
-
-
-def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
-    noise = rng.standard_normal(shape)
-    if name.endswith("norm.weight"):
-        return (1 + 0.1 * noise).astype(np.float32)
-    scale = 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
-    return (noise * scale).astype(np.float32)
+    return dict(random_weights(shapes, seed))
 
 
 def logits(
@@ -213,20 +172,11 @@ FORMATS = {
 }
 
 
-def folder(place: Path, **changes: Any) -> Path:
-    """A drafter for the tiny llama in our format, blocks of 8."""
-    raw = ours(block_size=8, **changes)
-    return write_drafter_folder(place, raw, tensors(raw))
-
-
-def written(folder: Path, name: str, target: Target, **settings: Any) -> MaskedModel:
-    """The draft model of `target` that a folder in this format has."""
-    return load(write_drafter_folder(folder, *FORMATS[name]), target, **settings)
-
-
-def load(folder: Path, target: Target, **settings: Any) -> MaskedModel:
-    config = FILES.read_drafter(folder).config
-    return FILES.load(folder, config, target, PairConfig(**settings))
+def small(place: Path, target: Target, **settings: Any) -> MaskedModel:
+    """A drafter of `target` in our format, blocks of 8."""
+    width = target.embedding()(mx.array([0])).shape[-1]
+    raw = ours(block_size=8, hidden_size=width)
+    return written(place, raw, tensors(raw), target, **settings)  # type: ignore[no-any-return]
 
 
 def behind(model: MaskedModel, text: Sequence[int], *cuts: int) -> Any:

@@ -63,15 +63,9 @@ def write_model(
     return folder
 
 
-def drafter_config(**changes: Any) -> dict[str, Any]:
-    """Of a drafter that fits the tiny llama."""
-    dflash = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
-    return tiny_drafter_config(num_target_layers=3, dflash_config=dflash, **changes)
-
-
 def write_drafter(folder: Path, **changes: Any) -> Path:
     """A random drafter that fits the tiny llama unless `changes` says otherwise."""
-    config = drafter_config(**changes)
+    config = tiny_drafter_config(**changes)
     return write_drafter_folder(folder, config, random_drafter(config))
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.core.config import PairConfig
-from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier.model import Target
 from support import masked_formats
-from support.drafter_formats import drafter_folder
-from support.reference_dflash import write_drafter_folder
+from support.drafter_formats import drafter_folder, written
 from support.reference_eagle3 import FORMATS
 
 
@@ -19,7 +16,6 @@ def full_pair(place: Path, target: Target, tokenizer: Any = None) -> Pair:
     """Two DFlash drafters that read other layers, a masked diffusion model, and EAGLE-3."""
     first = drafter_folder(place / "first", [0, 2], 1, target)
     second = drafter_folder(place / "second", [1], 2, target)
-    masked = masked_formats.load(masked_formats.folder(place / "masked"), target)
-    folder = write_drafter_folder(place / "eagle", *FORMATS["raw"])
-    eagle = FILES.load(folder, FILES.read_drafter(folder).config, target, PairConfig())
+    masked = masked_formats.small(place / "masked", target)
+    eagle = written(place / "eagle", *FORMATS["raw"], target)
     return Pair(target, tokenizer, (first, second, masked, eagle), "tiny")

@@ -8,6 +8,7 @@ positions before the anchor), B block positions (the anchor and masks), m taps, 
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+
+from support.family_configs import BASE
 
 Array = NDArray[Any]
 Config = Mapping[str, Any]
@@ -186,70 +189,125 @@ def _softmax(scores: Array) -> Array:
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
+class LinkedBlock:
+    """What a drafter that knows the token before each position says of a block: its walks.
+
+    states: [n, d] of the drafted positions. logits: [n, V] without what is known of that token.
+    before: the token that is shown last.
+    """
+
+    states: Array
+    logits: Array
+    before: int
+
+    @abstractmethod
+    def scores(self, t: int, before: int) -> dict[int, float]:
+        """Of every token that can be drafted at position t after a token."""
+
+    def law(self, t: int, before: int, temperature: float = 1.0) -> dict[int, float]:
+        """The probability of every such token."""
+        known = self.scores(t, before)
+        scores = np.array([*known.values()]) / temperature
+        weights = np.exp(scores - scores.max())
+        return dict(zip(known, (weights / weights.sum()).tolist(), strict=True))
+
+    def greedy(self) -> list[int]:
+        """The walk that takes the best token every time."""
+        path = [self.before]
+        for t in range(len(self.states)):
+            scores = self.scores(t, path[-1])
+            path.append(max(scores, key=lambda token: scores[token]))
+        return path[1:]
+
+    def path_law(self, temperature: float) -> dict[tuple[int, ...], float]:
+        """The probability of every path of the sampled walk; of short blocks only."""
+        law: dict[tuple[int, ...], float] = {(): 1.0}
+        for t in range(len(self.states)):
+            law = {
+                (*path, token): chance * share
+                for path, chance in law.items()
+                for token, share in self.law(t, (self.before, *path)[-1], temperature).items()
+            }
+        return law
+
+
 def tiny_drafter_config(**changes: Any) -> dict[str, Any]:
-    """Return a small v1 config in the published layout, with top-level fields replaced."""
+    """Return a small v1 config in the published layout, for the tiny llama.
+
+    Top-level fields are replaced, those of `dflash_config` field by field.
+    """
+    method = {"mask_token_id": 5, "target_layer_ids": [0, 2], **changes.pop("dflash_config", {})}
     return {
+        **BASE,
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "attention_bias": False,
         "block_size": 8,
-        "dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 2, 3]},
-        "head_dim": 16,
+        "dflash_config": method,
         "hidden_act": "silu",
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "max_position_embeddings": 512,
-        "num_attention_heads": 4,
         "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "num_target_layers": 4,
-        "rms_norm_eps": 1e-6,
+        "num_target_layers": 3,
         "rope_scaling": None,
-        "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        "vocab_size": 97,
         **changes,
+    }
+
+
+def layer_shapes(
+    config: Config, reads: int = 0, norms: str = "qk", biases: str = ""
+) -> dict[str, tuple[int, ...]]:
+    """List the tensors of a layer. reads: numbers that attention reads of a position, d without.
+
+    norms, biases: which of q, k, v and o have one.
+    """
+    d, ff, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", d // heads)
+    kv_rows = config["num_key_value_heads"] * head_dim
+    rows = {"q": heads * head_dim, "k": kv_rows, "v": kv_rows}
+    return {
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+        **{f"self_attn.{name}_proj.weight": (size, reads or d) for name, size in rows.items()},
+        "self_attn.o_proj.weight": (d, rows["q"]),
+        **{f"self_attn.{name}_norm.weight": (head_dim,) for name in norms},
+        **{f"self_attn.{name}_proj.bias": (rows.get(name, d),) for name in biases},
+        "mlp.gate_proj.weight": (ff, d),
+        "mlp.up_proj.weight": (ff, d),
+        "mlp.down_proj.weight": (d, ff),
     }
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """List the name and shape of every tensor of a v1 checkpoint."""
-    d, ff, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q_rows = config["num_attention_heads"] * head_dim
-    kv_rows = config["num_key_value_heads"] * head_dim
-    aux_layers = len(config["dflash_config"]["target_layer_ids"])
-    layer = {
-        "input_layernorm": (d,),
-        "post_attention_layernorm": (d,),
-        "self_attn.q_proj": (q_rows, d),
-        "self_attn.k_proj": (kv_rows, d),
-        "self_attn.v_proj": (kv_rows, d),
-        "self_attn.o_proj": (d, q_rows),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "mlp.gate_proj": (ff, d),
-        "mlp.up_proj": (ff, d),
-        "mlp.down_proj": (d, ff),
-    }
+    d, aux_layers = config["hidden_size"], len(config["dflash_config"]["target_layer_ids"])
+    layer = layer_shapes(config, biases="qkvo" if config["attention_bias"] else "")
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (d, aux_layers * d),
         "hidden_norm.weight": (d,),
         "norm.weight": (d,),
     }
     for index in range(config["num_hidden_layers"]):
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
-def random_drafter(config: Config, seed: int = 0) -> dict[str, NDArray[np.float32]]:
-    """Draw float32 weights for every tensor: norms near one, matrices that keep variance."""
+def random_weights(
+    shapes: Mapping[str, tuple[int, ...]], seed: int = 0
+) -> dict[str, NDArray[np.float32]]:
+    """Draw float32 weights: norms near one, small biases, matrices that keep variance."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in shapes.items():
         noise = rng.standard_normal(shape)
-        value = 1.0 + 0.1 * noise if len(shape) == 1 else noise * 1.5 / np.sqrt(shape[-1])
+        scale = 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1])
+        value = 1.0 + 0.1 * noise if "norm" in name else noise * scale
         tensors[name] = value.astype(np.float32)
     return tensors
+
+
+def random_drafter(config: Config, seed: int = 0) -> dict[str, NDArray[np.float32]]:
+    """Draw weights for every tensor of a v1 checkpoint."""
+    return random_weights(tensor_shapes(config), seed)
 
 
 def write_drafter_folder(folder: Path, config: Config, tensors: Tensors) -> Path:

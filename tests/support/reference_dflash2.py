@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from support import reference_dflash
 from support.reference_dflash import (
     Array,
     Config,
+    LinkedBlock,
     Tensors,
     draft_logits,
+    draft_states,
     random_drafter,
     tensor_shapes,
     tiny_drafter_config,
@@ -27,15 +28,13 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
         "block_size": 6,
         "conv_group_size": 16,
         "conv_kernel_size": 2,
-        "mask_token_id": 5,
         "selector_rank": 8,
         "selector_top_k": 4,
-        "target_layer_ids": [0, 2],
         **changes.pop("dflash_config", {}),
     }
-    config = tiny_drafter_config(architectures=["DFlash2DraftModel"], num_target_layers=3)
+    config = tiny_drafter_config(architectures=["DFlash2DraftModel"], dflash_config=method)
     del config["block_size"]
-    return {**config, "dflash_config": method, **changes}
+    return {**config, **changes}
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -75,18 +74,6 @@ def idle_tensors(config: Config, seed: int = 0) -> dict[str, Array]:
     return tensors
 
 
-def logits(tensors: Tensors, config: Config, tables: tuple[Array, Array], *block: Any) -> Array:
-    """Return the logits of a block's masks. tables: the target's embedding and head."""
-    return draft_logits(tensors, config, *tables, *block, around=_convolved)
-
-
-def draft_states(
-    tensors: Tensors, config: Config, tables: tuple[Array, Array], *block: Any
-) -> Array:
-    """Return the final states of a block's masks."""
-    return reference_dflash.draft_states(tensors, config, tables[0], *block, around=_convolved)
-
-
 def _convolved(layer: Tensors, config: Config, name: str, x: Array, sub_layer: Any) -> Array:
     """A sub-layer between its two convolutions."""
     before, after = _kernels(layer, config, name, x)
@@ -115,48 +102,38 @@ def _convolve(x: Array, kernel: Array) -> Array:
     return out
 
 
-def score(tensors: Tensors, hidden: Array, unary: Array, a: int, b: int) -> float:
-    """S(a -> b) at a position with final state hidden [d] and logits unary [V]."""
-    weights = {
-        name.removeprefix("candidate_selector."): np.asarray(tensor, np.float64)
-        for name, tensor in tensors.items()
-        if name.startswith("candidate_selector.")
-    }
-    context = weights["predecessor_codebook"][a] * (
-        weights["hidden_projection.weight"] @ np.asarray(hidden, np.float64)
-    )
-    return float(unary[b] + context @ weights["successor_codebook"][b])
+class Block(LinkedBlock):
+    """One block behind its context. tables: the target's embedding and head."""
 
+    def __init__(
+        self,
+        config: Config,
+        tensors: Tensors,
+        tables: tuple[Array, Array],
+        features: Array,
+        anchor: int,
+        rows: int | None = None,
+        prefix: tuple[int, ...] = (),
+    ) -> None:
+        block = features, anchor, rows, prefix, _convolved
+        self.states = draft_states(tensors, config, tables[0], *block)
+        self.logits = draft_logits(tensors, config, *tables, *block)
+        self.before = prefix[-1] if prefix else anchor
+        k = config["dflash_config"]["selector_top_k"]
+        self.offers = np.argsort(-self.logits, kind="stable")[:, :k].tolist()
+        self._weights = {
+            name.removeprefix("candidate_selector."): np.asarray(tensor, np.float64)
+            for name, tensor in tensors.items()
+            if name.startswith("candidate_selector.")
+        }
 
-def offers(config: Config, unary: Array) -> list[list[int]]:
-    """The likeliest tokens of every position, by logits unary [n, V]."""
-    k = config["dflash_config"]["selector_top_k"]
-    return [np.argsort(-row, kind="stable")[:k].tolist() for row in unary]
+    def edges(self, t: int, before: int) -> Array:
+        """[k] what the selector adds to the logits of the likeliest tokens of position t."""
+        context = self._weights["hidden_projection.weight"] @ self.states[t]
+        context = self._weights["predecessor_codebook"][before] * context
+        return self._weights["successor_codebook"][self.offers[t]] @ context  # type: ignore[no-any-return]
 
-
-def greedy_path(
-    tensors: Tensors, config: Config, hidden: Array, unary: Array, anchor: int
-) -> list[int]:
-    """Return the tokens of the walk that takes the best next candidate every time."""
-    path = [anchor]
-    for row, state, candidates in zip(unary, hidden, offers(config, unary), strict=True):
-        scores = [score(tensors, state, row, path[-1], b) for b in candidates]
-        path.append(candidates[int(np.argmax(scores))])
-    return path[1:]
-
-
-def path_law(
-    tensors: Tensors, config: Config, hidden: Array, unary: Array, anchor: int, temperature: float
-) -> dict[tuple[int, ...], float]:
-    """Return the probability of every path of the sampled walk."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    for row, state, candidates in zip(unary, hidden, offers(config, unary), strict=True):
-        longer = {}
-        for path, chance in law.items():
-            before = path[-1] if path else anchor
-            scores = np.array([score(tensors, state, row, before, b) for b in candidates])
-            weights = np.exp((scores - scores.max()) / temperature)
-            for b, share in zip(candidates, weights / weights.sum(), strict=True):
-                longer[(*path, b)] = chance * share
-        law = longer
-    return law
+    def scores(self, t: int, before: int) -> dict[int, float]:
+        tokens = self.offers[t]
+        scores = self.logits[t, tokens] + self.edges(t, before)
+        return dict(zip(tokens, scores.tolist(), strict=True))

@@ -9,41 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from support.reference_dflash import Array, Config, Tensors, hidden_states, random_drafter
+from support.reference_dflash import (
+    Array,
+    Config,
+    LinkedBlock,
+    Tensors,
+    hidden_states,
+    random_drafter,
+    tiny_drafter_config,
+)
 
 RANK = 8
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """Return a small config in DeepSeek's layout: everything beside each other."""
-    return {
-        "architectures": ["Qwen3DSparkModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "block_size": 5,
+    method = {
         "confidence_head_with_markov": True,
         "enable_confidence_head": True,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "hidden_size": 64,
-        "intermediate_size": 96,
         "layer_types": ["full_attention"] * 2,
         "markov_head_type": "vanilla",
         "markov_rank": RANK,
-        "mask_token_id": 5,
-        "max_position_embeddings": 512,
         "num_anchors": 512,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "num_target_layers": 3,
-        "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "target_layer_ids": [0, 2],
-        "tie_word_embeddings": False,
-        "vocab_size": 97,
-        **changes,
     }
+    config = tiny_drafter_config(architectures=["Qwen3DSparkModel"], block_size=5)
+    method |= config.pop("dflash_config")
+    del config["rope_scaling"], config["rope_theta"]
+    return {**config, **method, **changes}
 
 
 def heads(config: Config, drafted: int = 0, seed: int = 0) -> dict[str, Array]:
@@ -84,11 +77,11 @@ def field(config: Config, name: str, default: Any = None) -> Any:
     return {**config, **config.get("dflash_config", {})}.get(name, default)
 
 
-class Block:
-    """One block behind its context: what the drafter says of its n drafted positions.
+class Block(LinkedBlock):
+    """One block behind its context: what the drafter says of its rows - 1 drafted positions.
 
     features [T, m*d], the anchor at position T; prefix: drafted tokens that it shows. tables: the
-    target's embedding and head, for drafters that have none. draft_ids: [v] tokens of the head.
+    target's embedding and head, for drafters that have none. ids: [v] tokens of the head.
     """
 
     def __init__(
@@ -98,12 +91,12 @@ class Block:
         tables: tuple[Array, Array],
         features: Array,
         anchor: int,
-        drafts: int,
+        rows: int,
         prefix: tuple[int, ...] = (),
     ) -> None:
         self.tensors = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
         first = 0 if field(config, "sample_from_anchor", True) else 1
-        masks = [field(config, "mask_token_id")] * (drafts - 1 + first - len(prefix))
+        masks = [field(config, "mask_token_id")] * (rows - 2 + first - len(prefix))
         embedding = np.asarray(self.tensors.get("embed_tokens.weight", tables[0]), np.float64)
         x = embedding[[anchor, *prefix, *masks]]
         states = hidden_states(self.tensors, layers_of(config), x, features)
@@ -124,18 +117,8 @@ class Block:
         bias = [float(w1[before] @ row) for row in w2]
         return np.asarray(self.logits[t] + bias)
 
-    def law(self, t: int, before: int, temperature: float = 1.0) -> dict[int, float]:
-        """The probability of every token at position t after a token."""
-        scores = self.row(t, before) / temperature
-        weights = np.exp(scores - scores.max())
-        return dict(zip(self.ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
-
-    def greedy(self) -> list[int]:
-        """The walk that takes the best token every time."""
-        path = [self.before]
-        for t in range(len(self.states)):
-            path.append(int(self.ids[np.argmax(self.row(t, path[-1]))]))
-        return path[1:]
+    def scores(self, t: int, before: int) -> dict[int, float]:
+        return dict(zip(self.ids.tolist(), self.row(t, before).tolist(), strict=True))
 
     def confidence(self, t: int, before: int) -> float:
         """How likely position t is to be accepted after a token."""
@@ -144,14 +127,3 @@ class Block:
         if weight.shape[1] > len(given):
             given = np.concatenate([given, self.tensors["markov_head.markov_w1.weight"][before]])
         return float(1 / (1 + np.exp(-(weight[0] @ given + bias[0]))))
-
-    def path_law(self, temperature: float) -> dict[tuple[int, ...], float]:
-        """The probability of every path of the sampled walk; of short blocks only."""
-        law: dict[tuple[int, ...], float] = {(): 1.0}
-        for t in range(len(self.states)):
-            law = {
-                (*path, token): chance * share
-                for path, chance in law.items()
-                for token, share in self.law(t, (self.before, *path)[-1], temperature).items()
-            }
-        return law

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from support.family_configs import BASE, VOCAB_SIZE
-from support.reference_dflash import Array, Config, mlp, rms_norm, rope_theta, rotate
+from support.reference_dflash import (
+    Array,
+    Config,
+    Tensors,
+    attention,
+    layer_shapes,
+    mlp,
+    random_weights,
+    rms_norm,
+)
 
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
 TAPS = [0, 1, 2]
@@ -39,14 +48,15 @@ def logits(
     told = {**config, **config.get("transformer_layer_config", {})}
     embedding = weights.get("embed_tokens.weight", np.asarray(tables[0], np.float64))
     fused = fuse(weights, told, np.asarray(features, np.float64))
-    keys: list[Array] = []
-    values: list[Array] = []
-    for token, h in zip(tokens[1:], fused[:-1], strict=True):
-        enter(layer, told, embedding[token], h, keys, values)
-    h = fused[-1]
+    eps, h = told["rms_norm_eps"], fused[-1]
+    rows = [
+        joined(layer, eps, embedding[token], before)
+        for token, before in zip(tokens[1:], fused[:-1], strict=True)
+    ]
     for token in path:
-        out = row(layer, told, embedding[token], h, keys, values)
-        final = rms_norm(out, weights["norm.weight"], told["rms_norm_eps"])
+        rows.append(joined(layer, eps, embedding[token], h))
+        out = layer_output(layer, told, np.stack(rows), h)
+        final = rms_norm(out, weights["norm.weight"], eps)
         h = final if told.get("norm_output") else out
     if "lm_head.weight" not in weights:
         return final @ np.asarray(tables[1], np.float64).T
@@ -77,54 +87,21 @@ def fuse(weights: Mapping[str, Array], config: Config, features: Array) -> Array
     return features @ weights["fc.weight"].T
 
 
-def enter(
-    layer: Mapping[str, Array],
-    config: Config,
-    x: Array,
-    h: Array,
-    keys: list[Array],
-    values: list[Array],
-) -> Array:
-    """The queries [H, D] of one more row, whose key and value join those before it."""
-    eps, position = config["rms_norm_eps"], len(keys)
+def joined(layer: Tensors, eps: float, x: Array, h: Array) -> Array:
+    """[2 * d] what attention reads of a row: an embedding and a state, each normed."""
     normed = rms_norm(h, layer["hidden_norm.weight"], eps)
-    both = np.concatenate([rms_norm(x, layer["input_layernorm.weight"], eps), normed])
-
-    def heads(name: str, turns: bool) -> Array:
-        found = layer[f"self_attn.{name}_proj.weight"] @ both
-        found = found + layer.get(f"self_attn.{name}_proj.bias", 0)
-        found = found.reshape(-1, config["head_dim"])
-        if turns and f"self_attn.{name}_norm.weight" in layer:
-            found = rms_norm(found, layer[f"self_attn.{name}_norm.weight"], eps)
-        return rotate(found[None], np.array([position]), rope_theta(config))[0] if turns else found
-
-    keys.append(heads("k", True))
-    values.append(heads("v", False))
-    return heads("q", True)
+    return np.concatenate([rms_norm(x, layer["input_layernorm.weight"], eps), normed])
 
 
-def row(
-    layer: Mapping[str, Array],
-    config: Config,
-    x: Array,
-    h: Array,
-    keys: list[Array],
-    values: list[Array],
-) -> Array:
-    """The layer's output [d] for one more row, which joins those before it."""
-    queries = enter(layer, config, x, h, keys, values)
-    slides = config.get("layer_types") == ["sliding_attention"]
-    first = max(0, len(keys) - config["sliding_window"]) if slides else 0
-    groups, outputs = len(queries) // len(keys[0]), []
-    for i, query in enumerate(queries):
-        scores = np.array([key[i // groups] @ query for key in keys[first:]])
-        chances = np.exp((scores - scores.max()) / np.sqrt(config["head_dim"]))
-        seen = np.array([value[i // groups] for value in values[first:]])
-        outputs.append(chances / chances.sum() @ seen)
-    eps, before = config["rms_norm_eps"], config.get("norm_before_residual")
+def layer_output(layer: Tensors, config: Config, rows: Array, h: Array) -> Array:
+    """The layer's output [d] for the last of the rows, whose state is h."""
+    at, eps = np.arange(len(rows)), config["rms_norm_eps"]
+    visible = at <= at[:, None]
+    if config.get("layer_types") == ["sliding_attention"]:
+        visible &= at > at[:, None] - config["sliding_window"]
+    before = config.get("norm_before_residual")
     residual = rms_norm(h, layer["hidden_norm.weight"], eps) if before else h
-    mixed = layer["self_attn.o_proj.weight"] @ np.concatenate(outputs)
-    y = residual + mixed + layer.get("self_attn.o_proj.bias", 0)
+    y = residual + attention(layer, config, rows, rows[:0], visible)[-1]
     return y + mlp(layer, rms_norm(y, layer["post_attention_layernorm.weight"], eps))
 
 
@@ -167,21 +144,12 @@ def ours(**changes: Any) -> dict[str, Any]:
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Of the tensors that every layout has, by their names in raw files."""
     told = {**config, **config.get("transformer_layer_config", {})}
-    d, ff, dim = told["hidden_size"], told["intermediate_size"], told["head_dim"]
+    d = told["hidden_size"]
     width, m = config.get("target_hidden_size") or d, len(TAPS)
-    q, kv = told["num_attention_heads"] * dim, told["num_key_value_heads"] * dim
-    layer = {
-        "hidden_norm": (d,), "input_layernorm": (d,), "post_attention_layernorm": (d,),
-        "self_attn.q_proj": (q, 2 * d), "self_attn.k_proj": (kv, 2 * d),
-        "self_attn.v_proj": (kv, 2 * d), "self_attn.o_proj": (d, q),
-        "mlp.gate_proj": (ff, d), "mlp.up_proj": (ff, d), "mlp.down_proj": (d, ff),
-    }  # fmt: skip
-    if "transformer_layer_config" in config and told["model_type"] == "qwen3":
-        layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
-    found = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
-    if told.get("attention_bias"):
-        rows = {"q": q, "k": kv, "v": kv, "o": d}
-        found |= {f"midlayer.self_attn.{n}_proj.bias": (size,) for n, size in rows.items()}
+    qwen = "transformer_layer_config" in config and told["model_type"] == "qwen3"
+    biases = "qkvo" if told.get("attention_bias") else ""
+    layer = layer_shapes(told, 2 * d, "qk" if qwen else "", biases) | {"hidden_norm.weight": (d,)}
+    found = {f"midlayer.{name}": shape for name, shape in layer.items()}
     found |= {"fc.weight": (d, m * width), "norm.weight": (d,)}
     if config.get("norm_before_fc"):
         found["input_norm.weight"] = (m * width,)
@@ -192,18 +160,13 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def random_tensors(config: Config, seed: int = 0, embeds: bool = False) -> dict[str, Array]:
     """Norms near one, matrices that keep variance; head and maps of a draft vocabulary."""
-    rng = np.random.default_rng(seed)
     told = {**config, **config.get("transformer_layer_config", {})}
     wanted, size = shapes(config), config.get("draft_vocab_size")
     if size is not None:
         wanted["lm_head.weight"] = (size, told["hidden_size"])
     if embeds:
         wanted["embed_tokens.weight"] = (VOCAB_SIZE, told["hidden_size"])
-    tensors = {}
-    for name, shape in wanted.items():
-        noise = rng.standard_normal(shape)
-        value = 1.0 + 0.1 * noise if len(shape) == 1 else noise * 1.5 / np.sqrt(shape[-1])
-        tensors[name] = value.astype(np.float32)
+    tensors: dict[str, Array] = dict(random_weights(wanted, seed))
     if size == len(DRAFT_IDS):
         tensors["d2t"] = np.asarray(DRAFT_IDS - np.arange(size), np.int64)
         tensors["t2d"] = np.isin(np.arange(VOCAB_SIZE), DRAFT_IDS)

@@ -30,7 +30,8 @@ from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds as answer
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
-from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
+from support.reference_dflash import random_drafter, write_drafter_folder
+from support.reference_dflash import tiny_drafter_config as drafter_config
 
 TAPS = (0, 2)
 WIDTH = 64
@@ -70,22 +71,6 @@ def write_corpus(file: Path, rows: Sequence[CorpusRow], header: CorpusHeader) ->
     """A corpus file."""
     file.write_text("".join(line.as_line() + "\n" for line in (header, *rows)), encoding="utf-8")
     return file
-
-
-def drafter_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a drafter for the tiny target; `dflash_config` is merged."""
-    dflash = {"mask_token_id": 5, "target_layer_ids": list(TAPS), **changes.pop("dflash", {})}
-    return tiny_drafter_config(**{"num_target_layers": 3, "dflash_config": dflash, **changes})
-
-
-def sliding(pattern: str, window: int) -> dict[str, Any]:
-    """Fields of a config.json: S for sliding-window layers, F for full ones."""
-    names = {"S": "sliding_attention", "F": "full_attention"}
-    return {
-        "num_hidden_layers": len(pattern),
-        "layer_types": [names[letter] for letter in pattern],
-        "sliding_window": window,
-    }
 
 
 def make_trainee(raw: dict[str, Any] | None = None, seed: int = 0) -> DFlashTrainee:

@@ -144,7 +144,7 @@ def test_drafters_are_compared_on_the_held_out_greedy_rows(place, capsys):
 def test_what_cannot_be_compared_is_refused(place, options, named):
     folders = [drafter(place, "a")]
     if options.pop("drafter", None):
-        folders.append(drafter(place, "other", dflash={"target_layer_ids": [0, 1]}))
+        folders.append(drafter(place, "other", dflash_config={"target_layer_ids": [0, 1]}))
     with pytest.raises(DFlashError, match=named) as failure:
         run(place, *folders, **options)
     assert failure.value.next_step

@@ -16,8 +16,7 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, load_pair
 from dflash_mlx.drafters.eagle3.drafter import Chain
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.quantized import quantize_network
-from dflash_mlx.drafters.networks.tensors import parameters_of
+from dflash_mlx.drafters.networks.tensors import parameters_of, quantize_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train import compare
@@ -31,6 +30,7 @@ from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support import masked_formats
+from support.drafter_formats import loaded
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import SLIDING, tensors
 from support.masked_formats import ours as masked
@@ -215,7 +215,7 @@ def test_a_masked_drafter_learns_answers_by_heart_and_decoding_accepts_what_was_
     list(trainer_of(trainee, texts, seed=3, **settings).losses())
     trainee.save(tmp_path)
     saved, target = SpecDiffTrainee.read(tmp_path, tiny_target()), tiny_target()
-    pair = Pair(target, None, (masked_formats.load(tmp_path, target),))
+    pair = Pair(target, None, (loaded(tmp_path, target),))
     drafter = make_drafter(pair, DecodeConfig("specdiff", saved.config.block_size))
     assert_decoding_accepts_what_was_measured(saved, drafter, known, texts, 3)
 

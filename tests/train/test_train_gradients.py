@@ -15,13 +15,13 @@ from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import cross_entropy
 from support.families import VOCAB_SIZE
+from support.family_configs import sliding
 from support.reference_dflash import hidden_states, random_drafter
 from support.tiny_training import (
     drafter_config,
     greedy_rows,
     make_trainer,
     sampled_row,
-    sliding,
     texts_of,
     tiny_target,
 )
@@ -48,7 +48,7 @@ CONFIGS = {
     "mixed, scaled and capped": drafter_config(
         block_size=BLOCK,
         **sliding("SF", 4),
-        dflash={
+        dflash_config={
             "input_embedding_scale": 2.0,
             "output_multiplier": 0.6,
             "final_logit_softcapping": 3.0,

@@ -66,7 +66,7 @@ def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(pla
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, where):
     """`dflash_config` may have it too, and would count."""
-    own = {"block_size": 6} if where == "outside" else {"dflash": {"block_size": 6}}
+    own = {"block_size": 6} if where == "outside" else {"dflash_config": {"block_size": 6}}
     folder = place.drafter(num_hidden_layers=1, **own)
     options = {"mode": "variable-prefix", "init": folder, "layers": None}
     place.train(**options, out=place.root / "same", steps=1)
@@ -158,7 +158,7 @@ def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
 
 
 def test_what_training_does_not_change_is_saved_as_it_was(place):
-    init = place.drafter(note={"by": "me"}, dflash={"training_mode": "other", "more": [1]})
+    init = place.drafter(note={"by": "me"}, dflash_config={"training_mode": "other", "more": [1]})
     place.train(init=init, learning_rate=1e-30, weight_decay=0.0, steps=1)
     weights, raw = place.read()
     given = json.loads((init / "config.json").read_text())
@@ -171,7 +171,7 @@ def test_what_training_does_not_change_is_saved_as_it_was(place):
 
 def test_a_run_is_not_continued_with_another_drafter_or_corpus(place):
     alike = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
-    init = place.drafter(**alike, dflash={"target_layer_ids": [1]})  # but for the mask
+    init = place.drafter(**alike, dflash_config={"target_layer_ids": [1]})  # but for the mask
     place.train(init=init, steps=2)
     before = files(place.out)
     with pytest.raises(DFlashError, match="mask_token_id 5, not 8"):

@@ -192,7 +192,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 @pytest.mark.parametrize("changes", [SLIDING, {"is_causal": True}], ids=str)
 def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path, changes):
-    raw = drafter_config(note="mine", dflash={"output_multiplier": 0.5}, **changes)
+    raw = drafter_config(note="mine", dflash_config={"output_multiplier": 0.5}, **changes)
     drafter = make_trainee(raw)
     drafter.network.set_dtype(mx.bfloat16)  # what a folder keeps
     drafter.network.set_dtype(mx.float32)
@@ -237,7 +237,7 @@ def figures(printed: str) -> list[str]:
 
 
 def test_the_command_prints_both_figures_and_writes_a_folder(place, capsys):
-    place.drafter(block_size=6, dflash={"training_mode": "vp_drafter"})
+    place.drafter(block_size=6, dflash_config={"training_mode": "vp_drafter"})
     given = files(place.root / "drafter")
     run(place, top_k=16, draft_vocabulary=None)
     printed = capsys.readouterr().err

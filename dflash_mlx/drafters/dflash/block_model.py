@@ -45,14 +45,10 @@ class BlockModel(BoundModel[FeatureContext]):
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         super().__init__(network, config, target)
         self._scale *= config.input_embedding_scale
-        self._links: Links | None = network.links
-        if self._links is not None:
-            self.least_vocabulary = self._links.top_k
-
-    @property
-    def is_linked(self) -> bool:
-        """Whether its drafts know the token before each, see `candidates` and `linked`."""
-        return self._links is not None
+        # What knows the token before each draft, see `candidates` and `choices`
+        self.links: Links | None = network.links
+        if self.links is not None:
+            self.least_vocabulary = self.links.top_k
 
     def tried(self, context: FeatureContext) -> mx.array:
         return self.logits(context, mx.zeros(1, mx.int32), self.block_size)
@@ -78,11 +74,11 @@ class BlockModel(BoundModel[FeatureContext]):
 
     def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
         """What the paths of a linked drafter can go through in a block of `rows`."""
-        assert self._links is not None
+        assert self.links is not None
         states = self._states(Ask(context, anchor, rows))
         logits, ids = self._head.logits(states, context.words)
         known = None if ids is None else mx.array(ids)
-        return self._links.candidates(states, logits, anchor, known)
+        return self.links.candidates(states, logits, anchor, known)
 
     def choices(self, asks: Sequence[Ask], width: int) -> list[list[Choices]]:
         """What can follow each prefix of each block; of all in one pass, and waits for it.
@@ -95,7 +91,7 @@ class BlockModel(BoundModel[FeatureContext]):
         states = self._together(asks) if joins else [self._states(ask) for ask in asks]
         logits = self._head.logits_of_all(states, [ask.context.words for ask in asks])
         of_each = zip(asks, states, logits, strict=True)
-        if self._links is None:
+        if self.links is None:
             ranked = (self._ranked(ask, *found, width) for ask, _, found in of_each)
             return [[follow(draft) for draft in drafts] for drafts in ranked]
         linked = (self._linked(ask, part, *found) for ask, part, found in of_each)
@@ -112,7 +108,7 @@ class BlockModel(BoundModel[FeatureContext]):
     def _linked(
         self, ask: Ask, states: mx.array, logits: mx.array, ids: Array | None
     ) -> list[Linked]:
-        assert (links := self._links) is not None
+        assert (links := self.links) is not None
         known = None if ids is None else mx.array(ids)
 
         def rank(scores: mx.array) -> Ranked:

@@ -85,7 +85,6 @@ class DynamicConvolution(nn.Module):
         return convolve(x, first, self.base_kernel[0], branches), second
 
     def after(self, x: mx.array, deltas: mx.array, branches: int) -> mx.array:
-        """The sub-layer's output x [1, n, d], convolved."""
         return convolve(x, deltas, self.base_kernel[1], branches)
 
 

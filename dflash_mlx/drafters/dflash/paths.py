@@ -40,11 +40,6 @@ class Candidates:
     # How likely each position of a path [n] of indices is to be accepted, where a head says so
     confidences: Callable[[mx.array], mx.array] | None = None
 
-    @classmethod
-    def of_table(cls, tokens: mx.array, scores: mx.array) -> Candidates:
-        """With scores [n, k, k] that are known for every candidate of the position before."""
-        return cls(tokens, lambda t, before: scores[t, before])
-
     def walk(self, choose: Callable[[int, mx.array], mx.array]) -> tuple[mx.array, mx.array]:
         """A path from the anchor, the indices [n], and the scores [n, k] that it was chosen from.
 
@@ -104,8 +99,8 @@ class CandidateSelector(nn.Module):
         tokens = mx.argpartition(logits, -k, axis=-1)[:, -k:]
         unary = mx.take_along_axis(logits, tokens, axis=-1).astype(mx.float32)
         tokens = tokens if ids is None else ids[tokens]
-        edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
-        return Candidates.of_table(tokens, unary[:, None] + edges)
+        scores = unary[:, None] + self.edges(hidden, predecessors(tokens, anchor), tokens)
+        return Candidates(tokens, lambda t, before: scores[t, before])
 
     def linked(
         self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None, rank: Rank

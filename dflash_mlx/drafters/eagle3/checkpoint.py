@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dflash_mlx.drafters.eagle3.model import EagleModel
-from dflash_mlx.drafters.eagle3.network import EagleConfig, Network
+from dflash_mlx.drafters.eagle3.model import EagleConfig, EagleModel, Network
 from dflash_mlx.drafters.formats import (
     SPECULATORS,
     FileFormat,

@@ -49,7 +49,6 @@ class Chain(Eagle):
     """The likeliest token after the one before, step by step; nobody waits between the steps."""
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
-        """A chain, which may still be on its way."""
         tokens = [state.anchor]
         for row in range(rows - 1):
             tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
@@ -76,7 +75,6 @@ class DrawnChain(Eagle):
         self._drawing = Drawing(sampling, weighed)
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
-        """A chain that knows what each token was drawn from, given those before it."""
         keys = mx.random.split(self._drawing.key(state), rows - 1)
         tokens, laws = [state.anchor], []
         for row in range(rows - 1):
@@ -103,7 +101,6 @@ class GrownTree(Eagle):
         self._branches, self._nodes = branches, nodes
 
     def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
-        """A tree of up to `nodes` nodes."""
         offers: dict[Path, Offers] = {}
         paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
         tokens = state.anchor

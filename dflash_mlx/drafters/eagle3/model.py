@@ -1,20 +1,166 @@
-"""An EAGLE-3 network bound to its target: what it remembers, and a draft in the making."""
+"""EAGLE-3 (arXiv 2503.01840, section 3): one decoder layer over pairs of inputs, and its drafts.
+
+Row i pairs the token x_{i+1} with h_i, what is known of the target at position i, and tells what
+x_{i+2} is. For committed tokens h_i is made of the target's features; a drafted token has none, so
+there h is the layer's own output of the row before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.context import DraftContext
+from dflash_mlx.drafters.networks.fields import DraftConfig, flag, stored, too_large
+from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.verifier.block import Block, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
+from dflash_mlx.verifier.sequence import SequenceCache
 
 FAMILY = "eagle3"
+USUAL_TAPS = 3
+
+
+def usual_layers(layers: int) -> tuple[int, int, int]:
+    """What is read of a target with so many layers where a file names none: low, middle, high.
+
+    EAGLE-3 takes the states before layers 2, n // 2 and n - 3. Below seven layers these are not
+    three, see `increase`.
+    """
+    return 1, layers // 2 - 1, layers - 4
+
+
+def increase(aux_layers: Sequence[int]) -> bool:
+    """Whether no layer is read twice or out of order."""
+    return all(low < high for low, high in pairwise(aux_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DraftConfig):
+    """The config.json of an EAGLE-3 drafter; without `aux_layers` it reads the usual ones."""
+
+    target_hidden_size: int  # width of the features
+    head_norms: bool = False  # of queries and keys, as in Qwen3
+    norm_before_residual: bool = stored(flag, False)  # whether the layer adds to the normed h
+    norm_before_fc: bool = stored(flag, False)  # whether features are normed all at once
+    fc_norm: bool = stored(flag, False)  # ... layer by layer
+    norm_output: bool = stored(flag, False)  # whether a drafted row's h is normed, too (EAGLE-3.1)
+
+    @property
+    def target_width(self) -> int:
+        return self.target_hidden_size
+
+    @property
+    def features(self) -> int:
+        """Layers that it reads."""
+        return USUAL_TAPS if self.aux_layers is None else len(self.aux_layers)
+
+    def layers_read(self, layers: int) -> tuple[int, ...]:
+        return usual_layers(layers) if self.aux_layers is None else self.aux_layers
+
+    def unreadable(self, layers: int) -> str:
+        in_order = increase(self.layers_read(layers))
+        return super().unreadable(layers) or ("" if in_order else "and each is read once, in order")
+
+    def problems(self) -> dict[str, Any]:
+        width, features = self.hidden_size, self.target_hidden_size
+        vocabulary, own = self.vocab_size, self.draft_vocab_size
+        borrows = not (self.own_embedding and self.own_head)
+        products = {
+            f"{self.features} layers of target_hidden_size {features}": self.features * features,
+            f"two inputs of hidden_size {width}": 2 * width,
+        }
+        return {
+            **super().problems(),
+            **self.block_problems(most=MOST_ROWS),
+            f"draft_vocab_size is {own}, more than the vocabulary of {vocabulary}":
+                own is not None and own > vocabulary,
+            f"draft_vocab_size is {own} of {vocabulary} tokens, but there is no lm_head for them":
+                own is not None and not self.own_head,
+            f"target_hidden_size is {features} and hidden_size {width}, but the drafter does not "
+            "bring an embedding and a head of its own": borrows and features != width,
+            "norm_before_fc and fc_norm are both true": self.norm_before_fc and self.fc_norm,
+            **too_large(products),
+        }  # fmt: skip
+
+
+class Layer(nn.Module):
+    """Pre-norm decoder layer whose queries, keys and values see two inputs side by side."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, 2 * d, config.head_norms)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(d, eps)
+        self.hidden_norm = nn.RMSNorm(d, eps)
+        self.post_attention_layernorm = nn.RMSNorm(d, eps)
+        self._norm_before_residual = config.norm_before_residual
+
+    def pair(self, x: mx.array, h: mx.array) -> mx.array:
+        """[..., 2d], what attention sees of rows."""
+        return mx.concatenate([self.input_layernorm(x), self.hidden_norm(h)], axis=-1)
+
+    def __call__(
+        self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
+    ) -> mx.array:
+        """[1, n, d] from rows with the embeddings x and the states h, [1, n, d] each."""
+        residual = self.hidden_norm(h) if self._norm_before_residual else h
+        y = residual + self.self_attn(self.pair(x, h), mask, cache)
+        return y + self.mlp(self.post_attention_layernorm(y))
+
+
+class Network(DraftNetwork):
+    """Its parameters have the names of the tensors in a raw folder."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        d, width, eps = config.hidden_size, config.target_hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(config.features * width, d, bias=False)
+        self.midlayer = Layer(config)
+        self._norm_output = config.norm_output
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(config.features * width, eps)
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(width, eps) for _ in range(config.features)]
+
+    def fuse(self, features: mx.array) -> mx.array:
+        """States h [..., d] from the target's features [..., m*D]."""
+        features = features.astype(self.norm.weight.dtype)
+        if "input_norm" in self:
+            features = self.input_norm(features)
+        if "fc_norm" in self:
+            parts = mx.split(features, len(self.fc_norm), axis=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = mx.concatenate(normed, axis=-1)
+        return self.fc(features)
+
+    def append(self, x: mx.array, h: mx.array, cache: SequenceCache) -> None:
+        """Commit the rows with embeddings x and states h, [n, d] each, to `cache`.
+
+        Nobody asks what a committed row says of the next token: its keys and values are enough.
+        """
+        cache.begin(Block(len(h)))
+        rows = self.midlayer.pair(x.astype(h.dtype)[None], h[None])
+        self.midlayer.self_attn.remember(rows, cache.layers[0])
+        cache.commit(range(len(h)))
+
+    def __call__(
+        self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
+    ) -> tuple[mx.array, mx.array]:
+        """Final states of rows, and their h for the rows behind them; all [..., n, d]."""
+        out = self.midlayer(x.astype(h.dtype), h, mask, cache)
+        final = self.norm(out)
+        return final, final if self._norm_output else out
 
 
 class EagleContext(DraftContext):
@@ -92,7 +238,6 @@ class EagleModel(BoundModel[EagleContext]):
         return self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
 
     def begin(self, context: EagleContext) -> Draft:
-        """A draft behind the context, with no row yet."""
         return Draft(self, context)
 
 
@@ -123,7 +268,6 @@ class Draft:
         return self._head.ranked(self._pass(tokens, parents), self._words, k)
 
     def _pass(self, tokens: mx.array, parents: list[int]) -> mx.array:
-        """Final states [n, d]."""
         before = len(self._parents)
         self._parents += parents
         tree = Tree((0,) * (len(self._parents) - 1), tuple(self._parents))

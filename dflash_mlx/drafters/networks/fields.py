@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
 
-from dflash_mlx.drafters.networks.quantized import Quantization
+from dflash_mlx.drafters.networks.tensors import Quantization
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 MAX_LAYERS = 1024  # published drafters have 1 to 8

@@ -50,7 +50,6 @@ class ActiveVocabulary:
         self._more: Head | None = None
 
     def fork(self) -> ActiveVocabulary:
-        """A copy that goes on by itself."""
         other = copy(self)
         other._waiting = list(self._waiting)
         return other

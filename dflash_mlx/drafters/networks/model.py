@@ -48,7 +48,6 @@ class BoundModel(Generic[_Context]):
         target.tap(self.aux_layers)
 
     def own_head(self, network: Any) -> Callable[[mx.array], mx.array]:
-        """Its own map from final states to logits."""
         return network.lm_head  # type: ignore[no-any-return]
 
     @property

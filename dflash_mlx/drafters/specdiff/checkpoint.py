@@ -18,8 +18,7 @@ from typing import Any
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.networks.fields import Fields, architecture, flag
 from dflash_mlx.drafters.networks.tensors import FLOATING, in_words
-from dflash_mlx.drafters.specdiff.model import MaskedModel
-from dflash_mlx.drafters.specdiff.network import Network, NetworkConfig
+from dflash_mlx.drafters.specdiff.model import MaskedModel, Network, NetworkConfig
 
 OURS = "MaskedDiffusionDraftModel"
 USUAL_BLOCK = 8  # where a file says none

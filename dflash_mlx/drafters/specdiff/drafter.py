@@ -111,7 +111,6 @@ class DrawnSpecDiff(SpecDiff):
         self._drawing = Drawing(sampling, weighed)
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        """A chain that knows what it was drawn from."""
         return self._drawing.proposal(state, *self.drawn(state, rows))
 
     def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -165,7 +164,6 @@ class MaskedOptions(Options):
 
     @property
     def denoising(self) -> Denoising:
-        """Which tokens each pass fixes."""
         return Denoising(self.steps or 1)
 
     def grow(self, config: DecodeConfig, nodes: int) -> tuple[Grow, int]:
