@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dflash_mlx.core.config import SamplingConfig as SamplingConfig
     from dflash_mlx.core.config import StructureConfig as StructureConfig
     from dflash_mlx.core.errors import DFlashError as DFlashError
-    from dflash_mlx.core.observer import Observer as Observer
     from dflash_mlx.core.prompt import Prompt as Prompt
+    from dflash_mlx.core.statistics import Observer as Observer
     from dflash_mlx.core.statistics import Statistics as Statistics
     from dflash_mlx.engine.delta import Answer as Answer
     from dflash_mlx.engine.delta import Delta as Delta
@@ -41,7 +41,7 @@ _MODULES = {
     "DFlashError": "core.errors",
     "DecodeConfig": "core.config",
     "Delta": "engine.delta",
-    "Observer": "core.observer",
+    "Observer": "core.statistics",
     "Pair": "engine.pair",
     "PairConfig": "core.config",
     "Prompt": "core.prompt",

@@ -10,7 +10,6 @@ from dflash_mlx.benchmark.quick import (
     save_bench,
     what_pays,
 )
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -21,9 +20,9 @@ from dflash_mlx.core.config import (
 )
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer, RoundTimer
 from dflash_mlx.core.option import Given, label_in_words, values_given
-from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.statistics import Observer, RoundTimer, Statistics
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.method import TokenSource
 from dflash_mlx.drafters.methods import (
     check_given,

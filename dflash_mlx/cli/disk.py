@@ -10,8 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from dflash_mlx.cli.options import Parser
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.text import amount
 from dflash_mlx.models.downloads import Download, download_plans, memory_needed
 from dflash_mlx.models.library import (
     KINDS,

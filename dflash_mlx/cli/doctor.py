@@ -17,8 +17,8 @@ import platformdirs
 from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET

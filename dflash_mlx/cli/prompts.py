@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_mlx.cli.options import read_stdin
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
+from dflash_mlx.core.text import parse_json
 from dflash_mlx.session.templates import check_messages
 
 Row = dict[str, Any]

@@ -18,8 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.option import check_values, option
 from dflash_mlx.models.check import ModelFacts, loading
 from dflash_mlx.models.downloads import stored_bytes

@@ -22,8 +22,8 @@ from dflash_mlx.convert.conversion import (
     plan_drafter,
     plan_target,
 )
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import (
     ModelFacts,

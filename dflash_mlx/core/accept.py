@@ -50,7 +50,7 @@ class Accepted:
 
     @property
     def next_anchor(self) -> mx.array:
-        """[1] the target's token, as the root of the next tree."""
+        """[1] the target's token."""
         return mx.array([self.token]) if isinstance(self.token, int) else self.token
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
 from dflash_mlx.core.option import (
     ABOVE_0,
     Given,
@@ -19,11 +18,9 @@ from dflash_mlx.core.option import (
     require,
 )
 from dflash_mlx.core.option import option as option
-from dflash_mlx.core.template import parse_template
+from dflash_mlx.core.text import parse_json, parse_template
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
-ACCEPTANCES = ("auto", "match", "reject")
-KERNELS = ("auto", "off", "on")
 BITS = (4, 8)
 HOTTEST = 10.0  # temperature; long before, any token is as likely as any other
 MOST_ROWS = 96  # tokens that a pass verifies, and with that of a block
@@ -52,7 +49,7 @@ class PairConfig:
         "auto",
         "Metal kernels of the loaded models: auto uses each where it agrees with MLX and is faster "
         "on this machine, which is tried once; on wherever one can run; without Metal, none can",
-        choices=KERNELS,
+        choices=("auto", "off", "on"),
     )
     drafter_bits: int | None = option(
         None,
@@ -87,7 +84,6 @@ class PairConfig:
         (),
         "KEY=VALUE for the model's chat template, the value as JSON: enable_thinking=false; may be "
         "given several times",
-        action="append",
         metavar="KEY=VALUE",
     )
 
@@ -119,7 +115,6 @@ class PrefixConfig:
         "gigabytes of disk for the same, so that conversations go on after a restart, too; holds "
         "what was said, for you alone to read; 0 keeps nothing there",
         least=0,
-        type=float,
     )
 
     def __post_init__(self) -> None:
@@ -133,7 +128,6 @@ class SamplingConfig:
     temperature: float = option(
         0.0,
         "0 is greedy, higher is more random",
-        type=float,
         label="Temperature",
         least=0,
         most=HOTTEST,
@@ -141,7 +135,6 @@ class SamplingConfig:
     top_p: float = option(
         1.0,
         "keep the smallest set with this probability mass",
-        type=float,
         label="Likeliest tokens, by probability (top-p)",
         least=ABOVE_0,
         most=1,
@@ -149,14 +142,12 @@ class SamplingConfig:
     top_k: int = option(
         0,
         "keep the k most likely tokens, 0 keeps all",
-        type=int,
         label="Likeliest tokens, by number (top-k)",
         least=0,
     )
     min_p: float = option(
         0.0,
         "drop tokens below this share of the likeliest one",
-        type=float,
         label="Least share of the likeliest (min-p)",
         least=0,
         most=1,
@@ -164,14 +155,12 @@ class SamplingConfig:
     repetition_penalty: float = option(
         1.0,
         "divide logits of recent tokens, 1 is off",
-        type=float,
         label="Penalty for repeating",
         least=ABOVE_0,
     )
     repetition_context: int = option(
         20,
         "how many recent tokens are penalised",
-        type=int,
         label="Tokens that count as repeated",
         least=1,
     )
@@ -188,7 +177,7 @@ class SamplingConfig:
         check_values(self)
 
     def with_seed(self) -> SamplingConfig:
-        """These settings with a seed, a random one if none was given."""
+        """With a random seed, if none was given."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
 
 
@@ -202,9 +191,7 @@ class StructureConfig:
         type=file_text,
         metavar="FILE",
     )
-    json_object: bool = option(
-        False, "every answer is a JSON object, likewise", action="store_true"
-    )
+    json_object: bool = option(False, "every answer is a JSON object, likewise")
     regex: str | None = option(
         None, "a regular expression that every answer matches from begin to end, likewise"
     )
@@ -275,7 +262,6 @@ class DecodeConfig:
     recalibrate: bool = option(
         False,
         "time this machine again, to see what pays",
-        action="store_true",
         label="Time this machine again",
     )
     acceptance: str = option(
@@ -285,7 +271,7 @@ class DecodeConfig:
         "the drafts too and keeps each with probability min(1, p/q), which follows the same law "
         "and accepts more, but gives other answers for a seed, and one answer for it only with "
         "--block-size; auto rejects where no seed is given and no tree is drafted",
-        choices=ACCEPTANCES,
+        choices=("auto", "match", "reject"),
         label="Acceptance",
     )
     exact: bool = option(
@@ -293,26 +279,22 @@ class DecodeConfig:
         "decide near-ties as plain decoding does, so that greedy answers are its answers token by "
         "token; takes memory for a second cache, time for every near-tie, and computes a whole "
         "conversation anew for every answer",
-        action="store_true",
         label="Near-ties as in plain decoding",
     )
     max_tokens: int = option(
         512,
         "stop after this many tokens",
-        type=int,
         label="Longest answer",
         least=1,
     )
     stop: tuple[str, ...] = option(
         (),
         "stop before this text appears; may be given several times",
-        action="append",
         label="Texts that end the answer",
     )
     prefill_step: int = option(
         512,
         "prompt tokens per target pass",
-        type=int,
         label="Tokens of the prompt in one pass",
         least=1,
     )

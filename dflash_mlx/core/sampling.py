@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
 
-DRAFT, KEEP = 1, 2  # streams of randomness beside the target's own
+DRAW, KEEP = 1, 2  # streams of randomness beside the target's own
 
 
 class Sampler:
@@ -46,7 +46,14 @@ class Sampler:
         return mx.softmax(tempered(self.adjusted(logits, history), self.config), axis=-1)
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
-        return penalise(logits, history, self.config)
+        """Logits [V] with recent tokens made less likely (arXiv 1909.05858, equation 2)."""
+        if self.config.repetition_penalty == 1.0 or not history:
+            return logits
+        from mlx_lm.sample_utils import make_repetition_penalty
+
+        context = self.config.repetition_context
+        process = make_repetition_penalty(self.config.repetition_penalty, context)
+        return process(list(history[-context:]), logits[None])[0]  # type: ignore[no-any-return]
 
     def known(self, history: Sequence[int], best: Callable[[], int]) -> int | None:
         """The token that `sample` would draw, where that is known without a draw.
@@ -66,17 +73,6 @@ def tempered(logits: mx.array, config: SamplingConfig) -> mx.array:
     logprobs = filter_logprobs(logits, config)
     logprobs = logprobs - logprobs.max(axis=-1, keepdims=True)  # the best survives any temperature
     return logprobs / config.temperature
-
-
-def penalise(logits: mx.array, history: Sequence[int], config: SamplingConfig) -> mx.array:
-    """Logits [V] with recent tokens made less likely (arXiv 1909.05858, equation 2)."""
-    from mlx_lm.sample_utils import make_repetition_penalty
-
-    if config.repetition_penalty == 1.0 or not history:
-        return logits
-    process = make_repetition_penalty(config.repetition_penalty, config.repetition_context)
-    recent = list(history[-config.repetition_context :])
-    return process(recent, logits[None])[0]  # type: ignore[no-any-return]
 
 
 def filter_logprobs(logits: mx.array, config: SamplingConfig) -> mx.array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -39,24 +39,6 @@ class Tree:
         """The tree with one branch; the root alone without drafts."""
         drafts = drafts if isinstance(drafts, mx.array) else tuple(drafts)
         return cls(drafts, tuple(range(-1, len(drafts))))
-
-    @classmethod
-    def of_chains(cls, chains: Iterable[tuple[Sequence[int], Sequence[float], str]]) -> Tree:
-        """Chains from the root on: their tokens, log-probabilities and source.
-
-        Prefixes that are equal are shared nodes, which belong to the first chain that has them.
-        """
-        nodes: dict[tuple[int, int], int] = {}  # by parent and token, in order
-        logprobs, sources = [0.0], [""]
-        for tokens, known, source in chains:
-            node = 0
-            for token, logprob in zip(tokens, known, strict=True):
-                node = nodes.setdefault((node, token), len(logprobs))
-                if node == len(logprobs):
-                    logprobs.append(logprob)
-                    sources.append(source)
-        parents = (-1, *(parent for parent, _ in nodes))
-        return cls(tuple(token for _, token in nodes), parents, tuple(logprobs), tuple(sources))
 
     def __len__(self) -> int:
         return len(self.parents)

@@ -16,10 +16,8 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import Candidates
-from dflash_mlx.drafters.drawing import Drawing
-from dflash_mlx.drafters.growth.grow import best_first
-from dflash_mlx.drafters.growth.rank import TOP_K
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan
+from dflash_mlx.drafters.growth.grow import TOP_K, best_first
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawing, Method, Plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -145,13 +143,10 @@ class DrawnPath(DrawnBlock):
         path, scores = drawn.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
         nothing = mx.zeros((rows - 1, self._model.config.vocab_size))
         q = mx.put_along_axis(nothing, drawn.tokens, mx.softmax(scores, axis=-1), axis=-1)
-        return drawn.at(path), q, self._sure(found, drawn)
-
-    def _sure(self, found: Candidates, drawn: Candidates) -> mx.array:
-        path, scores = drawn.likeliest()
+        best, chances = drawn.likeliest()
         if found.confidences is not None:
-            return found.confidences(path)
-        return mx.softmax(scores, axis=-1).max(axis=-1)
+            return drawn.at(path), q, found.confidences(best)
+        return drawn.at(path), q, mx.softmax(chances, axis=-1).max(axis=-1)
 
 
 def _make_chain(how: Plan) -> Drafter:
@@ -162,10 +157,6 @@ def _make_chain(how: Plan) -> Drafter:
     if how.fixed:
         return (SelectedPath if model.is_linked else BlockDiffusion)(model, size)
     return RankedChain(model)
-
-
-def _make_tree(how: Plan) -> Drafter:
-    return BestFirst(block_models(how.pair)[0], how.config.block_size, how.nodes)
 
 
 DFLASH = Method(
@@ -182,7 +173,7 @@ DFLASH = Method(
 DDTREE = Method(
     "ddtree",
     "DFlash tree",
-    _make_tree,
+    lambda how: BestFirst(block_models(how.pair)[0], how.config.block_size, how.nodes),
     family=FAMILY,
     files=FILES,
     best_with=1,

@@ -1,8 +1,4 @@
-"""Plain decoding, one draft or both, round by round: whatever gives most tokens per second here.
-
-For one sequence or several that step together: drafts for all or for none, and the best nodes of
-all trees.
-"""
+"""Plain decoding, one draft or both, round by round: whatever gives most tokens per second here."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.costs import SAFE, Average, RoundTimes
-from dflash_mlx.drafters.experience import Arm, Cut, Experience, Instead
+from dflash_mlx.drafters.experience import SAFE, Arm, Average, Cut, Experience, Instead, RoundTimes
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     Seconds,
@@ -27,9 +22,8 @@ from dflash_mlx.drafters.growth.reliability import (
     reach,
     worth_keeping,
 )
-from dflash_mlx.drafters.method import LOOKUP, Method
+from dflash_mlx.drafters.method import LOOKUP, FirstDraft, Method, TwoPass
 from dflash_mlx.drafters.ngram import MOST_LOOKED_UP, lookup
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
@@ -65,7 +59,7 @@ class _Asked:
 
 
 class BatchBudget:
-    """Chooses among plain decoding and drafts, and verifies the part of all trees that pays.
+    """Drafts for all sequences of a step or for none, and verifies the part of all trees that pays.
 
     Every round goes to the arm with most expected tokens per second; another is tried again as soon
     as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
@@ -155,10 +149,7 @@ class BatchBudget:
     def _draft(
         self, known: Experience, arm: Arm, states: Sequence[State], share: int, cutting: Cutting
     ) -> Cut:
-        """The best part of what the arm proposes for each sequence, with what was looked up.
-
-        A second pass follows where it pays.
-        """
+        """The best part of what the arm proposes, with lookups and a second pass that pays."""
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         start, rate, second = self.clock(), known.best.rate, known.second
         if arm.name != _PLAIN:
@@ -189,16 +180,15 @@ class BatchBudget:
     def _looked_up(
         self, drafts: Sequence[Proposal], states: Sequence[State], share: int
     ) -> list[Proposal]:
-        """The proposals with n-gram continuations, where these are wanted and nothing was drawn."""
         found = []
         for draft, state in zip(drafts, states, strict=True):
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
             wanted = self._scope.looks_up and draft.q is None
-            if wanted and (seen := lookup(state.tokens, most)).tokens:
-                tokens, constraint = seen.tokens, state.constraint
-                if constraint is not None:
-                    tokens = tokens[: constraint.run(state.tokens, tokens)]
-                tree = draft.tree.merge(tokens, seen.logprobs[: len(tokens)], LOOKUP.name)
+            tokens, logprob = lookup(state.tokens, most) if wanted else ([], 0.0)
+            if tokens:
+                if state.constraint is not None:
+                    tokens = tokens[: state.constraint.run(state.tokens, tokens)]
+                tree = draft.tree.merge(tokens, [logprob] * len(tokens), LOOKUP.name)
                 draft = replace(draft, tree=tree)
             found.append(draft)
         return found
@@ -228,7 +218,6 @@ class BatchBudget:
         return Cut(parts, expected, before, before + sizes.cost(seconds, count), sizes)
 
     def _branching(self, times: RoundTimes) -> Seconds | None:
-        """What branches add to a pass, None for nothing."""
         if self._scope.chains:
             return never
         return times.timed.branching if times.timed is not None and times.timed.trees else None
@@ -243,21 +232,19 @@ class BatchBudget:
             rounds.append(asked)
             if len(state.last.tree) > 1:
                 known.reliability.learn(state.last)
-        if not rounds or any(asked is not rounds[0] for asked in rounds):
+        whole = rounds and all(asked is rounds[0] for asked in rounds)
+        if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return
-        last, (arm, cut) = rounds[0], (rounds[0].arm, rounds[0].cut)
-        if not len(rounds) == len(states) == len(cut.parts):
-            return
+        last, cut = rounds[0], rounds[0].cut
         if cut.instead is not None:
             known.second.learn(cut.instead, [s.last for s in last.trees if s.last is not None])
         if not any(state.delayed for state in states):
-            known.spent(arm, cut, now - last.start)
+            known.spent(last.arm, cut, now - last.start)
 
     def _goes_blind(self, arm: Arm) -> bool:
-        """Whether this round need not see the tokens before it.
+        """Whether this round can start before the last one is read, as it looks nothing up.
 
-        Then it can start before the last one is read. Looking pays where lookups have hit lately;
-        otherwise one plain round in `_BLIND` looks.
+        Looking pays where lookups have hit lately; otherwise one plain round in `_BLIND` looks.
         """
         if arm.name != _PLAIN or (self._scope.looks_up and arm.tokens.mean > _IDLE):
             self._blind = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
@@ -12,6 +12,7 @@ from dflash_mlx.drafters.block_diffusion import block_models, contexts_of
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import (
+    TOP_K,
     Choices,
     Offers,
     Path,
@@ -20,18 +21,18 @@ from dflash_mlx.drafters.growth.grow import (
     likely_boundaries,
     mix,
 )
-from dflash_mlx.drafters.growth.rank import TOP_K
 from dflash_mlx.drafters.method import (
     DRAFT,
     LOOKUP,
     SECOND_DRAFT,
+    FirstDraft,
     Method,
     Plan,
+    TwoPass,
     branches_option,
     check_block_size,
 )
 from dflash_mlx.drafters.networks.context import DualContext
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
@@ -54,10 +55,7 @@ class JointGrowth:
         self._branches, self._nodes = branches, nodes
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """The paths after which a rejection is likeliest.
-
-        Where there are several, the empty one is among them, unless it is known already.
-        """
+        """The likeliest places of a rejection; of several, the empty path is one, unless known."""
         both = self._both(first, second)
         found = likely_boundaries(both, self._branches, longest, known=second)
         if second or () in found or self._branches == 1:
@@ -83,16 +81,6 @@ class JointGrowth:
         return choices
 
 
-class Growth(Protocol):
-    """How two drafts become one tree."""
-
-    def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
-        """Where the first draft is continued, likeliest first, with how likely that is to help."""
-
-    def tree(self, first: Choices, second: Drafts) -> Tree:
-        """Both drafts in one tree."""
-
-
 class DualDiffusion(TwoPass):
     """First draft, K second drafts in one pass over one shared context, one tree.
 
@@ -109,7 +97,7 @@ class DualDiffusion(TwoPass):
         self,
         first: BlockModel,
         second: BlockModel | None,
-        growth: Growth,
+        growth: JointGrowth,
         sizes: Sequence[int | None] = (None, None),
     ) -> None:
         self._models = (first,) if second is None else (first, second)
@@ -132,21 +120,19 @@ class DualDiffusion(TwoPass):
         return DualContext(contexts, columns, len(self.aux_layers))
 
     def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
-        """First drafts of all, in one pass; roots alone where there is room for no more."""
         asks = [
             Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], remaining))
             for state, remaining in zip(states, rooms, strict=True)
             if remaining > 1
         ]
         found = iter(self._ends[0].choices(asks, TOP_K))
-        return [
-            self._begun(next(found)[0], remaining) if remaining > 1 else FirstDraft(Tree.chain())
-            for remaining in rooms
-        ]
-
-    def _begun(self, choices: Choices, remaining: int) -> FirstDraft:
-        tree, branches = self._growth.tree(choices, {}), self._prefixes(choices, {}, remaining)
-        return FirstDraft(tree, remaining=remaining, choices=choices, branches=branches)
+        drafts = [FirstDraft(Tree.chain()) for _ in rooms]
+        for i, remaining in enumerate(rooms):
+            if remaining > 1:
+                (first,) = next(found)
+                tree, branches = self._growth.tree(first, {}), self._prefixes(first, {}, remaining)
+                drafts[i] = FirstDraft(tree, remaining=remaining, choices=first, branches=branches)
+        return drafts
 
     def _prefixes(self, first: Choices, second: Drafts, remaining: int) -> dict[Path, float]:
         ahead, behind = (min(size, remaining) for size in self._sizes)
@@ -176,15 +162,15 @@ class DualDiffusion(TwoPass):
     ) -> list[dict[Path, Choices]]:
         """For each sequence what the second drafter offers after each of the chosen prefixes."""
         known = [dict[Path, Choices]() for _ in drafts]
-        asked = [i for i, prefixes in enumerate(chosen) if prefixes]
-        asks = [self._ask(states[i], drafts[i], chosen[i]) for i in asked]
+        asked, asks = [], []
+        for i, (state, draft, prefixes) in enumerate(zip(states, drafts, chosen, strict=True)):
+            if prefixes:
+                rows = min(self._sizes[1], draft.remaining)
+                asked.append(i)
+                asks.append(Ask(contexts_of(state)[-1], state.anchor, rows, prefixes))
         for i, found in zip(asked, self._ends[1].choices(asks, TOP_K), strict=True):
             known[i] = dict(zip(chosen[i], found, strict=True))
         return known
-
-    def _ask(self, state: State, draft: FirstDraft, prefixes: list[Path]) -> Ask:
-        rows = min(self._sizes[1], draft.remaining)
-        return Ask(contexts_of(state)[-1], state.anchor, rows, prefixes)
 
 
 @dataclass(frozen=True)
@@ -208,12 +194,10 @@ class DualOptions(Options):
     def later_blocks(self) -> dict[str, int | None]:
         return {"second_block_size": self.second_block_size}
 
-    def growth_of(self, how: Plan) -> Growth:
-        """How trees grow, before any of them is cut."""
+    def growth_of(self, how: Plan) -> JointGrowth:
         return JointGrowth(self.branches or BRANCHES, how.nodes)
 
     def drafter(self, *parts: Any) -> DualDiffusion:
-        """What `DualDiffusion` makes of these parts."""
         return DualDiffusion(*parts)
 
 

@@ -1,27 +1,170 @@
-"""What rounds have brought, by how they were spent, and how the next one is to be spent."""
+"""What rounds have cost and brought, and how the next one is to be spent."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from statistics import mean
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
 
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.costs import Average, DraftTimes, RoundTimes
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
-from dflash_mlx.drafters.two_pass import FirstDraft
+from dflash_mlx.drafters.method import FirstDraft
 from dflash_mlx.engine.drafter import Proposal
+from dflash_mlx.verifier.pass_times import ROWS, PassTimes, size_of
 
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
-_RECENT = 16  # drafts whose promises are remembered
 _GAIN = 0.5  # tokens that a second pass is first believed to bring where a draft fails
 _PAIRED = 64  # second passes that are remembered: most bring nothing, some a whole branch
 GUESSED_ROWS = 8  # of a drafter that has not drafted yet
+_MEMORY = 24  # rounds that an average remembers
+_TRUST = 2.0  # rounds that the first guess weighs as much as
+_FADED = 4.0  # rounds that what other answers taught weighs as much as
+_MACHINE_MEMORY = 6  # rounds: whatever else the machine does can change within a second
+_RECENT = 16  # drafts and plain rounds whose time, or promise, is remembered
+_DRAFTED = 64  # drafted rounds whose time is remembered; sizes that are not among them are new
+_OUTLIER = 2.0  # a round that took so many times as long waited for something else
+_ENOUGH = 3  # rounds of a size, or plain ones, for what they took to count
+_LEAST = 1e-6  # seconds
+SAFE = 4  # rows that cost little more than one wherever a draft pays at all
+# What a pass takes, in passes over one row, where nothing was timed: rather too much.
+GUESS = PassTimes(ROWS, tuple(1 + 0.1 * (rows - 1) for rows in ROWS))
+
+
+class Average:
+    """A mean that forgets; it starts at a guess."""
+
+    def __init__(self, guess: float, memory: int = _MEMORY) -> None:
+        self._total, self._weight = guess * _TRUST, _TRUST
+        self._keep = 1 - 1 / memory
+
+    @property
+    def mean(self) -> float:
+        return self._total / self._weight
+
+    def add(self, value: float) -> None:
+        self._total = self._total * self._keep + value
+        self._weight = self._weight * self._keep + 1
+
+    def fade(self, guess: float) -> None:
+        self._total, self._weight = guess * _FADED, _FADED
+
+
+class DraftTimes:
+    """Seconds of drafts, the median of the latest, by how many branches they go on with."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
+        self._begun: set[int] = set()
+
+    @property
+    def known(self) -> bool:
+        return bool(self._latest)
+
+    def of(self, branches: Any = 1) -> Any:
+        """Of one draft; between two numbers of branches on a line, 0 where nothing is known.
+
+        Where only one number is known, half of its time is taken to be for its branches.
+        """
+        if not self._latest:
+            return 0.0 * branches
+        counts = sorted(self._latest)
+        seconds = [median(self._latest[count]) for count in counts]
+        if len(counts) == 1:
+            return seconds[0] * (0.5 + 0.5 * branches / counts[0])
+        return np.interp(branches, counts, seconds)
+
+    def took(self, seconds: float, branches: int = 1) -> None:
+        """Remember what a draft took; the first of a kind also builds what the others use."""
+        latest = self._latest.setdefault(branches, deque(maxlen=_RECENT))
+        if len(latest) == 1 and branches not in self._begun:
+            self._begun.add(branches)
+            latest.clear()
+        latest.append(max(seconds, _LEAST))
+
+
+class RoundTimes:
+    """Seconds of rounds by the size of their passes: as timed, and as the latest ones were.
+
+    Beside the pass a round takes what it takes to grow, send and commit its tree.
+    """
+
+    def __init__(self, timed: PassTimes | None) -> None:
+        self.retime(timed)
+        self._met: set[tuple[int, bool]] = set()
+
+    def retime(self, timed: PassTimes | None) -> None:
+        """Take other times of passes; None until a round tells, where none was timed."""
+        self.timed = timed
+        self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
+        self._plain = deque[float](maxlen=_RECENT)  # seconds beyond the pass
+        self._drafted = deque[tuple[int, float]](maxlen=_DRAFTED)  # sizes, and the same
+        self._usual, self._beyond = 0.0, dict[int, float]()  # their medians: of all, by size
+
+    def of(self, rows: Any, contexts: Sequence[float] = ()) -> Any:
+        """Of a drafted round without its drafts, over the next size that passes come in."""
+        sizes = size_of(rows)
+        seconds = (self.timed or GUESS).of(sizes, contexts)
+        beyond = [self._beyond.get(int(size), self._usual) for size in np.atleast_1d(sizes)]
+        return np.maximum(seconds + np.reshape(beyond, np.shape(sizes)), _LEAST)
+
+    def plain(self, rows: int, contexts: Sequence[float]) -> float:
+        """Of a plain round of so many sequences, on a machine that does nothing else."""
+        one = float((self.timed or GUESS).of(rows, contexts))
+        return max(one + (median(self._plain) if self._has_plain else 0.0), _LEAST)
+
+    def plain_now(self, rows: int, contexts: Sequence[float]) -> float | None:
+        """The same as the machine is, None where nothing tells.
+
+        Without plain rounds nobody knows whether it is the machine or the drafts that take longer
+        than planned, so nothing is added for it.
+        """
+        if self.timed is None:
+            return None
+        machine = self.machine.mean
+        return self.plain(rows, contexts) * (machine if self._has_plain else min(machine, 1.0))
+
+    def learn(self, rows: int, drafted: bool, before: float, took: float, planned: float) -> float:
+        """Take in a round, and return the seconds that it counts for.
+
+        before: seconds of its drafts. planned: of all. The first with so many rows builds what the
+        others use, so it tells nothing; no round tells more than `_OUTLIER` allows.
+        """
+        expected = planned * self.machine.mean
+        if (rows, drafted) not in self._met:
+            self._met.add((rows, drafted))
+            return expected
+        if self.timed is None:
+            scale = max(took - before, _LEAST) / float(GUESS.of(size_of(rows)))
+            self.timed = replace(GUESS, seconds=tuple(scale * each for each in GUESS.seconds))
+            return took
+        seconds = min(max(took, expected / _OUTLIER), expected * _OUTLIER)
+        unplanned = seconds / self.machine.mean - planned
+        self.machine.add(seconds / planned)
+        if drafted:
+            size = int(size_of(rows))
+            self._drafted.append((size, unplanned + self._beyond.get(size, self._usual)))
+            self._sum_up()
+        else:
+            self._plain.append(unplanned + (median(self._plain) if self._has_plain else 0.0))
+        return seconds
+
+    def _sum_up(self) -> None:
+        found = defaultdict[int, list[float]](list)
+        for size, beyond in self._drafted:
+            found[size].append(beyond)
+        self._beyond = {
+            size: median(of[-_RECENT:]) for size, of in found.items() if len(of) >= _ENOUGH
+        }
+        self._usual = max(median(beyond for _, beyond in [*self._drafted][-_RECENT:]), 0.0)
+
+    @property
+    def _has_plain(self) -> bool:
+        return len(self._plain) >= _ENOUGH
 
 
 @dataclass(frozen=True)
@@ -106,7 +249,6 @@ class Arm:
         self._promises: deque[Sizes] = deque(maxlen=_RECENT)
 
     def expect(self, tokens: float, planned: float, sizes: Sizes) -> None:
-        """Remember what a round promised, and what other numbers of nodes would have."""
         self.tokens.add(tokens)
         self.planned.add(planned)
         self._promises.append(sizes)
@@ -147,7 +289,6 @@ class Cut:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is verified beside the target's own tokens."""
         return self.rows > len(self.parts)
 
     @property

@@ -17,8 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding, in_one_line
+from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.networks.fields import DraftConfig, Fields, architecture
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.model import BoundModel

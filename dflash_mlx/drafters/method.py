@@ -1,19 +1,23 @@
-"""What a method of drafting says of itself, for `methods.METHODS`, and what it is made for."""
+"""What a method of drafting says of itself, and what drafters have in common."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import Field, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
-from dflash_mlx.core.config import DecodeConfig
+import mlx.core as mx
+import numpy as np
+
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
+from dflash_mlx.core.sampling import DRAW, Sampler
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.growth.grow import FIRST, SECOND
-from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal
+from dflash_mlx.drafters.growth.grow import FIRST, LEAST, SECOND, Choices, Path
+from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal, allowed
 from dflash_mlx.engine.grammar import FORCED
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair
 from dflash_mlx.engine.state import Context, State
@@ -146,3 +150,90 @@ def check_block_size(block_size: int | None, most: int, option: str = "block_siz
             f"choose 2 to {most}",
             option,
         )
+
+
+class Drawing:
+    """Draws at the target's own temperature and filters; every answer is a draw of its own.
+
+    weighed: whether trees say how sure each position is. They go by what is known before anything
+    is drawn: a chain that was cut by its own tokens would no longer follow q.
+    """
+
+    def __init__(self, sampling: SamplingConfig, weighed: bool = False) -> None:
+        self.config, self._weighed = sampling, weighed
+        self._sampler = Sampler(sampling)
+        self._opening: mx.array | None = None  # of the answer that is being written
+
+    def key(self, state: State) -> mx.array:
+        """Randomness for a draft at this position of this answer."""
+        if state.opening is not self._opening:
+            self._sampler, self._opening = Sampler(self.config), state.opening
+        return self._sampler.key(state.position, DRAW)
+
+    def proposal(self, state: State, tokens: mx.array, q: mx.array, sure: mx.array) -> Proposal:
+        """A chain of tokens [n], drawn from q [n, V]; sure: [n], or one for all positions."""
+        tree = Tree.chain(tokens.astype(state.anchor.dtype))
+        mx.async_eval(tree.drafts, q)
+        if self._weighed:
+            known = np.log(np.maximum(np.array(mx.broadcast_to(sure, tokens.shape)), LEAST))
+            tree = replace(
+                tree, logprobs=(0.0, *known.tolist()), sources=("", *[FIRST] * tokens.size)
+            )
+        return Proposal(tree, q)
+
+
+@dataclass(frozen=True)
+class FirstDraft(Proposal):
+    """The tree of a first pass, and what a second one could continue."""
+
+    remaining: int = 1  # nodes that a path may have
+    choices: Choices | None = None  # behind each path; None where no pass was made
+    # Prefixes that could be continued, likeliest first, with the posterior of being accepted
+    # exactly so far.
+    branches: Mapping[Path, float] = field(default_factory=dict)
+
+
+class TwoPass(EachAlone):
+    """A drafter that makes both passes, or goes on behind the first only where it is asked to."""
+
+    def draft(self, state: State, remaining: int) -> Proposal:
+        return self.draft_all([state], [remaining])[0]
+
+    def draft_all(self, states: Sequence[State], rooms: Sequence[int]) -> list[Proposal]:
+        drafts = self.begin(states, rooms)
+        return self.second_pass(states, drafts, [len(draft.branches) for draft in drafts])
+
+    def begin(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
+        """The first pass over all sequences, without what their grammars forbid."""
+        return [
+            replace(draft, tree=allowed(draft, state).tree, branches=legal(draft.branches, state))
+            for draft, state in zip(self.first_pass(states, rooms), states, strict=True)
+        ]
+
+    def go_on(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    ) -> list[Proposal]:
+        """The second pass over the first so many branches of each draft; without any it stays."""
+        found = zip(self.second_pass(states, drafts, counts), states, strict=True)
+        return [allowed(proposal, state) for proposal, state in found]
+
+    @abstractmethod
+    def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
+        """The first pass, whatever grammars say."""
+
+    @abstractmethod
+    def second_pass(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    ) -> list[Proposal]:
+        """The second pass, whatever grammars say."""
+
+
+def legal(branches: Mapping[Path, float], state: State) -> Mapping[Path, float]:
+    """Those that the grammar of an answer does not forbid; their posteriors are as without it."""
+    if (constraint := state.constraint) is None:
+        return branches
+    return {
+        prefix: posterior
+        for prefix, posterior in branches.items()
+        if constraint.run(state.tokens, prefix) == len(prefix)
+    }

@@ -161,29 +161,30 @@ def _auto(config: DecodeConfig, capabilities: Capabilities) -> Method:
     Settings of several methods of a family choose none, and of several families that which `auto`
     prefers. One whose method cannot be had changes nothing.
     """
-    serving = [method for method in METHODS.values() if _serves(method, capabilities)]
+    found = [METHODS[name] for name in serving(capabilities)]
     if config.acceptance == "reject" and config.sampling.temperature > 0:
-        serving = [method for method in serving if method.draws] or serving
+        found = [method for method in found if method.draws] or found
     for setting in given(config):
-        owners = [method for method in serving if method.name in _offered(setting)]
+        owners = [method for method in found if method.name in _offered(setting)]
         first = max(owners, key=lambda method: method.preference, default=None)
         owners = [method for method in owners if first and method.family == first.family]
         if len(owners) == 1 and setting != "acceptance":
-            serving = owners
-    serving.sort(key=lambda method: -method.preference)
-    advised = [method for method in serving if method.name == capabilities.preset.method]
-    full = [method for method in serving if method.best_with <= capabilities.count(method.family)]
-    return (advised or full or serving)[0]
-
-
-def _serves(method: Method, capabilities: Capabilities) -> bool:
-    drafted = not method.family or capabilities.count(method.family) > 0
-    return method.preference > 0 and drafted and (capabilities.trees or not method.needs_trees)
+            found = owners
+    found.sort(key=lambda method: -method.preference)
+    advised = [method for method in found if method.name == capabilities.preset.method]
+    full = [method for method in found if method.best_with <= capabilities.count(method.family)]
+    return (advised or full or found)[0]
 
 
 def serving(capabilities: Capabilities) -> tuple[str, ...]:
-    """The methods that draft and that such a pair serves."""
-    return tuple(name for name, method in METHODS.items() if _serves(method, capabilities))
+    """The methods that draft and that such a pair serves, controls excepted."""
+    return tuple(
+        name
+        for name, method in METHODS.items()
+        if method.preference > 0
+        and (not method.family or capabilities.count(method.family) > 0)
+        and (capabilities.trees or not method.needs_trees)
+    )
 
 
 def why_auto(config: DecodeConfig, capabilities: Capabilities) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.method import LOOKUP, Method, Plan
+from dflash_mlx.drafters.method import LOOKUP, Method
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -20,28 +19,12 @@ MOST_LOOKED_UP = PER_TOKEN * LONGEST
 _DOUBT = 2  # tokens of a match that ends in the wrong place half the time
 
 
-@dataclass(frozen=True)
-class Found:
-    """A continuation, empty where nothing matched."""
-
-    tokens: list[int]
-    matched: int  # tokens of the suffix
-
-    @property
-    def logprobs(self) -> list[float]:
-        """A first guess at each token's log-probability: the longer the match, the surer."""
-        if not self.tokens:
-            return []
-        return [math.log(self.matched / (self.matched + _DOUBT))] * len(self.tokens)
-
-
-def lookup(tokens: Sequence[int], most: int) -> Found:
+def lookup(tokens: Sequence[int], most: int) -> tuple[list[int], float]:
     """At most `most` tokens that followed the latest earlier occurrence of the longest suffix.
 
-    The draft is as long as the match lets hope: PER_TOKEN tokens for each that matched.
+    As many as the match lets hope, PER_TOKEN for each that matched, and a first guess at each one's
+    log-probability: the longer the match, the surer.
     """
-    if most < 1:
-        return Found([], 0)
     end, best = 0, SHORTEST - 1
     for stop in range(len(tokens) - 1, 0, -1):
         if tokens[stop - 1] != tokens[-1]:
@@ -51,7 +34,8 @@ def lookup(tokens: Sequence[int], most: int) -> Found:
             end, best = stop, length
         if best >= LONGEST:
             break
-    return Found(list(tokens[end : end + min(most, PER_TOKEN * best)]) if end else [], best)
+    found = tokens[end : end + min(most, PER_TOKEN * best)] if end and most > 0 else ()
+    return list(found), math.log(best / (best + _DOUBT))
 
 
 def _match(tokens: Sequence[int], stop: int) -> int:
@@ -73,11 +57,13 @@ class NGram(NoDraft):
 
     def draft(self, state: State, remaining: int) -> Proposal:
         most = min(self.block_size, remaining) - 1
-        return Proposal(Tree.chain(lookup(state.tokens, most).tokens))
+        return Proposal(Tree.chain(lookup(state.tokens, most)[0]))
 
 
-def _make(how: Plan) -> NGram:
-    return NGram(how.config.block_size or DEFAULT_SIZE)
-
-
-METHOD = Method("ngram", "n-gram lookup", _make, sources=(LOOKUP,), preference=1)
+METHOD = Method(
+    "ngram",
+    "n-gram lookup",
+    lambda how: NGram(how.config.block_size or DEFAULT_SIZE),
+    sources=(LOOKUP,),
+    preference=1,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,7 +19,13 @@ from dflash_mlx.drafters import dual_diffusion
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, block_models, contexts_of
 from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dual_diffusion import BRANCHES, Drafts, DualDiffusion, DualOptions, Growth
+from dflash_mlx.drafters.dual_diffusion import (
+    BRANCHES,
+    Drafts,
+    DualDiffusion,
+    DualOptions,
+    JointGrowth,
+)
 from dflash_mlx.drafters.growth.grow import (
     FIRST,
     SECOND,
@@ -32,11 +38,19 @@ from dflash_mlx.drafters.growth.grow import (
     walk,
 )
 from dflash_mlx.drafters.growth.reliability import Sizes, reach
-from dflash_mlx.drafters.method import DRAFT, BlockDrafter, Method, Plan, branches_option
+from dflash_mlx.drafters.method import (
+    DRAFT,
+    MOST_NODES,
+    BlockDrafter,
+    FirstDraft,
+    Method,
+    Plan,
+    branches_option,
+    legal,
+)
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
-from dflash_mlx.drafters.two_pass import FirstDraft, legal
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
@@ -49,14 +63,19 @@ SAMPLED_FROM = 64  # likeliest tokens of a position (SpecDiff-2, arXiv 2511.0060
 Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose they are
 
 
-class PaperGrowth:
+def merged(chains: Sequence[Chain]) -> Tree:
+    """One tree of chains; prefixes that are equal are shared nodes."""
+    return reduce(lambda tree, chain: tree.merge(*chain), chains, Tree.chain())
+
+
+class PaperGrowth(JointGrowth):
     """As published: K continuations of the first draft where it is likely to be rejected.
 
     branches: K. Nothing is pruned; equal prefixes share their nodes.
     """
 
     def __init__(self, branches: int) -> None:
-        self._branches = branches
+        super().__init__(branches, MOST_NODES)
 
     def prefixes(self, first: Choices, second: Drafts, longest: int) -> dict[Path, float]:
         """Those with the largest rejection-boundary posterior r(i), and the whole first draft.
@@ -77,7 +96,7 @@ class PaperGrowth:
         return likeliest(chosen, len(chosen))
 
     def tree(self, first: Choices, second: Drafts) -> Tree:
-        return Tree.of_chains(self._chains(first, second))
+        return merged(self._chains(first, second))
 
     def _chains(self, first: Choices, second: Drafts) -> list[Chain]:
         chains: list[Chain] = [(*walk(first), FIRST)]
@@ -144,7 +163,7 @@ class AblatedDualOptions(DualOptions):
             what = f"growth={self.growth} never cuts its tree, but the budget is {config.budget}"
             raise DFlashError(what, "leave the budget or the growth out", "budget")
 
-    def growth_of(self, how: Plan) -> Growth:
+    def growth_of(self, how: Plan) -> JointGrowth:
         self.check(how.config)
         if self.cuts:
             return super().growth_of(how)
@@ -172,14 +191,6 @@ class Scheduled(Denoising):
         return in_order if self.in_order else sorted(surest[: len(in_order)].tolist())
 
 
-def log_softmax(logits: Array) -> Array:
-    """[n, V] log-probabilities of each row."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    normal = np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    result: Array = shifted - normal
-    return result
-
-
 def merge_samples(
     logprobs: Array, samples: int, generator: np.random.Generator, ids: Array | None = None
 ) -> Tree:
@@ -188,22 +199,16 @@ def merge_samples(
     logprobs: [n, k] of the n drafted positions; only their proportions are drawn by. ids: [n, k]
     the tokens that they are for, None for 0 to k - 1.
     """
-    positions, chains = np.arange(len(logprobs)), []
+    positions, chains = np.arange(len(logprobs)), list[Chain]()
     cumulative = np.cumsum(np.exp(logprobs, dtype=np.float64), axis=-1)
-    for uniform in (None, *generator.random((samples, len(logprobs)))):
-        drawn = np.argmax(logprobs, axis=-1) if uniform is None else _draw(cumulative, uniform)
+    draws = [np.argmax(logprobs, axis=-1)]
+    for uniform in generator.random((samples, len(logprobs))):
+        below = (cumulative <= (uniform * cumulative[:, -1])[:, None]).sum(axis=-1)
+        draws.append(np.minimum(below, logprobs.shape[1] - 1))  # rounding can reach the end
+    for drawn in draws:
         tokens = drawn if ids is None else ids[positions, drawn]
-        chains.append((tokens.tolist(), logprobs[positions, drawn].tolist(), FIRST))
-    return Tree.of_chains(chains)
-
-
-def _draw(cumulative: Array, uniform: Array) -> Array:
-    """[n] a token per row by the inverse of its cumulative distribution [n, V]; uniform: [n]."""
-    at = uniform * cumulative[:, -1]
-    rows = zip(cumulative, at, strict=True)
-    tokens = np.array([np.searchsorted(row, value, side="right") for row, value in rows])
-    result: Array = np.minimum(tokens, cumulative.shape[1] - 1)  # rounding can reach the end
-    return result
+        chains.append((tuple(tokens.tolist()), logprobs[positions, drawn].tolist(), FIRST))
+    return merged(chains)
 
 
 def sampled(ranked: Ranked, position: int, samples: int, seed: int, nodes: int) -> Tree:
@@ -266,8 +271,9 @@ class Resample(BlockDrafter[BlockModel]):
 
     def draft_block(self, state: State, rows: int) -> Proposal:
         logits = self._model.logits(contexts_of(state)[0], state.anchor, rows).astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         generator = np.random.default_rng((self._seed, state.position))
-        return Proposal(merge_samples(log_softmax(np.array(logits)), self._samples, generator))
+        return Proposal(merge_samples(logprobs, self._samples, generator))
 
 
 @dataclass(frozen=True)
@@ -281,10 +287,6 @@ def _make_resample(how: Plan) -> Drafter:
     samples = cast(ResampleOptions, how.config.options).branches or BRANCHES
     seed = how.config.sampling.with_seed().seed or 0
     return Resample(block_models(how.pair)[0], how.config.block_size, samples, seed)
-
-
-def _make_first_version(how: Plan) -> Drafter:
-    return BlockDiffusion(block_models(how.pair)[0], how.config.block_size)
 
 
 RESAMPLE = Method(
@@ -302,7 +304,7 @@ RESAMPLE = Method(
 FIRST_VERSION = Method(
     "dflash1",
     "DFlash without its selector",
-    _make_first_version,
+    lambda how: BlockDiffusion(block_models(how.pair)[0], how.config.block_size),
     family=FAMILY,
     files=FILES,
     best_with=1,

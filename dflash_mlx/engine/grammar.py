@@ -64,7 +64,7 @@ class Constraint:
         self._go_to([*self._answer(history), *forced])
         drafts = forced[:-1] if self._matcher.is_stopped() else forced
         tokens = drafts[: min(most, MOST_ROWS - 1)]
-        return Tree.of_chains([(tokens, [0.0] * len(tokens), FORCED)])
+        return Tree.chain().merge(tokens, [0.0] * len(tokens), FORCED)
 
     def mask(self, history: Sequence[int], size: int) -> npt.NDArray[np.bool_] | None:
         """[size] which tokens may follow; behind the end its token, None behind forbidden ones."""

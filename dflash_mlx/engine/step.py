@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.engine.drafter import Proposal, Round
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State

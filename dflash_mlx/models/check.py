@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Checked, Collector, Finding, in_one_line
+from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN

@@ -16,8 +16,8 @@ from tempfile import TemporaryDirectory
 import platformdirs
 from huggingface_hub.utils.sha import sha_fileobj
 
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.text import amount
 from dflash_mlx.system.files import locked
 
 TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"

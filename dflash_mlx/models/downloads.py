@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Collector
+from dflash_mlx.core.errors import Collector, DFlashError
+from dflash_mlx.core.text import amount
 from dflash_mlx.models import default_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.load import check_named

@@ -22,8 +22,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
 
 MAX_DIMENSIONS = 4  # GGML's own limit

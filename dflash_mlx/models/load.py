@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Collector, Finding
+from dflash_mlx.core.errors import Collector, DFlashError, Finding
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_of,

@@ -26,9 +26,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
 )
 from tqdm.auto import tqdm
 
-from dflash_mlx.core.amounts import amount
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
+from dflash_mlx.core.text import amount
 from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Collector, Finding
+from dflash_mlx.core.errors import Collector, DFlashError, Finding
 from dflash_mlx.models.registry import instead_of
 from dflash_mlx.models.source import CONFIG, INDEX, Source
 from dflash_mlx.system.safetensors_header import TensorHeader

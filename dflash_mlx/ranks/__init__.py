@@ -8,8 +8,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
 
 _LAUNCHED = "MLX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"  # by MLX's launcher, by those of MPI
 _BACKENDS = "[ring]", "[jaccl]", "[mpi]", "[nccl]"  # begin what MLX says of a lost connection

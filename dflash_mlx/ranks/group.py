@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.ranks import RanksLost
 
 END = "end"  # the last order

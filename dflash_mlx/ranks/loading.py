@@ -15,8 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.models.check import ModelFacts, fetched
 from dflash_mlx.models.names import target_names
 from dflash_mlx.models.read import TargetReader, read_target, target_facts

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dflash_mlx.core.template import reserved
+from dflash_mlx.core.text import reserved
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments

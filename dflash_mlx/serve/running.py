@@ -16,8 +16,8 @@ import mlx.core as mx
 import uvicorn
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.ranks import end_if_lost, launched

@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from dflash_mlx.core.amounts import amount
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.core.statistics import Observer
+from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.drafter import Drafter

@@ -13,8 +13,8 @@ import platformdirs
 
 from dflash_mlx.core.config import DecodeConfig, PrefixConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
 from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
 from dflash_mlx.engine.drafter import Drafter

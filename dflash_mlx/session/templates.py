@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
+from dflash_mlx.core.text import parse_json
 
 Message = dict[str, str]
 Conversation = str | Sequence[Message]

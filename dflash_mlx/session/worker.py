@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.engine.sequence import Sequence, Status
 from dflash_mlx.session.scheduler import Scheduler
 

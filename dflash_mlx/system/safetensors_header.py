@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import in_one_line
+from dflash_mlx.core.errors import DFlashError, in_one_line
 
 MAX_HEADER = 100_000_000  # bytes; the library's own limit
 MAX_DIMENSION = 2**31 - 1  # MLX keeps a dimension in 32 bits with a sign

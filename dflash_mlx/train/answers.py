@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
+from dflash_mlx.core.text import parse_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler

@@ -14,8 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.drafters.networks.head import capped
 from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
 from dflash_mlx.engine.pair import Pair

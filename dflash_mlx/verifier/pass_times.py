@@ -183,11 +183,7 @@ def _read(stored: dict[str, Any]) -> PassTimes:
     return PassTimes(rows, seconds, int(stored["context"]))
 
 
-def _folder() -> Path:
-    return platformdirs.user_cache_path("dflash-chat") / "timing"
-
-
 def _file(target: Target, folder: Path | None = None) -> Path:
     kernels = target.kernels.mode if target.kernels.active else "off"
     key = model_key(target.name, target.parameters(), kernels, target.kv_bits)
-    return (folder or _folder()) / f"{key}.json"
+    return (folder or platformdirs.user_cache_path("dflash-chat") / "timing") / f"{key}.json"

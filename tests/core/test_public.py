@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import dflash_mlx
+from dflash_mlx.client import amount
 
 COUNT = """import sys, dflash_mlx
 ours = [name for name in sys.modules if name.partition(".")[0] in ("dflash_mlx", "kernels_metal")]
@@ -35,3 +36,11 @@ def test_a_name_that_was_public_once_warns_and_another_one_is_an_error():
         assert callable(dflash_mlx.available_models)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = dflash_mlx.no_such_name
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 kB"), (1500, "1.5 kB"), (98_362_432, "98.4 MB"), (2.28e9, "2.28 GB")],
+)
+def test_bytes_are_told_in_thousands(count, shown):
+    assert amount(count) == shown

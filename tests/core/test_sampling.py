@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.sampling import Sampler, filter_logprobs, penalise
+from dflash_mlx.core.sampling import Sampler, filter_logprobs
 from support.law import VOCABULARY, law_distance
 from support.toys import Scripted, ToyTarget, random_tree
 
@@ -41,7 +41,7 @@ def test_filtering_works_on_probabilities_whatever_constant_the_logits_carry():
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_recent_tokens():
     config = SamplingConfig(repetition_penalty=2.0, repetition_context=2)
-    logits = penalise(mx.array([4.0, -4.0, 4.0, 4.0]), [0, 1, 2], config)
+    logits = Sampler(config).adjusted(mx.array([4.0, -4.0, 4.0, 4.0]), [0, 1, 2])
     assert logits.tolist() == [4.0, -8.0, 2.0, 4.0]
 
 

@@ -11,7 +11,7 @@ import pytest
 from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.costs import RoundTimes
+from dflash_mlx.drafters.experience import RoundTimes
 from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State

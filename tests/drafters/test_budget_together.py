@@ -12,10 +12,9 @@ from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.costs import Average
-from dflash_mlx.drafters.experience import Instead, SecondPass
+from dflash_mlx.drafters.experience import Average, Instead, SecondPass
+from dflash_mlx.drafters.method import FirstDraft
 from dflash_mlx.drafters.none import NoContext, NoDraft
-from dflash_mlx.drafters.two_pass import FirstDraft
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import PassTimes, size_of

@@ -16,8 +16,7 @@ from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
-from dflash_mlx.drafters.growth.grow import Array, walk
-from dflash_mlx.drafters.growth.links import confident
+from dflash_mlx.drafters.growth.grow import Array, confident, walk
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import PaperGrowth

@@ -18,10 +18,10 @@ from dflash_mlx.drafters.growth.grow import (
     follow,
     likely_boundaries,
     mix,
+    rank,
     rejection_boundaries,
     walk,
 )
-from dflash_mlx.drafters.growth.rank import rank
 
 VOCABULARY = 20
 

@@ -59,6 +59,7 @@ CASES = {
     "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
+TOKENS = 28  # of an answer
 TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "resample"))]
 
 
@@ -106,15 +107,23 @@ def test_there_is_a_case_for_every_method():
     assert {name.partition(",")[0] for name in CASES} == set(METHODS)
 
 
+def changes_at(temperature):
+    return {"max_tokens": TOKENS, "sampling": SamplingConfig(temperature=temperature, seed=11)}
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    """Of plain decoding, by temperature."""
+    return {t: tokens_in(rounds(pair, "none", PROMPT, **changes_at(t))) for t in (0.0, 0.8)}
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_method_gives_the_answer_of_plain_decoding(pair, name, temperature):
+def test_every_method_gives_the_answer_of_plain_decoding(pair, plain, name, temperature):
     """From trees that are no larger or deeper than allowed, without equal siblings."""
-    changes = {"max_tokens": 40, "sampling": SamplingConfig(temperature=temperature, seed=11)}
-    expected = tokens_in(rounds(pair, "none", PROMPT, **changes))
-    found = rounds(pair, name, PROMPT, **changes)
-    assert tokens_in(found) == expected and len(expected) == 40
-    config, left = config_of(name), 40
+    found = rounds(pair, name, PROMPT, **changes_at(temperature))
+    assert tokens_in(found) == plain[temperature] and len(plain[temperature]) == TOKENS
+    config, left = config_of(name), TOKENS
     blocks = [config.block_size or 16]
     if config.method == "d2sd":
         blocks.append(CASES[name].get("second_block_size") or BLOCK)

@@ -25,18 +25,16 @@ def brute_force(text: list[int], most: int) -> list[int]:
 
 @given(tokens, st.integers(0, 12))
 def test_lookup_is_its_definition(text, most):
-    assert lookup(text, most).tokens == brute_force(text, most)[:most]
+    assert lookup(text, most)[0] == brute_force(text, most)[:most]
 
 
 def test_nothing_is_drafted_where_nothing_repeats():
-    assert lookup([1, 2, 3, 4], 8).tokens == []
-    assert lookup([5], 8).tokens == []
+    assert lookup([1, 2, 3, 4], 8)[0] == []
+    assert lookup([5], 8)[0] == []
 
 
 def test_a_longer_match_drafts_more_and_is_trusted_more():
     short = lookup([1, 2, 9, 8, 7, 6, 5, 1, 2], 20)
     long = lookup([1, 2, 3, 9, 8, 7, 6, 5, 4, 0, 1, 2, 3], 20)
-    assert (short.matched, short.tokens) == (2, [9, 8, 7, 6])
-    assert (long.matched, long.tokens) == (3, [9, 8, 7, 6, 5, 4])
-    assert len(short.logprobs) == len(short.tokens)
-    assert long.logprobs[0] > short.logprobs[0]
+    assert (short[0], long[0]) == ([9, 8, 7, 6], [9, 8, 7, 6, 5, 4])
+    assert long[1] > short[1]

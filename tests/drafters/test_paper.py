@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.growth.grow import Choices, Ranked, follow, walk
-from dflash_mlx.drafters.growth.rank import rank
-from dflash_mlx.drafters.paper import PaperGrowth, Resample, log_softmax, merge_samples
+from dflash_mlx.drafters.growth.grow import Choices, Ranked, follow, rank, walk
+from dflash_mlx.drafters.paper import PaperGrowth, Resample, merge_samples
 from dflash_mlx.verifier.model import Target
 from support.decoding import behind, paths_of
 from support.drafter_formats import drafter_folder
@@ -24,7 +23,7 @@ from support.families import make_model
 
 def law(seed: int, positions: int, vocabulary: int) -> np.ndarray:
     logits = np.random.default_rng(seed).normal(size=(positions, vocabulary)) * 2
-    return log_softmax(logits.astype(np.float32))
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 def sure(*confidences: float) -> Choices:
@@ -96,7 +95,7 @@ def test_blocks_are_drawn_with_their_probability():
 def test_tokens_that_the_drafter_excludes_are_never_drawn():
     logits = np.array([[0.0, -np.inf, 0.0, -np.inf]] * 3, np.float32)
     for seed in range(50):
-        tree = merge_samples(log_softmax(logits), 3, np.random.default_rng(seed))
+        tree = merge_samples(logits, 3, np.random.default_rng(seed))
         assert set(tree.drafted) <= {0, 2}
 
 

@@ -21,9 +21,17 @@ from dflash_mlx.drafters.block_diffusion import (
     SelectedPath,
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow, walk
-from dflash_mlx.drafters.growth.links import Linked, conditional, follow_links
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import (
+    Array,
+    Linked,
+    Ranked,
+    best_first,
+    conditional,
+    follow,
+    follow_links,
+    rank,
+    walk,
+)
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import PaperGrowth

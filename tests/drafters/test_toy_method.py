@@ -25,8 +25,7 @@ from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.client import PairConfig, Session, load_pair, method_choices
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.findings import Finding
+from dflash_mlx.core.errors import DFlashError, Finding
 from dflash_mlx.core.option import Given, Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.formats import FileFormat
@@ -111,7 +110,7 @@ class ToyDrafter(BlockDrafter[ToyModel]):
             for _ in range(self.stride):
                 token = mx.argmax(self._model.module.after[token], axis=-1)
             drafts.append(token.item())
-        return Proposal(Tree.of_chains([(drafts, [-0.1] * len(drafts), "bigram")]))
+        return Proposal(Tree.chain().merge(drafts, [-0.1] * len(drafts), "bigram"))
 
 
 # Its files

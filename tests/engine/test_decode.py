@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.observer import Observer, RoundTimer
+from dflash_mlx.core.statistics import Observer, RoundTimer
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target

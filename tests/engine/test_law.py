@@ -23,15 +23,14 @@ from dflash_mlx.drafters.dflash.paths import (
     MarkovLinks,
     predecessors,
 )
-from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
-from dflash_mlx.drafters.growth.links import Linked
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import Linked, rank
+from dflash_mlx.drafters.method import Drawing
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth, Resample
+from dflash_mlx.drafters.paper import CONTROLS, AblatedDual, PaperGrowth, Resample
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -187,7 +186,7 @@ def distance(name, draws=600, temperature=TEMPERATURE, **settings):
 
 
 def test_every_method_is_here():
-    assert {name.partition(",")[0] for name in MADE} == set(METHODS)
+    assert {name.partition(",")[0] for name in MADE} == {*METHODS, *CONTROLS}
 
 
 @pytest.mark.parametrize("temperature", [TEMPERATURE, 1.0])

@@ -11,7 +11,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.growth.rank import TOP_K
+from dflash_mlx.drafters.growth.grow import TOP_K
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising

@@ -16,7 +16,7 @@ from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DFlashError
 from dflash_mlx.core.config import PairConfig
-from dflash_mlx.core.findings import Finding
+from dflash_mlx.core.errors import Finding
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.models.check import (
     check_drafter,

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES

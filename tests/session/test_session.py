@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.observer import Observer
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.session import Session

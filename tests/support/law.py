@@ -15,9 +15,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.dflash.block_model import FeatureContext
-from dflash_mlx.drafters.growth.grow import follow
-from dflash_mlx.drafters.growth.links import follow_links
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import follow, follow_links, rank
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.grammar import Constraint
 from support import decoding

@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.drafters.specdiff.model import TokenContext
 from support.law import VOCABULARY, ToyContext
 

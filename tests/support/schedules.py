@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.sampling import Sampler, penalise, tempered
+from dflash_mlx.core.sampling import Sampler, tempered
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import drafting_of, make_drafter
 from dflash_mlx.drafters.none import NoDraft
@@ -267,7 +267,7 @@ def margin(target: Target, request: Request, before: list[int], tokens: tuple[in
     history = [*request.prompt, *before]
     ids, sampling = mx.array(history), request.config.sampling
     logits = target.forward(ids, target.new_cache(), Block(len(history)))[0][-1]
-    logits = penalise(logits.astype(mx.float32), history, sampling)
+    logits = Sampler(sampling).adjusted(logits.astype(mx.float32), history)
     if sampling.temperature > 0:
         key = Sampler(sampling).key(len(history))
         drawn = tempered(logits, sampling)

@@ -12,8 +12,8 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.growth.grow import rejection_boundaries
+from dflash_mlx.drafters.method import FirstDraft, TwoPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
-from dflash_mlx.drafters.two_pass import FirstDraft, TwoPass
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import PassTimes

@@ -52,7 +52,7 @@ def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch, 
     monkeypatch.setattr(budget, "ROWS", (1, 3))
     monkeypatch.setattr(budget, "DEEP_ROWS", (1, 3))
     monkeypatch.setattr(budget, "CONTEXTS", (128, 300, 2000))
-    monkeypatch.setattr(budget, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(budget.platformdirs, "user_cache_path", lambda name: tmp_path)
     tokens = mx.array([1, 2, 3]) % VOCAB_SIZE
     before = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     steps = list(calibrating(target))

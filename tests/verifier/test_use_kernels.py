@@ -13,7 +13,7 @@ from mlx_lm.models import base, cache, gpt_oss, llama
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import rank
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.verify import WALK, Verdict
 from dflash_mlx.models.load import load_pair, load_target

@@ -15,7 +15,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.growth import rank
+from dflash_mlx.drafters.growth import grow
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier import sequence
@@ -85,8 +85,8 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     with monkeypatch.context() as patch, emulated() as run:
         patch.setattr(mx.fast, "scaled_dot_product_attention", stock)
         patch.setattr(mx, "quantized_matmul", stock)
-        patch.setattr(rank, "_rank_on_host", stock)
-        patch.setattr(rank, "draft_head_reference", stock)
+        patch.setattr(grow, "_rank_on_host", stock)
+        patch.setattr(grow, "draft_head_reference", stock)
         patch.setattr(sequence, "accepted_rows_reference", stock)
         patch.setattr(Tree, "child", stock)  # with which the host walks a tree
         yield run

@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.paths import Candidates, Links
-from dflash_mlx.drafters.growth.grow import Array, Choices, Ranked, follow
-from dflash_mlx.drafters.growth.links import Linked, follow_links
+from dflash_mlx.drafters.growth.grow import Array, Choices, Linked, Ranked, follow, follow_links
 from dflash_mlx.drafters.networks.context import DraftContext
 from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.verifier.block import Block

@@ -25,8 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.growth.links import Linked
+from dflash_mlx.drafters.growth.grow import Linked, Ranked
 from kernels_metal.draft_head import MAX_K
 
 

@@ -14,11 +14,18 @@ from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.drawing import Drawing
 from dflash_mlx.drafters.eagle3.checkpoint import FILES
 from dflash_mlx.drafters.eagle3.model import FAMILY, Draft, EagleContext, EagleModel
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan, branches_option
+from dflash_mlx.drafters.method import (
+    DRAFT,
+    LOOKUP,
+    BlockDrafter,
+    Drawing,
+    Method,
+    Plan,
+    branches_option,
+)
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 

@@ -1,4 +1,4 @@
-"""How draft distributions become prefix trees: pure functions of tokens and probabilities."""
+"""From a draft's logits to its likeliest tokens, and from these to a prefix tree, on the host."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.system import cpu_math
+from dflash_mlx.verifier.routing import Kernels
+from kernels_metal.draft_head import DRAFT_HEAD, DraftHead, draft_head_reference
 
 Path = tuple[int, ...]  # drafted tokens from the root on
 Array = npt.NDArray[Any]
@@ -21,6 +25,7 @@ Choices = Callable[[Path], Offers | None]  # what may follow a path; None where 
 
 FIRST, SECOND = "first", "second"  # draft, of two
 LEAST = 1e-300  # a probability whose logarithm is finite
+TOP_K = 8  # tokens that a position can offer
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,29 @@ class Ranked:
     @property
     def confidences(self) -> Array:
         return np.exp(self.logprobs[:, 0])
+
+
+def rank(logits: mx.array, k: int, kernels: Kernels | None = None) -> Ranked:
+    """The k likeliest tokens of each row of logits [n, V]; waits for the pass."""
+    k = min(k, logits.shape[-1])
+    head: DraftHead | None = None if kernels is None else kernels.run(DRAFT_HEAD, logits, k)
+    if head is None and cpu_math.applies():
+        return _rank_on_host(np.asarray(logits.astype(mx.float32)), k)
+    head = head or draft_head_reference(logits, k)
+    mx.eval(head.ids, head.logprobs)
+    return Ranked(np.array(head.ids).astype(np.int64), np.array(head.logprobs))
+
+
+def _rank_on_host(logits: Array, k: int) -> Ranked:
+    """As above; NumPy selects and exponentiates much faster than MLX's CPU backend."""
+    top = np.argpartition(logits, -k, axis=-1)[:, -k:]
+    values = np.take_along_axis(logits, top, axis=-1)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    peak = values.max(axis=-1, keepdims=True)
+    shifted = logits - peak
+    normal = np.log(np.exp(shifted, out=shifted).sum(axis=-1, keepdims=True)) + peak
+    tokens = np.take_along_axis(top, order, axis=-1)
+    return Ranked(tokens, np.take_along_axis(values, order, axis=-1) - normal)
 
 
 def rejection_boundaries(confidences: Array) -> Array:
@@ -107,12 +135,12 @@ def best_first(choices: Choices, nodes: int, second: Collection[Path] = ()) -> T
     if first is not None:
         heap = [(-first[1][0], 0, 0, (), 0, first)]
     while heap and len(parents) < nodes and heap[0][0] < math.inf:
-        score, _, parent, path, rank, offers = heapq.heappop(heap)
-        token, logprob = offers[0][rank], offers[1][rank]
+        score, _, parent, path, place, offers = heapq.heappop(heap)
+        token, logprob = offers[0][place], offers[1][place]
         order += 2
-        if rank + 1 < len(offers[1]):
-            beside = score + logprob - offers[1][rank + 1]
-            heapq.heappush(heap, (beside, order, parent, path, rank + 1, offers))
+        if place + 1 < len(offers[1]):
+            beside = score + logprob - offers[1][place + 1]
+            heapq.heappush(heap, (beside, order, parent, path, place + 1, offers))
         continued = second and parent and (sources[parent] == SECOND or path in second)
         path = (*path, token)
         if (below := choices(path)) is not None:
@@ -149,3 +177,79 @@ def mix(offers: Offers, others: Offers, share: float) -> Offers:
             mass[token] = mass.get(token, 0.0) + weight * math.exp(logprob)
     best = sorted(mass, key=lambda token: (-mass[token], token))[: len(offers[0])]
     return best, [math.log(max(mass[token], LEAST)) for token in best]
+
+
+@dataclass(frozen=True)
+class Linked:
+    """Candidates of consecutive positions, and what links each with those of the one before.
+
+    After the token a before it on the path, a token b of position t is as likely as the softmax of
+    its logit and the edge from a makes it (see `dflash/paths.py`). Tokens outside the candidates
+    keep their logits, so the candidates share what is left beside those.
+    """
+
+    ranked: Ranked  # k of each of n positions
+    # [n, k, k] what the logit of the b-th gains after the a-th before; all alike at the first
+    edges: Array
+    # [n, k] how likely the best one after the a-th is to be accepted; None goes by `edges` alone
+    confidences: Array | None = None
+
+    @cached_property
+    def logprobs(self) -> Array:
+        law = conditional(self.ranked, self.edges)
+        return law if self.confidences is None else confident(law, self.confidences)
+
+
+def conditional(ranked: Ranked, edges: Array) -> Array:
+    """[n, k, k] log-probability of the b-th candidate after the a-th of the position before.
+
+    edges: [n, k, k] as of `Linked`.
+    """
+    scores = ranked.logprobs[:, None] + edges
+    others = np.clip(1 - np.exp(ranked.logprobs).sum(axis=-1), 0.0, None)[:, None, None]
+    peak = scores.max(axis=-1, keepdims=True)
+    total = np.log(np.exp(scores - peak).sum(axis=-1, keepdims=True)) + peak
+    with np.errstate(divide="ignore"):  # others may be 0
+        result: Array = scores - np.logaddexp(total, np.log(others))
+    return result
+
+
+def confident(logprobs: Array, confidences: Array) -> Array:
+    """Logprobs [..., k] whose best is as likely as `confidences` [...] say.
+
+    The others lose as much as the best does; where it gains, they share what it leaves. So no other
+    overtakes it, and all together are no more than 1.
+    """
+    best = logprobs.argmax(axis=-1)[..., None]
+    highest = np.take_along_axis(logprobs, best, axis=-1)
+    sure = np.clip(confidences, LEAST, 1 - 1e-7)[..., None]
+    with np.errstate(divide="ignore"):  # the best may be certain
+        left = np.log1p(-sure) - np.log1p(-np.exp(np.minimum(highest, 0)))
+    result: Array = logprobs + np.minimum(np.log(sure) - highest, left)
+    np.put_along_axis(result, best, np.log(sure), axis=-1)
+    return result
+
+
+def follow_links(linked: Linked, width: int | None = None) -> Choices:
+    """Choices by depth and by the last token of the path.
+
+    Behind one that is no candidate there, as another drafter may have it, nothing is known of the
+    links. width: only so many of the best.
+    """
+    ranked, logprobs = linked.ranked, linked.logprobs
+    places = [{token: i for i, token in enumerate(row)} for row in ranked.tokens.tolist()]
+    order = np.argsort(-logprobs, axis=-1, kind="stable")[..., :width]
+    tokens = np.take_along_axis(ranked.tokens[:, None], order, axis=-1).tolist()
+    known = np.take_along_axis(logprobs, order, axis=-1).tolist()
+
+    def choices(path: Path) -> Offers | None:
+        depth = len(path)
+        if depth >= len(ranked):
+            return None
+        before = places[depth - 1].get(path[-1]) if path else 0
+        if before is None:
+            offered, logprobs = ranked.offers[depth]
+            return offered[:width], logprobs[:width]
+        return tokens[depth][before], known[depth][before]
+
+    return choices

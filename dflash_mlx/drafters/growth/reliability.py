@@ -49,7 +49,6 @@ class Reliability:
         return likely
 
     def learn(self, accepted: Accepted) -> None:
-        """Count the children of every node on the accepted path."""
         tree, path = accepted.tree, set(accepted.path)
         tested = [i for i in range(1, len(tree)) if tree.parents[i] in path]
         confidence = np.exp(np.array([tree.logprobs[i] for i in tested]))
@@ -68,7 +67,7 @@ class Reliability:
         return sources, depths, np.clip((confidence * _BINS).astype(int), 0, _BINS - 1)
 
     def _trust(self) -> npt.NDArray[Any]:
-        """[sources] what each has kept of what it promised, 1 to begin with."""
+        """[sources] what each has kept of what it promised."""
         kept, promised = (counts.sum(axis=(1, 2)) for counts in (self.right, self.promised))
         trust: npt.NDArray[Any] = (kept + _CREDIT) / (promised + _CREDIT)
         return trust

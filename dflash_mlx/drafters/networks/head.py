@@ -17,8 +17,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from dflash_mlx.drafters.growth.grow import Array, Ranked
-from dflash_mlx.drafters.growth.rank import rank
+from dflash_mlx.drafters.growth.grow import Array, Ranked, rank
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Kernels
 

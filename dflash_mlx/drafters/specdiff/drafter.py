@@ -14,10 +14,8 @@ from dflash_mlx.core.config import MOST_ROWS, DecodeConfig, SamplingConfig
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.drawing import Drawing
-from dflash_mlx.drafters.growth.grow import Array, Ranked, best_first, follow
-from dflash_mlx.drafters.growth.rank import TOP_K
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Method, Plan
+from dflash_mlx.drafters.growth.grow import TOP_K, Array, Ranked, best_first, follow
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawing, Method, Plan
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TokenContext
 from dflash_mlx.engine.drafter import Drafter, Proposal

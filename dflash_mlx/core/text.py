@@ -1,18 +1,37 @@
-"""Arguments of a chat template, as a command line gives them."""
+"""Texts that users write and read: JSON, arguments of chat templates, amounts of bytes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.json_text import parse_json
 
 _RESERVED = (  # what the call of a chat template decides itself
     *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
     *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
+
+
+def amount(count: float) -> str:
+    """As 98.4 MB, 2.28 GB; in thousands, as disks and downloads are told."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if count >= size:
+            return f"{count / size:.{2 if unit == 'GB' else 1}f} {unit}"
+    return f"{count / 1000:.1f} kB" if count else "0 kB"
+
+
+def parse_json(text: str) -> Any:
+    """What `text` stands for; ValueError for anything but JSON of a bearable depth.
+
+    A byte order mark, as editors on Windows put before it, is no part of the text.
+    """
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def reserved(name: str) -> bool:
