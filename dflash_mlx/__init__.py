@@ -9,7 +9,6 @@ terminal.begin()  # first, so that Ctrl+C ends a command quietly while it is sti
 
 import warnings  # noqa: E402
 from importlib import import_module  # noqa: E402
-from importlib.util import find_spec  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from dflash_mlx.system import blas  # noqa: E402
@@ -60,16 +59,10 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name; what was one once comes from `client`, with a warning."""
+    """Import a public name when it is first asked for."""
     if name in _MODULES:
         return getattr(import_module(f"dflash_mlx.{_MODULES[name]}"), name)
     if name == "TextDelta":
         warnings.warn("TextDelta is called Delta now", DeprecationWarning, stacklevel=2)
         return __getattr__("Delta")
-    if not name.startswith("_") and find_spec(f"dflash_mlx.{name}") is None:
-        client = import_module("dflash_mlx.client")
-        if hasattr(client, name):
-            moved = f"dflash_mlx.{name} is no public name any more, it is in dflash_mlx.client"
-            warnings.warn(moved, DeprecationWarning, stacklevel=2)
-            return getattr(client, name)
     raise AttributeError(f"module 'dflash_mlx' has no attribute {name!r}")

@@ -8,20 +8,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.config import MOST_ROWS, PLAIN, DecodeConfig, StructureConfig
+from dflash_mlx.core.config import MOST_ROWS, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Tree
-
-if TYPE_CHECKING:
-    from dflash_mlx.engine.pair import Pair
 
 FORCED = "forced"  # the source of tokens that the grammar leaves no choice of
 _MOST_KEPT = 32  # compiled grammars
@@ -171,14 +168,6 @@ def _depth_first(tree: Tree) -> list[int]:
         order.append(node)
         left += reversed(children.get(node, []))
     return order[1:]
-
-
-def constraint_of(pair: Pair, config: DecodeConfig, start: int) -> Constraint | None:
-    """What an answer behind `start` tokens may be, None for anything; DFlashError if refused."""
-    if not config.structure.kind:
-        return None
-    grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
-    return Constraint(grammars.matcher(config.structure), start, config.method != PLAIN)
 
 
 def check_structure(structure: StructureConfig) -> None:

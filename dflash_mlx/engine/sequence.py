@@ -11,7 +11,7 @@ from enum import Enum
 import mlx.core as mx
 
 from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
@@ -20,7 +20,7 @@ from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.engine.delta import Delta, StopText, logprobs_of
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
-from dflash_mlx.engine.grammar import MaskedSampler, constraint_of
+from dflash_mlx.engine.grammar import Constraint, Grammars, MaskedSampler
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
@@ -221,3 +221,11 @@ def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> Targe
     if config.exact:
         return NearTieGuard(target, sampler, noise_of(target))
     return RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)
+
+
+def constraint_of(pair: Pair, config: DecodeConfig, start: int) -> Constraint | None:
+    """What an answer behind `start` tokens may be, None for anything; DFlashError if refused."""
+    if not config.structure.kind:
+        return None
+    grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
+    return Constraint(grammars.matcher(config.structure), start, config.method != PLAIN)

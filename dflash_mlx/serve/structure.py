@@ -12,8 +12,9 @@ from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.grammar import AS_JSON, check_structure, constraint_of
+from dflash_mlx.engine.grammar import AS_JSON, check_structure
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import TEMPLATE_FAULTS, Chat, Json, call_of, check_text
 from dflash_mlx.serve.errors import of_settings, refusal
 from dflash_mlx.serve.reading import PARSER_FAULTS

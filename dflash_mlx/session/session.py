@@ -19,11 +19,10 @@ from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import noise_of
-from dflash_mlx.engine.grammar import constraint_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
-from dflash_mlx.engine.sequence import Sequence
+from dflash_mlx.engine.sequence import Sequence, constraint_of
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens

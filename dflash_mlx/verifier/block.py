@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_map
 
 from dflash_mlx.core.tree import Tree
+from kernels_metal.norm_rope import padded
 from kernels_metal.visibility import MAX_LOCAL, MAX_ROWS, Visibility
 
 
@@ -198,3 +200,25 @@ def split(saved: Saved) -> list[Saved]:
     """The parts again. ValueError or TypeError for what `join` never made."""
     arrays, about = iter(saved[0]), saved[1]
     return [([*islice(arrays, count)], rest) for count, rest in about]
+
+
+class Forest:
+    """A pass over blocks of rows, each behind what the caches of one sequence's layers hold."""
+
+    def __init__(self, blocks: Sequence[tuple[Any, Block]]) -> None:
+        ends = accumulate((block.rows for _, block in blocks), initial=0)
+        self.parts = [slice(*bounds) for bounds in pairwise(ends)]  # the rows of each sequence
+        for cache, block in blocks:
+            cache.begin(block)
+        positions = [block.depths + cache.length for cache, block in blocks]
+        self.positions = mx.array(np.concatenate(positions))  # [N] of each row
+        self.places = padded(self.positions)  # the same, as of `Block.places`
+
+        def joined(*layers: Any) -> Any:
+            return layers[0].joined(layers, self)
+
+        self.layers = tree_map(joined, *(cache.layers for cache, _ in blocks))
+
+    def split(self, x: mx.array, axis: int) -> list[mx.array]:
+        before = (slice(None),) * (axis % x.ndim)
+        return [x[(*before, part)] for part in self.parts]

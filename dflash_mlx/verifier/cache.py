@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,12 +19,9 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import cpu_math
-from dflash_mlx.verifier.block import Block, Cache, JoinedMask, Mask, Saved
+from dflash_mlx.verifier.block import Block, Cache, Forest, JoinedMask, Mask, Saved
 from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, AttentionPlan, Packed
-
-if TYPE_CHECKING:
-    from dflash_mlx.verifier.sequence import Forest
 
 STEP = 256  # slots are allocated in multiples of this, as mlx-lm does
 SLACK = 64  # positions kept behind a window, so that the last rounds can be taken back

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.blas import threads
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Forest
 from dflash_mlx.verifier.hooks import (
     Hooks,
     KernelHooks,
@@ -31,7 +31,7 @@ from dflash_mlx.verifier.hooks import (
 )
 from dflash_mlx.verifier.mixers import TREE_MIXERS, Products
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.sequence import Forest, Rows, SequenceCache, new_sequence
+from dflash_mlx.verifier.sequence import Rows, SequenceCache, new_sequence
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import Mode
 

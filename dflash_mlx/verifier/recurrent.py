@@ -14,19 +14,16 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier.block import Block, Cache, Saved
+from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
 from dflash_mlx.verifier.hooks import Hooks, override, through
 from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
-
-if TYPE_CHECKING:
-    from dflash_mlx.verifier.sequence import Forest
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there

@@ -8,11 +8,10 @@ recurrent mixers go sequence by sequence. So nothing but the layers' caches know
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_map
 
 from dflash_mlx.core.errors import DFlashError
@@ -20,7 +19,6 @@ from dflash_mlx.verifier.block import Block, Cache, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
-from kernels_metal.norm_rope import padded
 
 
 class Several(Cache):
@@ -159,28 +157,6 @@ class Rows(NamedTuple):
     cache: SequenceCache  # what is before them
     block: Block
     embeddings: mx.array | None = None  # [N, d] in place of those of the tokens
-
-
-class Forest:
-    """A pass over blocks of rows, each behind what a cache holds."""
-
-    def __init__(self, blocks: Sequence[tuple[SequenceCache, Block]]) -> None:
-        ends = accumulate((block.rows for _, block in blocks), initial=0)
-        self.parts = [slice(*bounds) for bounds in pairwise(ends)]  # the rows of each sequence
-        for cache, block in blocks:
-            cache.begin(block)
-        positions = [block.depths + cache.length for cache, block in blocks]
-        self.positions = mx.array(np.concatenate(positions))  # [N] of each row
-        self.places = padded(self.positions)  # the same, as of `Block.places`
-
-        def joined(*layers: Any) -> Any:
-            return layers[0].joined(layers, self)
-
-        self.layers = tree_map(joined, *(cache.layers for cache, _ in blocks))
-
-    def split(self, x: mx.array, axis: int) -> list[mx.array]:
-        before = (slice(None),) * (axis % x.ndim)
-        return [x[(*before, part)] for part in self.parts]
 
 
 def new_sequence(

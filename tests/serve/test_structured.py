@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
-from dflash_mlx.engine.grammar import check_structure, constraint_of
+from dflash_mlx.engine.grammar import check_structure
+from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of

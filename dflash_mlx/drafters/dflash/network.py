@@ -41,9 +41,9 @@ from dflash_mlx.drafters.networks.fields import (
     whole,
 )
 from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
-from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.block import Block, Forest
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.sequence import Forest, SequenceCache
+from dflash_mlx.verifier.sequence import SequenceCache
 
 
 @dataclass(frozen=True)
