@@ -73,7 +73,7 @@ class Statistics:
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """The same share for block positions 1, 2, ..."""
+        """Share of drafted tokens accepted at block positions 1, 2, ..."""
         return [self.accepted[k] / self.drafted[k] for k in sorted(self.drafted)]
 
     def as_dict(self) -> dict[str, Any]:

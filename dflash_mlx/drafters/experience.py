@@ -118,7 +118,7 @@ class RoundTimes:
         return max(one + (median(self._plain) if self._has_plain else 0.0), _LEAST)
 
     def plain_now(self, rows: int, contexts: Sequence[float]) -> float | None:
-        """The same as the machine is, None where nothing tells.
+        """Seconds of a plain round on the machine as busy as it is; None where nothing tells.
 
         Without plain rounds nobody knows whether it is the machine or the drafts that take longer
         than planned, so nothing is added for it.

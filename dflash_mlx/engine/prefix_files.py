@@ -62,7 +62,7 @@ class CacheKey:
         return cls(target, drafter.aux_layers, kinds, networks, tuple(map(id, networks)))
 
     def fingerprint(self) -> str:
-        """The same in another process only for the same weights, settings, machine and versions."""
+        """A digest of weights, settings, machine and versions; those who share it share files."""
         target = self.target
         parameters = target.parameters()
         return model_key(

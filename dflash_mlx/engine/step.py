@@ -125,7 +125,7 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
 
 
 def guarded(action: Callable[[], T]) -> T | Exception:
-    """What it returns, or why it fails: whatever that is, other sequences go on."""
+    """The result of `action` or the exception that it raised, so that other sequences go on."""
     try:
         return action()
     except Exception as error:

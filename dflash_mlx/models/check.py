@@ -124,7 +124,7 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
 
 
 def fetched(facts: ModelFacts) -> ModelFacts:
-    """The same with its weights on this machine; what was downloaded is checked again."""
+    """Facts of a model whose weights are here; what was downloaded for that is checked again."""
     if facts.source is None or facts.is_here:
         return facts
     check = check_target if facts.format is None else check_drafter

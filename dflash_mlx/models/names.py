@@ -158,7 +158,7 @@ def shipped_folder(name: str, option: str = DRAFTER) -> Path | None:
 
 
 def inherited(names: Names) -> Names:
-    """The same with the drafters of the target's parent, where it has none of its own.
+    """Names with the drafters of the target's parent, for a target without any of its own.
 
     The hub is asked for the card of a model that is not here; where it is silent, nothing changes.
     """

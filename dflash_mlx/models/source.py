@@ -133,7 +133,7 @@ class Source:
             return None
 
     def fetch(self) -> Source:
-        """The same as a folder, downloaded or brought up to date; DFlashError where that fails."""
+        """This model as a folder, downloaded or up to date; DFlashError where that fails."""
         if self.folder is not None:
             return self
         with self._asking():

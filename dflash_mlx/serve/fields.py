@@ -83,7 +83,7 @@ class Conversation(Strict):
     chat_template_kwargs: Json | None = None
 
     def chat(self, pair: Pair) -> Chat:
-        """The same in neutral words; ApiError for what is none."""
+        """The conversation that both APIs share; ApiError for a request that has none."""
         raise NotImplementedError
 
 
