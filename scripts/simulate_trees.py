@@ -31,9 +31,9 @@ from tqdm import tqdm
 
 from dflash_mlx.benchmark.measure import interval, tokens_a_round
 from dflash_mlx.benchmark.selection import PLAIN, expand, read_methods
-from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Accepted, Choose, accept
 from dflash_mlx.drafters import paper
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.growth.grow import Choices

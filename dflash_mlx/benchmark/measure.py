@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
-from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import RoundTimer, Statistics
+from dflash_mlx.core.tree import NearTies
 from dflash_mlx.engine.delta import Answer, collect
 from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Pair

@@ -13,10 +13,10 @@ from typing import Any
 from dflash_mlx.benchmark.measure import TERMS, MethodStats, RoundSize, Run, groups
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, describe_lengths
 from dflash_mlx.cli.options import import_pyplot
-from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.tree import NearTies
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system.files import replacing, write_report

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted, NearTies
+from dflash_mlx.core.tree import Accepted, NearTies
 
 _TOLD = (
     *("prompt_tokens", "reused_tokens", "generated_tokens", "method", "prefill_seconds"),

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
 from dflash_mlx.drafters.method import FirstDraft
 from dflash_mlx.engine.drafter import Proposal

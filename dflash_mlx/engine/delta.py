@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.drafter import Proposal
 
 BEGIN, END = "<think>", "</think>"

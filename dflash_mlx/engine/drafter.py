@@ -9,8 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.engine.state import Context, State
 
 

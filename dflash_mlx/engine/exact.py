@@ -17,9 +17,8 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted, NearTies, accept
 from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, NearTies, Tree, accept
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import TargetSampling, Verdict
 from dflash_mlx.verifier.block import Block

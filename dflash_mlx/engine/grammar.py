@@ -14,11 +14,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import MOST_ROWS, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 
 FORCED = "forced"  # the source of tokens that the grammar leaves no choice of
 _MOST_KEPT = 32  # compiled grammars

@@ -10,13 +10,12 @@ from enum import Enum
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.tree import Tree, rows_on
+from dflash_mlx.core.tree import Accepted, Tree, rows_on
 from dflash_mlx.engine.delta import Delta, StopText, logprobs_of
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.exact import NearTieGuard, noise_of

@@ -9,9 +9,8 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.prompt import Piece, Prompt
-from dflash_mlx.core.tree import rows_on
+from dflash_mlx.core.tree import Accepted, rows_on
 from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.verifier.block import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache

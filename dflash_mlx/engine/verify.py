@@ -8,9 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted, Choose, accept
 from dflash_mlx.core.sampling import KEEP, Sampler
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Choose, Tree, accept
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.routing import Kernels

@@ -42,7 +42,7 @@ from dflash_chat.tree_view import (
 from dflash_chat.welcome import speed_here
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, SamplingConfig, Statistics
-from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 from support.decoding import tree_of

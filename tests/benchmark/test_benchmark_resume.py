@@ -14,10 +14,10 @@ from dflash_mlx.benchmark import measure
 from dflash_mlx.benchmark.measure import RoundSize, Run
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import describe, finished_runs, read_report, save, settings
-from dflash_mlx.core.accept import NearTies
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.tree import NearTies
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Capabilities, Pair

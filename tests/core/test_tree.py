@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_mlx.core.accept import accept
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Tree, accept
 from support.decoding import path_to, tree_of
 
 #      0

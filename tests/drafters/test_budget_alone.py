@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.experience import RoundTimes
 from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping

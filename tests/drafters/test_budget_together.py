@@ -8,9 +8,8 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.experience import Average, Instead, SecondPass
 from dflash_mlx.drafters.method import FirstDraft

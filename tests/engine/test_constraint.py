@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion, DrawnBlock
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine import grammar as module

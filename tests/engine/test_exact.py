@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.accept import Accepted, NearTies
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.tree import Accepted, NearTies
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.exact import (

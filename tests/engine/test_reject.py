@@ -9,11 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.core.accept import accept
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Tree, accept
 from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
 from dflash_mlx.engine.drafter import EachAlone, Proposal

@@ -19,7 +19,7 @@ from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.speeds import Timing
 from dflash_mlx.client import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
-from dflash_mlx.core.accept import Accepted
+from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Capabilities
 from support.decoding import tree_of

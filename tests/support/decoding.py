@@ -10,11 +10,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.accept import Accepted
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import Constraint

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_mlx.core.accept import Accepted
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.verifier.pass_times import ROWS
 
 _BINS = 10  # of confidence
