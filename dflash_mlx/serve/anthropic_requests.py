@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -230,19 +229,9 @@ def _tool(tool: Tool) -> Json:
 class MessagesRequest(Counted, ChatBody):
     """The body of POST /v1/messages."""
 
-    max_tokens: Count
+    stop_field = "stop_sequences"
+
+    max_tokens: Count  # in this API a request has to say it
     stop_sequences: Stops | None = None
     metadata: dict[Literal["user_id"], str | None] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-
-    @property
-    def most(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def stops(self) -> Sequence[str]:
-        return self.stop_sequences or ()
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {"stop": "stop_sequences"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -150,20 +149,11 @@ class Completed(Answered):
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    max_tokens: Count | None = None
     stop: StopText | Stops | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
-
-    @property
-    def most(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def stops(self) -> Sequence[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def answers(self) -> int:
@@ -196,10 +186,6 @@ class ChatRequest(ChatBody, Completed):
     @property
     def most(self) -> int | None:
         return self.max_tokens or self.max_completion_tokens
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens else {}
 
     @property
     def tops(self) -> int | None:

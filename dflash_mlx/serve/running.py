@@ -24,7 +24,6 @@ from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.guard import LimitedProtocol
-from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
@@ -50,19 +49,18 @@ def run(
     kept: how much of what was read stays for later conversations. place: bound, and listened on
     from the moment that everything is ready. Raises as `load`.
     """
-    metrics, noted = Metrics(), Faults()
-    queue = RequestQueue(metrics, config.parallel, config.queue, noted)
+    queue = RequestQueue(config, Faults())
     worker = queue.worker
     pair = worker.call(load).result()
     method, memory = settle(usual, pair.capabilities).method, memory_for(config)
     make = partial(Scheduler, pair, memory, most=config.parallel)
     worker.serve(lambda: make(prefixes=prefix_cache(kept))).result()
-    service = Service(pair, usual, config, queue, metrics, names)
+    service = Service(pair, usual, config, queue, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
         worker.run(lambda job: pair.calibrating(), idle=True)
     told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
-    asyncio.run(_until_signal(service, place, noted, told))
+    asyncio.run(_until_signal(service, place, told))
     if problem := worker.call(worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
     worker.close(_LATE)
@@ -86,26 +84,22 @@ def memory_for(config: ServeConfig) -> int:
     return max(available_memory() - taken, 0) // 2
 
 
-async def _until_signal(
-    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], told: str
-) -> None:
+async def _until_signal(service: Service, place: socket.socket, told: str) -> None:
     stop, loop = Stop(), asyncio.get_running_loop()
     if service.config.watched:
         stop.at_end_of(sys.stdin.fileno(), loop)
     with stop.on_signals(loop):
         place.listen(2048)  # the backlog that uvicorn has
         cli.say(told)
-        await serve(service, place, noted, stop)
+        await serve(service, place, stop)
 
 
-async def serve(
-    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], stop: Stop
-) -> None:
+async def serve(service: Service, place: socket.socket, stop: Stop) -> None:
     """Serve until `stop` is asked for, then let answers finish."""
     config = service.config
     protocol = partial(LimitedProtocol, most=config.connections, idle=config.idle)
     settings = uvicorn.Config(
-        make_app(service, noted),
+        make_app(service),
         http=protocol,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",

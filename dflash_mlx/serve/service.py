@@ -20,7 +20,6 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, ChatBody, Conversation, decoding
-from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
@@ -41,7 +40,6 @@ class Service:
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
-    metrics: Metrics
     names: tuple[str, ...]  # the model's, its own first
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.

@@ -26,7 +26,6 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.running import Stop, serve
 from dflash_mlx.serve.service import Service
@@ -129,13 +128,12 @@ class Server:
     """What runs on a thread of its own, at `url`."""
 
     def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
-        metrics = Metrics()
         self.pair, self.faults = pair, []
-        self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
+        self.queue = RequestQueue(config, self._fault)
         self.worker = self.queue.worker
         make = partial(Scheduler, pair, most=config.parallel)
         self.worker.serve(lambda: make(prefixes=PrefixCache(10**8))).result()
-        self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
+        self.service = Service(pair, usual, config, self.queue, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -149,8 +147,7 @@ class Server:
         return ApiError(500, f"fault: {error!r}")
 
     def _run(self) -> None:
-        work = serve(self.service, self.place, self._fault, self.stop)
-        self.loop.run_until_complete(work)
+        self.loop.run_until_complete(serve(self.service, self.place, self.stop))
         self.loop.close()
 
     def end(self) -> None:
