@@ -43,15 +43,12 @@ def test_an_answer_says_what_ended_it(other):
     assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "Once")
 
 
-def test_thoughts_are_blocks_of_their_own(other):
-    thought, answer = ask(other, "think", thinking={"type": "adaptive"}).content
-    assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
+def test_thoughts_are_blocks_of_their_own_and_turned_on_through_the_template(other, server):
     with other.messages.stream(model=MODEL, max_tokens=200, messages=user("think")) as stream:
-        thought, answer = stream.get_final_message().content
-    assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
-
-
-def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(other, server):
+        streamed = stream.get_final_message()
+    for found in (ask(other, "think", thinking={"type": "adaptive"}), streamed):
+        thought, answer = found.content
+        assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
     on = server.message(thinking={"type": "enabled"})
     assert [block["type"] for block in on.json()["content"]] == ["thinking"]
     assert ask(other, thinking={"type": "disabled"}).content[0].text == WORDS
@@ -59,13 +56,10 @@ def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(
         ask(other, thinking={"type": "enabled", "budget_tokens": 1024})
 
 
-def test_the_beginning_of_an_answer_is_gone_on_with(other):
+def test_the_beginning_of_an_answer_is_gone_on_with_and_tokens_are_counted_as_read(other):
     talk = [*user("hello"), {"role": "assistant", "content": "Once upon"}]
     answer = other.messages.create(model=MODEL, max_tokens=200, messages=talk)
     assert answer.content[0].text == WORDS.removeprefix("Once upon")
-
-
-def test_tokens_are_counted_as_they_will_be_read(other):
     counted = other.messages.count_tokens(model=MODEL, messages=user("hello"), system="be short")
     usage = ask(other, system="be short").usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens

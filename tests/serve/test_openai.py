@@ -25,6 +25,7 @@ def test_an_answer_comes_whole_with_its_usage_and_figures(client):
     assert (metrics["method"], metrics["rounds"]) == ("none", len(WORDS))
     assert metrics["acceptance_length"] == 1.0 and metrics["parked"] is None
     assert metrics["tokens_per_second"] > 0 < metrics["time_to_first_token"]
+    assert ask(client, "").choices[0].message.content == "", "which may be empty"
 
 
 def test_a_stream_is_the_same_answer(client):
@@ -36,10 +37,7 @@ def test_a_stream_is_the_same_answer(client):
     assert metrics.model_extra["dflash"]["rounds"] == len(WORDS)
     assert usage.choices == [] and usage.usage.completion_tokens == len(WORDS) + 1
     assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_every_chunk_has_a_choice_where_nobody_asked_for_usage(client):
-    assert all(len(chunk.choices) == 1 for chunk in ask(client, stream=True))
+    assert all(len(c.choices) == 1 for c in ask(client, stream=True)), "nobody asked for usage"
 
 
 def test_stop_texts_and_lengths_end_an_answer(client):
@@ -52,7 +50,7 @@ def test_stop_texts_and_lengths_end_an_answer(client):
         assert cut.choices[0].finish_reason == "length"
 
 
-def test_thoughts_are_split_off(client):
+def test_thoughts_are_split_off_where_the_model_or_the_template_began_them(client):
     message = ask(client, "think").choices[0].message
     assert message.content == "It is blue."
     assert message.model_extra["reasoning_content"] == "Let me see."
@@ -60,9 +58,6 @@ def test_thoughts_are_split_off(client):
     assert "".join(d.content or "" for d in deltas) == "It is blue."
     thoughts = [(d.model_extra or {}).get("reasoning_content", "") for d in deltas]
     assert "".join(thoughts) == "Let me see."
-
-
-def test_a_thought_that_the_template_opened_is_one(client):
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     message = ask(client, extra_body=extra).choices[0].message
     assert (message.content, message.model_extra["reasoning_content"]) == ("", WORDS)
@@ -95,11 +90,7 @@ def test_log_probabilities_are_those_of_the_model(client):
     assert "".join(law.token for law in laws) == WORDS
 
 
-def test_an_answer_may_be_empty(client):
-    assert ask(client, "").choices[0].message.content == ""
-
-
-def test_texts_go_on_without_a_template(client):
+def test_texts_and_tokens_go_on_without_a_template(client, server):
     answer = client.completions.create(model=MODEL, prompt=[PROMPT + "Once"], logprobs=1)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (WORDS.removeprefix("Once"), "stop")
@@ -112,9 +103,6 @@ def test_texts_go_on_without_a_template(client):
     assert both.usage.prompt_tokens == 2 * len(PROMPT) + 4
     stream = client.completions.create(model=MODEL, prompt=PROMPT, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == WORDS
-
-
-def test_tokens_go_on_too(client, server):
     tokens = server.pair.tokenizer.encode(PROMPT)
     answer = client.completions.create(model=MODEL, prompt=tokens, max_tokens=4)
     assert answer.choices[0].text == "Once"

@@ -39,12 +39,9 @@ def test_a_stream_has_calls_whole_and_by_number(client):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_one_call_ends_the_answer_where_only_one_is_wanted(client):
+def test_one_call_ends_the_answer_where_one_is_wanted_and_none_comes_of_tools_not_to_use(client):
     choice = ask(client, "two", parallel_tool_calls=False).choices[0]
     assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
-
-
-def test_a_model_is_not_told_of_tools_that_it_must_not_use(client):
     choice = ask(client, "what is 1 + 2", tool_choice="none").choices[0]
     assert (choice.message.content, choice.finish_reason) == (WORDS, "stop")
 
