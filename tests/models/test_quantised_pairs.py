@@ -23,7 +23,7 @@ from dflash_mlx.drafters.networks.tensors import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
-from support.app_scripts import ScriptedBackend, drive, notices, until
+from support.app_scripts import ScriptedBackend, drive
 from support.decoding import feed
 from support.families import FAMILIES, make_model
 from support.models import write_drafter, write_model
@@ -256,12 +256,12 @@ class Noting(ScriptedBackend):
 
 
 def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
-    async def steps(app, pilot, backend):
-        assert notices(app) == ["it computes in float32."]
+    async def steps(chat, app, backend):
+        assert chat.notices == ["it computes in float32."]
         app.pair_config = PairConfig(kv_bits=4, draft_window=64, kernels="off")
         given = replace(app.pair_config, model="owner/other", drafter="owner/drafter")
         app.load(PairConfig("owner/other", "owner/drafter"))
-        await until(lambda: app.pair.target.name == "owner/other", pilot)
+        await chat.until(lambda: app.pair.target.name == "owner/other")
         assert backend.loaded[-1] == given
 
     drive(steps, tmp_path, Noting())
