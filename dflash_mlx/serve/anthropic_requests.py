@@ -14,9 +14,8 @@ from dflash_mlx.serve.fields import ChatBody, Conversation, Count, Name, Stops, 
 FIELDS = Fields(
     form="output_config.format",
     schema="output_config.format.schema",
-    parameters="tools[{}].input_schema",
-    strict="tools[{}].strict",
-    name="tools[{}].name",
+    tool="tools[{}].",
+    parameters="input_schema",
 )
 
 
@@ -175,13 +174,9 @@ class Counted(Conversation):
 
     def _required(self, choice: ToolChoice) -> str | None:
         """The tool that has to be called, "" for any."""
-        if choice.type not in ("any", "tool"):
-            return None
         if choice.type == "tool" and not choice.name:
             raise refusal("tool_choice", "of type tool names none", "send its name")
-        if not self.tools:
-            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
-        return (choice.name if choice.type == "tool" else None) or ""
+        return {"any": "", "tool": choice.name}.get(choice.type)
 
     def _thinking(self, pair: Pair) -> Json:
         """The argument of the chat template that says whether the model thinks."""

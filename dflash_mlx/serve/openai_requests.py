@@ -15,9 +15,8 @@ from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 FIELDS = Fields(
     form="response_format",
     schema="response_format.json_schema.schema",
-    parameters="tools[{}].function.parameters",
-    strict="tools[{}].function.strict",
-    name="tools[{}].function.name",
+    tool="tools[{}].function.",
+    parameters="parameters",
 )
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
@@ -201,8 +200,6 @@ class ChatRequest(ChatBody, Completed):
             raise refusal(
                 "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
             )
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
 
     def chat(self, pair: Pair) -> Chat:
         required: str | None = "" if self.tool_choice == "required" else None

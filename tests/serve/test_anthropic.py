@@ -5,7 +5,7 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from support.serving import MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
+from support.serving import COUNT, MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
 
 
 def ask(other, text="hello", **more):
@@ -97,3 +97,23 @@ def test_errors_have_the_shape_of_the_api(other, server):
         other.messages.create(model="claude", max_tokens=9, messages=user("a"))
     assert found.value.body["error"]["type"] == "not_found_error"
     assert server.get(MESSAGES).json()["type"] == "error"
+
+
+def test_tools_go_round_in_the_other_api(other):
+    tool = {"name": "add", "input_schema": COUNT}
+    usual = {"model": MODEL, "max_tokens": 200, "tools": [tool]}
+    first = other.messages.create(messages=user("what is 1 + 2"), **usual)
+    assert first.stop_reason == "tool_use"
+    text, call = first.content
+    assert (text.text, call.name, call.input) == ("Let me see.", "add", {"a": 1, "b": "2"})
+    said = {"role": "assistant", "content": first.content}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
+    talk = [*user("what is 1 + 2"), said, {"role": "user", "content": [result]}]
+    assert other.messages.create(messages=talk, **usual).content[0].text == "It is 3."
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    alone = other.messages.create(messages=user("two"), tool_choice=one, **usual)
+    assert [block.type for block in alone.content] == ["text", "tool_use"]
+    with other.messages.stream(messages=user("two"), **usual) as stream:
+        last = stream.get_final_message()
+    assert [block.type for block in last.content] == ["text", "tool_use", "tool_use"]
+    assert last.content[2].input == {"a": 1, "b": "2"}

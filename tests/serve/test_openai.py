@@ -1,4 +1,4 @@
-"""The openai package against the server: answers, streams, stops, figures, refusals."""
+"""The openai package against the server: answers, streams, stops, figures, tools, refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import openai
 import pytest
 
-from support.serving import CHAT, MODEL, ROLE, WORDS, ask, serving, user
+from support.models import TEMPLATE as PLAIN_TEMPLATE
+from support.serving import CHAT, MODEL, ROLE, TOOL, WORDS, actor_pair, ask, serving, speak, user
 
 PROMPT = "[user]a" + ROLE
 
@@ -145,3 +146,38 @@ def test_messages_of_all_roles_reach_the_template():
         assert server.post(CHAT, {"model": MODEL, "messages": messages}).status_code == 200
     expected = "[system]be short[user]ab[assistant]<think>hm</think><tool_call>f</tool_call>[tool]2"
     assert seen[0] == expected
+
+
+def test_a_call_and_its_result_go_round(client):
+    choice = ask(client, "what is 1 + 2", tools=[TOOL]).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 1, "b": "2"}
+    said = choice.message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    talk = [*user("what is 1 + 2"), said, result]
+    again = client.chat.completions.create(model=MODEL, messages=talk, tools=[TOOL]).choices[0]
+    assert (again.finish_reason, again.message.content) == ("stop", "It is 3.")
+
+
+def test_a_stream_has_calls_whole_and_by_number(client):
+    chunks = [*ask(client, "two", tools=[TOOL], stream=True)]
+    calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "add"), (1, "add")]
+    assert calls[0].id != calls[1].id
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "First.\n"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_one_call_ends_the_answer_where_one_is_wanted_and_none_comes_of_tools_not_to_use(client):
+    choice = ask(client, "two", tools=[TOOL], parallel_tool_calls=False).choices[0]
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+    choice = ask(client, "what is 1 + 2", tools=[TOOL], tool_choice="none").choices[0]
+    assert (choice.message.content, choice.finish_reason) == (WORDS, "stop")
+
+
+def test_a_model_whose_template_knows_no_tools_refuses_them():
+    with serving(actor_pair(speak, PLAIN_TEMPLATE)) as server:
+        found = server.chat("a", tools=[TOOL])
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")

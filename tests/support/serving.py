@@ -59,6 +59,8 @@ TEMPLATE = (
 
 WORDS = "Once upon a time there was an answer."
 THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
+COUNT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": COUNT}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
 
 Act = Callable[[str], str]
