@@ -34,6 +34,7 @@ from dflash_mlx.system.machine import available_memory
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Ends = asyncio.Queue[None]  # the first in it asks a server to end, the second to end at once
 
 
 def run(
@@ -85,17 +86,17 @@ def memory_for(config: ServeConfig) -> int:
 
 
 async def _until_signal(service: Service, place: socket.socket, told: str) -> None:
-    stop, loop = Stop(), asyncio.get_running_loop()
+    ends: Ends = asyncio.Queue()
     if service.config.watched:
-        stop.at_end_of(sys.stdin.fileno(), loop)
-    with stop.on_signals(loop):
+        _watch(sys.stdin.fileno(), ends)
+    with _signals(ends):
         place.listen(2048)  # the backlog that uvicorn has
         cli.say(told)
-        await serve(service, place, stop)
+        await serve(service, place, ends)
 
 
-async def serve(service: Service, place: socket.socket, stop: Stop) -> None:
-    """Serve until `stop` is asked for, then let answers finish."""
+async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
+    """Serve until it is asked to end, then let answers finish, unless it is asked again."""
     config = service.config
     protocol = partial(LimitedProtocol, most=config.connections, idle=config.idle)
     settings = uvicorn.Config(
@@ -114,12 +115,14 @@ async def serve(service: Service, place: socket.socket, stop: Stop) -> None:
     server = Server(settings)
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
-    await _first(running, stop.asked.wait())
+    await _first(running, ends.get())
     if not running.done():
         for each in server.servers:
             each.close()  # to new connections; those that are open go on
-        await _first(service.queue.drain(config.grace), stop.again.wait())
-        server.force_exit = stop.again.is_set()
+        again = asyncio.ensure_future(ends.get())
+        await _first(service.queue.drain(config.grace), again)
+        server.force_exit = again.done()
+        again.cancel()
         server.should_exit = True
     await running
 
@@ -141,38 +144,33 @@ class Server(uvicorn.Server):
         yield
 
 
-class Stop:
-    """The first signal asks to end, the second to end at once."""
-
-    def __init__(self) -> None:
-        self.asked, self.again = asyncio.Event(), asyncio.Event()
-
-    @contextlib.contextmanager
-    def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        # A rank that waits for another hears nothing; SIGTERM is how a launcher ends it.
-        kinds = _SIGNALS[:1] if launched() else _SIGNALS
-        before = {each: signal.getsignal(each) for each in kinds}
+@contextlib.contextmanager
+def _signals(ends: Ends) -> Iterator[None]:
+    """Signals ask to end."""
+    loop = asyncio.get_running_loop()
+    # A rank that waits for another hears nothing; SIGTERM is how a launcher ends it.
+    kinds = _SIGNALS[:1] if launched() else _SIGNALS
+    before = {each: signal.getsignal(each) for each in kinds}
+    for each in kinds:
+        loop.add_signal_handler(each, ends.put_nowait, None)
+    try:
+        yield
+    finally:
         for each in kinds:
-            loop.add_signal_handler(each, self._hear)
-        try:
-            yield
-        finally:
-            for each in kinds:
-                loop.remove_signal_handler(each)
-                signal.signal(each, before[each])
+            loop.remove_signal_handler(each)
+            signal.signal(each, before[each])
 
-    def at_end_of(self, place: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Where whoever holds the other end of a pipe is gone, that is the first signal."""
 
-        def read() -> None:
-            if not os.read(place, 4096):
-                loop.remove_reader(place)
-                self.asked.set()
+def _watch(place: int, ends: Ends) -> None:
+    """Where whoever holds the other end of a pipe is gone, that asks to end, too."""
+    loop = asyncio.get_running_loop()
 
-        loop.add_reader(place, read)
+    def read() -> None:
+        if not os.read(place, 4096):
+            loop.remove_reader(place)
+            ends.put_nowait(None)
 
-    def _hear(self) -> None:
-        (self.again if self.asked.is_set() else self.asked).set()
+    loop.add_reader(place, read)
 
 
 class Faults:

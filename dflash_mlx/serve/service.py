@@ -63,7 +63,11 @@ class Service:
         if (number := len(body.messages)) > (most := self.config.messages):
             raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
 
-        return await self.prepare(lambda: _understood(self.pair, body))
+        def understand() -> Understood:
+            chat = body.chat(self.pair)
+            return chat, structure_of(self.pair, chat), prompt_of(self.pair, chat)
+
+        return await self.prepare(understand)
 
     def close(self) -> None:
         self._prompts.shutdown(wait=False, cancel_futures=True)
@@ -88,11 +92,6 @@ class Service:
                 replies.append(reply)
                 first = first or reply
         return await self.queue.open(replies)
-
-
-def _understood(pair: Pair, body: Conversation) -> Understood:
-    chat = body.chat(pair)
-    return chat, structure_of(pair, chat), prompt_of(pair, chat)
 
 
 class Writer(Protocol):

@@ -27,7 +27,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.request_queue import RequestQueue
-from dflash_mlx.serve.running import Stop, serve
+from dflash_mlx.serve.running import serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.scheduler import Scheduler
@@ -139,7 +139,7 @@ class Server:
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.loop, self.stop = asyncio.new_event_loop(), Stop()
+        self.loop, self.ends = asyncio.new_event_loop(), asyncio.Queue()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -149,13 +149,13 @@ class Server:
         return ApiError(500, f"fault: {error!r}")
 
     def _run(self) -> None:
-        self.loop.run_until_complete(serve(self.service, self.place, self.stop))
+        self.loop.run_until_complete(serve(self.service, self.place, self.ends))
         self.loop.close()
 
     def end(self) -> None:
         """As a signal to end."""
         with suppress(RuntimeError):  # it has ended before
-            self.loop.call_soon_threadsafe(self.stop.asked.set)
+            self.loop.call_soon_threadsafe(self.ends.put_nowait, None)
 
     def until(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
         """Return when something holds; the event loop looks after every turn."""
