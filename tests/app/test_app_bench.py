@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from dflash_chat.commands import parse
 from dflash_chat.figures import wide_bar
 from dflash_mlx.client import BenchStep, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.engine.pair import Capabilities
-from support.app_scripts import ScriptedBackend, in_chat
+from support.app_scripts import ScriptedBackend, gated, in_chat
 
 
 def figures(speedup: float) -> dict[str, Any]:
@@ -87,8 +86,8 @@ async def test_bench_shows_its_table_and_what_pays_or_what_cannot_be_run(chat, a
     assert chat.notices == []
 
 
-@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(2)))
-async def test_leaving_bench_with_ctrl_c_ends_it(chat, app, backend):
+@in_chat(lambda: gated(2, bench_steps=[*STEPS, RESULT]))
+async def test_leaving_bench_ends_it_and_there_is_one_comparison_at_a_time(chat, app, backend):
     await chat.say("/bench")
     await chat.shows("answer 2 of 6")
     job = app.screen.job
@@ -98,16 +97,13 @@ async def test_leaving_bench_with_ctrl_c_ends_it(chat, app, backend):
     backend.gate = None
     await chat.answered()
     assert app.listener.comparison is None
-
-
-@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(1)))
-async def test_bench_waits_for_no_answer_and_there_is_one_comparison_at_a_time(chat, app, backend):
+    backend.hold(1)
     await chat.say("What meets?")
     await chat.say("/bench")
-    assert "an answer is being written" in chat.notices[-1]
+    assert "an answer is being written" in chat.notices[-1], "which it does not wait for"
     assert app.screen is app.base
     await chat.goes_on()
-    backend.gate = threading.Semaphore(2)
+    backend.hold(2)
     await chat.say("/bench")
     with pytest.raises(DFlashError, match="a comparison is being run"):
         await app.commands.run(parse("/race why"))

@@ -10,8 +10,6 @@ from dflash_chat.mentions import attached, mentions
 from dflash_mlx import DFlashError
 from support.app_scripts import ANSWER, ScriptedBackend, in_chat
 
-# Copying
-
 
 @in_chat(lambda: ScriptedBackend(["<think>hm</think>" + ANSWER + "\n\n~~~\nmore\n~~~\n"]))
 async def test_an_answer_or_one_of_its_code_blocks_is_copied(chat, app, backend):
@@ -37,9 +35,6 @@ async def test_an_answer_or_one_of_its_code_blocks_is_copied(chat, app, backend)
 def test_code_blocks_are_found_wherever_markdown_has_them():
     text = "1. a\n   ```py\n   x\n   ```\n\n````\n```\nin\n```\n````\n\n    indented\n\n```\nopen\n"
     assert code_blocks(text) == ["x\n", "```\nin\n```\n", "indented\n", "open\n"]
-
-
-# Completing commands
 
 
 @pytest.mark.parametrize(
@@ -150,9 +145,7 @@ def test_files_share_the_room_and_only_words_that_begin_with_the_sign_may_be_som
 
 
 @in_chat()
-async def test_a_file_goes_with_the_question_and_what_was_typed_comes_back(
-    chat, app, backend, here
-):
+async def test_a_file_goes_with_the_question_or_leaves_it_in_the_line(chat, app, backend, here):
     await chat.answered("What says @notes.md?")
     (message,) = backend.requests[0].messages
     assert message["content"] == "What says @notes.md?\n\nnotes.md:\n```\nTwo rivers.\n```"
@@ -164,19 +157,13 @@ async def test_a_file_goes_with_the_question_and_what_was_typed_comes_back(
     await chat.until(lambda: len(backend.requests) == 2)
     assert "Three rivers." in backend.requests[1].messages[-1]["content"], "read anew"
     await chat.is_over()
-
-
-@in_chat()
-async def test_a_file_that_cannot_go_along_leaves_the_question_in_the_line(
-    chat, app, backend, here
-):
     await chat.say("What says @missing.md?")
     await chat.until(lambda: chat.notices)
     assert "no file missing.md" in chat.notices[0]
     assert app.prompt.text == "What says @missing.md?"
     await chat.say("What says @large.txt?")  # the scripted model holds 8192 tokens
-    await chat.until(lambda: len(backend.requests) == 1)
+    await chat.until(lambda: len(backend.requests) == 3)
     await chat.is_over()
     await chat.say("And again @large.txt?")
     await chat.shows("are left in the context")
-    assert len(backend.requests) == 1
+    assert len(backend.requests) == 3

@@ -1,7 +1,6 @@
 """Conversations in the chat: resumed, listed, renamed, and very long."""
 
 import asyncio
-import threading
 
 import pytest
 from textual import events
@@ -13,7 +12,7 @@ from dflash_chat.screens import ConfirmScreen
 from dflash_chat.store import Store
 from dflash_chat.transcript import MOST_NOTICES
 from dflash_chat.window import Window
-from support.app_scripts import ANSWER, ScriptedBackend, drive, in_chat
+from support.app_scripts import ANSWER, drive, fill_disk, gated, in_chat
 
 
 def test_a_conversation_is_resumed_where_it_was(tmp_path):
@@ -43,9 +42,7 @@ def damaged(tmp_path):
 
 
 @in_chat(lambda damaged: None, resume=True)
-async def test_a_damaged_conversation_opens_as_far_as_it_goes_with_the_question_that_was_lost(
-    chat, app, backend
-):
+async def test_a_damaged_conversation_opens_with_the_question_that_was_lost(chat, app, backend):
     assert "is damaged; 3 messages were read" in chat.notices[0]
     assert app.prompt.text == "lost"
     await chat.press("enter")
@@ -104,9 +101,7 @@ async def test_typing_in_the_list_finds_words_of_titles_and_texts_in_any_case(ch
 
 
 @in_chat()
-async def test_rename_delete_and_export_work_on_the_conversation_on_screen(
-    chat, app, backend, tmp_path, monkeypatch
-):
+async def test_rename_delete_and_export(chat, app, backend, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     await chat.answered("Why?")
     await chat.say("/rename Big Question")
@@ -174,7 +169,7 @@ async def test_a_conversation_of_500_messages_costs_no_more_than_a_short_one(cha
     assert len(app.query("*")) <= long + 20
 
 
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+@in_chat(lambda: gated(1))
 async def test_scrolling_up_stays_there_while_an_answer_streams(chat, app):
     app.conversation.turns[:] = long_talk(100)
     await app.transcript.show(app.conversation.turns)
@@ -194,7 +189,7 @@ async def test_scrolling_up_stays_there_while_an_answer_streams(chat, app):
     await chat.until(at_the_end)
 
 
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(1)))
+@in_chat(lambda: gated(1))
 async def test_a_page_may_be_turned_while_the_answer_is_drawn(chat, app):
     transcript = app.transcript
     app.conversation.turns[:] = long_talk(60)
@@ -218,9 +213,7 @@ def blocked(tmp_path):
 
 
 @in_chat(lambda blocked: None)
-async def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on(
-    chat, app, backend
-):
+async def test_a_folder_that_cannot_be_written_is_said_once(chat, app, backend):
     await chat.answered("only in memory")
     assert len([n for n in chat.notices if "is not saved" in n]) == 1
     assert "--conversations" in chat.notices[-1]
@@ -237,11 +230,8 @@ async def test_a_folder_that_cannot_be_written_is_said_once_and_the_chat_goes_on
 async def test_a_title_that_cannot_be_saved_is_said_and_enter_pressed_twice_opens_once(
     chat, app, monkeypatch
 ):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
     await listed(chat, "first talk")
-    monkeypatch.setattr("os.fsync", full)
+    fill_disk(monkeypatch)
     await chat.press("ctrl+r")
     app.screen.query_one("#title", Input).value = "Rivers"
     await chat.press("enter")

@@ -23,8 +23,6 @@ from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 from support.decoding import tree_of
 
-# Commands
-
 
 @pytest.mark.parametrize(
     ("line", "read"),
@@ -39,9 +37,6 @@ from support.decoding import tree_of
 def test_a_command_is_read_with_its_argument_and_what_looks_like_one_goes_to_the_model(line, read):
     call = parse(line)
     assert (call and (call.command.name, call.argument)) == read
-
-
-# Figures
 
 
 FIGURES = figures.figures_of(statistics_of(20, 8, 30, 10), 8192)
@@ -101,9 +96,6 @@ def test_every_figure_has_a_name_and_says_what_there_is_to_say():
         assert rows(accepted_by_position=shares)["accepted by position"] == shown
 
 
-# Speed over time
-
-
 def test_the_speed_over_an_answer_has_a_scale_and_keeps_its_shape_in_little_memory():
     speeds = Speeds()
     assert figures.speed_line(speeds.over_time(8)) == ""
@@ -150,9 +142,6 @@ def test_what_the_machine_does_is_marked_and_dated_or_not_said():
     assert speed_here(None, Timing()) == speed_here(None, Timing(14.0, "")) == ""
 
 
-# Settings
-
-
 def test_every_setting_has_a_label_of_its_own_in_words():
     names = [f.name for config in (DecodeConfig(), SamplingConfig()) for f in settings_of(config)]
     labels = [label_of(name) for name in names]
@@ -169,9 +158,6 @@ def test_stored_figures_come_back_and_damaged_ones_are_left_out():
     for figure in ("x", float("nan"), float("inf"), 10**400):
         endless = {"accepted_by_position": [figure], "tokens_per_second": figure}
         assert figures.read_figures(endless) == nothing
-
-
-# Redrawing
 
 
 def test_redraws_are_spaced_by_what_they_cost():
@@ -198,9 +184,6 @@ def test_paging_back_and_forth_reaches_both_ends_and_never_shows_more():
     assert (window.start, window.end, window.at_end) == (470, 500, True)
 
 
-# Progress
-
-
 @pytest.mark.parametrize(
     ("output", "progress"),
     [
@@ -215,9 +198,6 @@ def test_paging_back_and_forth_reaches_both_ends_and_never_shows_more():
 )
 def test_progress_is_read_from_what_is_printed(output, progress):
     assert read_progress(output) == progress
-
-
-# Drafts
 
 
 def labels(lines):

@@ -100,9 +100,7 @@ async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(chat, app, backe
 
 
 @in_chat()
-async def test_a_model_to_download_is_offered_with_its_quantisations_and_fetched(
-    chat, app, backend, downloads
-):
+async def test_quantisations_are_offered_and_fetched(chat, app, backend, downloads):
     await open_offers(chat)
     assert "8.00 GB to download; needs 9.00 GB, does not fit" in chat.text
     assert "2.00 GB to download; needs 1.00 GB, fits" in chat.text
@@ -133,13 +131,8 @@ async def test_a_download_stops_with_escape_and_goes_on_with_enter(chat, app, ba
 
 
 @in_chat()
-async def test_a_download_that_is_ending_has_no_other_beside_it_and_one_that_fails_says_why(
-    chat, downloads, monkeypatch
-):
-    def stop(download):
-        download.stopped = True
-
-    monkeypatch.setattr(FakeDownload, "stop", stop)
+async def test_downloads_that_end_or_fail(chat, downloads, monkeypatch):
+    monkeypatch.setattr(FakeDownload, "stop", lambda download: setattr(download, "stopped", True))
     await open_offers(chat)
     await chat.press("enter", "escape", "enter")
     assert len(downloads) == 1 and "is being stopped" in chat.text
@@ -164,9 +157,7 @@ def test_leaving_the_chat_stops_a_download(downloads, tmp_path):
 
 
 @in_chat()
-async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading(
-    chat, app, backend, downloads, monkeypatch
-):
+async def test_typed_names_are_offered(chat, app, backend, downloads, monkeypatch):
     asked = []
 
     def offered(config, everything):
@@ -181,6 +172,15 @@ async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading
     await chat.until(lambda: len(backend.loaded) == 2)
     assert asked == ["typed/name"] and backend.loaded[1] == PairConfig("typed/name")
     assert app.screen is app.base
+    here = [DownloadPlan(PairConfig("./own"), GB), DownloadPlan(FOUR, GB, 2 * GB)]
+    monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(here))
+    await open_picker(chat)
+    await chat.press("down", "v")
+    await chat.until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2)
+    assert "on this machine" in chat.text, "of one that is here, with V"
+    await chat.press("enter")
+    await chat.until(lambda: len(backend.loaded) == 3)
+    assert chat.notices == []
 
 
 @in_chat()
@@ -212,21 +212,6 @@ async def test_a_model_is_removed_after_a_question(chat, app, downloads, monkeyp
     await chat.until(lambda: isinstance(app.screen, ConfirmScreen))
     await chat.press("y")
     await chat.shows("a cannot be removed; make it writable")
-
-
-@in_chat()
-async def test_quantisations_of_a_model_that_is_here_are_offered_with_v(
-    chat, app, backend, downloads, monkeypatch
-):
-    here = [DownloadPlan(PairConfig("./own"), GB), DownloadPlan(FOUR, GB, 2 * GB)]
-    monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(here))
-    await open_picker(chat)
-    await chat.press("down", "v")
-    await chat.until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2)
-    assert "on this machine" in chat.text
-    await chat.press("enter")
-    await chat.until(lambda: len(backend.loaded) == 2)
-    assert chat.notices == []
 
 
 def test_memory_says_whether_a_model_fits():

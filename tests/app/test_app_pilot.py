@@ -1,25 +1,18 @@
 """The chat under a pilot, on a scripted engine: send, stream, stop, and what goes wrong."""
 
 import re
-import threading
 
 from textual import events
 from textual.widgets import Collapsible
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig
 from dflash_mlx.engine.pair import Capabilities
-from support.app_scripts import ANSWER, ScriptedBackend, in_chat, rounds_of
+from support.app_scripts import ANSWER, ScriptedBackend, gated, in_chat, rounds_of
 
 PROBLEM = DFlashError("the prompt has 9000 tokens", "shorten the prompt")
 
 
-def stored(app):
-    """The turns of the one conversation on disk."""
-    (entry,) = app.store.entries()
-    return app.store.read(entry.file).conversation.turns
-
-
-@in_chat(lambda: ScriptedBackend(gate=threading.Semaphore(0)))
+@in_chat(lambda: gated(0))
 async def test_an_answer_streams_in_and_is_saved(chat, app, backend):
     await chat.say("What meets?")
     assert app.prompt.text == ""
@@ -35,16 +28,14 @@ async def test_an_answer_streams_in_and_is_saved(chat, app, backend):
     backend.gate.release(100)
     await chat.until(lambda: app.listener.job is None and app.conversation.turns[1:])
     assert chat.shown_answer == ANSWER
-    question, answer = stored(app)
+    question, answer = chat.saved
     assert (question.role, question.content) == ("user", "What meets?")
     assert (answer.role, answer.content) == ("assistant", ANSWER)
     assert answer.figures["tokens_per_second"] == 40.0
 
 
 @in_chat(system="From the start.")
-async def test_the_system_prompt_goes_with_every_question_and_enter_sends_all_its_lines(
-    chat, app, backend
-):
+async def test_the_system_prompt_goes_with_questions_of_several_lines(chat, app, backend):
     await chat.say("  \n ")
     assert backend.requests == [], "there is nothing to send"
     app.prompt.text = ""
@@ -60,9 +51,7 @@ async def test_the_system_prompt_goes_with_every_question_and_enter_sends_all_it
 
 
 @in_chat(size=(100, 50))
-async def test_a_follow_up_prefills_its_end_and_up_and_down_walk_through_questions(
-    chat, app, backend
-):
+async def test_a_follow_up_prefills_its_end_and_up_finds_old_questions(chat, app, backend):
     for question in ("one", "two", "two"):
         await chat.answered(question)
     messages = backend.requests[1].messages
@@ -104,7 +93,8 @@ async def test_thoughts_are_folded_and_can_be_opened(chat, app):
 @in_chat()
 async def test_an_answer_stops_within_one_round_and_keeps_what_was_said(chat, app, backend):
     for key in ("escape", "ctrl+c"):
-        backend.gate, backend.rounds_run = threading.Semaphore(2), 0
+        backend.rounds_run = 0
+        backend.hold(2)
         await chat.say("What meets?")
         await chat.reaches(2)
         await chat.press(key)
@@ -141,7 +131,7 @@ async def test_a_question_without_an_answer_yet_survives_leaving(chat, app, back
     app.run_worker(app.action_quit())
     await chat.until(lambda: app._exit)
     backend.held.set()
-    assert [turn.content for turn in stored(app)] == ["long prompt"]
+    assert [turn.content for turn in chat.saved] == ["long prompt"]
 
 
 @in_chat()
@@ -172,9 +162,7 @@ async def test_ctrl_c_copies_a_selection_and_lines_that_are_pasted_stay_lines(ch
 
 
 @in_chat(lambda: ScriptedBackend([PROBLEM, ZeroDivisionError("by zero"), ANSWER]))
-async def test_what_goes_wrong_is_a_sentence_and_a_fault_names_its_log(
-    chat, app, monkeypatch, tmp_path
-):
+async def test_what_goes_wrong_is_a_sentence(chat, app, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for sentence in (str(PROBLEM), "something went wrong (ZeroDivisionError: by zero)"):
         await chat.say("What meets?")

@@ -1,31 +1,12 @@
 """Questions that wait, are asked again or changed; answers that are kept while they grow."""
 
-import threading
-
 import pytest
 
 from dflash_chat.conversation import UNFINISHED, Conversation, Turn
 from dflash_chat.keeper import Keeper
 from dflash_chat.prompt import Prompt
 from dflash_chat.store import Store
-from support.app_scripts import ANSWER, ScriptedBackend, in_chat, rounds_of
-
-
-def gated():
-    return ScriptedBackend(gate=threading.Semaphore(1))
-
-
-def saved(app):
-    """The turns of the conversation on screen, as they are on disk."""
-    store = Store(app.store.folder)
-    if not store.holds(app.conversation):
-        return []
-    return store.read(store.file_of(app.conversation)).conversation.turns
-
-
-def asked(backend):
-    """The last question of every request."""
-    return [request.messages[-1]["content"] for request in backend.requests]
+from support.app_scripts import ANSWER, ScriptedBackend, fill_disk, gated, in_chat, rounds_of
 
 
 async def settled(chat, requests):
@@ -34,7 +15,7 @@ async def settled(chat, requests):
 
     def there():
         turns = app.conversation.turns
-        same = [(t.content, t.ending) for t in saved(app)] == [(t.content, t.ending) for t in turns]
+        same = [(t.content, t.ending) for t in chat.saved] == [(t.content, t.ending) for t in turns]
         over = app.listener.job is None and turns and turns[-1].role == "assistant"
         return len(backend.requests) == requests and over and same
 
@@ -47,10 +28,8 @@ BROKEN = [*rounds_of(ANSWER)[:2], MemoryError()]
 # A question waits while an answer is written
 
 
-@in_chat(gated)
-async def test_questions_asked_meanwhile_wait_are_shown_and_sent_one_after_the_other(
-    chat, app, backend
-):
+@in_chat(lambda: gated(1))
+async def test_questions_asked_meanwhile_wait_and_are_sent_in_order(chat, app, backend):
     await chat.begun("first")
     for question in ("second", "third"):
         await chat.say(question)
@@ -59,26 +38,26 @@ async def test_questions_asked_meanwhile_wait_are_shown_and_sent_one_after_the_o
         await chat.say(command)
     assert all("Esc" in notice for notice in chat.notices) and len(chat.notices) == 2
     assert "waiting: second and 1 more" in chat.text
-    assert asked(backend) == ["first"]
+    assert backend.asked == ["first"]
     backend.gate.release(1000)
     await chat.until(lambda: len(app.conversation.turns) == 6)
-    assert asked(backend) == ["first", "second", "third"]
+    assert backend.asked == ["first", "second", "third"]
     assert len(backend.requests[2].messages) == 5, "each with the answers before it"
     assert "waiting" not in chat.text
 
 
-@in_chat(gated)
+@in_chat(lambda: gated(1))
 async def test_up_takes_waiting_questions_back_in_front_of_what_is_typed(chat, app, backend):
     await chat.begun("first", "second", "third")
     await chat.press("x", "up")
     assert app.prompt.text == "second\nthird\nx"
     assert "waiting" not in chat.text
     await chat.goes_on()
-    assert asked(backend) == ["first"]
+    assert backend.asked == ["first"]
     assert app.prompt.text == "second\nthird\nx"
 
 
-@in_chat(gated)
+@in_chat(lambda: gated(1))
 async def test_escape_stops_the_answer_and_sends_nothing_that_waits(chat, app, backend):
     await chat.begun("first", "second")
     await chat.press("escape")
@@ -88,24 +67,22 @@ async def test_escape_stops_the_answer_and_sends_nothing_that_waits(chat, app, b
     assert app.conversation.turns[-1].ending == "stopped"
     assert "stopping" not in chat.text
     assert app.prompt.text == "second"
-    assert asked(backend) == ["first"]
+    assert backend.asked == ["first"]
 
 
-@in_chat(lambda: ScriptedBackend([BROKEN, ANSWER], gate=threading.Semaphore(1)))
-async def test_an_answer_that_breaks_keeps_what_was_said_and_gives_back_what_waits(
-    chat, app, backend
-):
+@in_chat(lambda: gated(1, answers=[BROKEN, ANSWER]))
+async def test_an_answer_that_breaks_gives_back_what_waits(chat, app, backend):
     await chat.begun("first", "second")
     backend.gate.release(1000)
     await chat.until(lambda: chat.notices)
     assert "there is not enough memory" in chat.notices[0]
     assert app.conversation.turns[-1].ending == "failed" and app.conversation.turns[-1].content
     assert app.prompt.text == "second"
-    assert asked(backend) == ["first"]
+    assert backend.asked == ["first"]
     await chat.answered("again")
 
 
-@in_chat(gated)
+@in_chat(lambda: gated(1))
 async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(chat, app, backend):
     await chat.begun("first", "second", "third")
     kept = [turn.content for turn in app.listener.unfinished[-2:]]
@@ -136,20 +113,18 @@ async def test_stopping_is_said_until_the_prompt_is_left(chat, app):
 # An answer is saved while it grows
 
 
-@in_chat(gated)
-async def test_an_answer_is_on_disk_while_it_is_written_and_whole_at_its_end(
-    chat, app, backend, monkeypatch
-):
+@in_chat(lambda: gated(1))
+async def test_an_answer_is_on_disk_while_it_is_written(chat, app, backend, monkeypatch):
     monkeypatch.setattr("dflash_chat.listener.SAVE_EVERY", 0.0)
     await chat.say("What meets?")
-    await chat.until(lambda: len(saved(app)) == 2)
-    assert saved(app)[1] == Turn("assistant", rounds_of(ANSWER)[0].text, UNFINISHED)
+    await chat.until(lambda: len(chat.saved) == 2)
+    assert chat.saved[1] == Turn("assistant", rounds_of(ANSWER)[0].text, UNFINISHED)
     assert app.conversation.turns == [Turn("user", "What meets?")]
     await chat.say("/rename Rivers")
-    assert len(saved(app)) == 2, "whatever else is saved meanwhile"
+    assert len(chat.saved) == 2, "whatever else is saved meanwhile"
     backend.gate.release(1000)
     await settled(chat, 1)
-    assert (saved(app)[1].content, saved(app)[1].ending) == (ANSWER, "stop")
+    assert (chat.saved[1].content, chat.saved[1].ending) == (ANSWER, "stop")
 
 
 @pytest.fixture
@@ -165,17 +140,15 @@ async def test_an_answer_that_was_broken_off_says_so_and_can_be_asked_for_again(
     assert "broken off here; /retry" in chat.text
     await chat.say("/retry")
     await settled(chat, 1)
-    assert asked(backend) == ["one"]
+    assert backend.asked == ["one"]
     assert app.conversation.turns[1].content == ANSWER
 
 
-@in_chat(gated)
-async def test_two_windows_part_once_though_an_answer_is_saved_often(
-    chat, app, backend, monkeypatch
-):
+@in_chat(lambda: gated(1))
+async def test_two_windows_part_once(chat, app, backend, monkeypatch):
     monkeypatch.setattr("dflash_chat.listener.SAVE_EVERY", 0.0)
     await chat.say("mine")
-    await chat.until(lambda: len(saved(app)) == 2)
+    await chat.until(lambda: len(chat.saved) == 2)
     other = Store(app.store.folder)
     theirs = other.open(other.file_of(app.conversation)).conversation
     theirs.turns.append(Turn("user", "theirs"))
@@ -184,7 +157,7 @@ async def test_two_windows_part_once_though_an_answer_is_saved_often(
     await settled(chat, 1)
     questions = sorted(other.read(e.file).conversation.questions for e in other.entries())
     assert questions == [["mine"], ["mine", "theirs"]]
-    assert saved(app)[1].content == ANSWER
+    assert chat.saved[1].content == ANSWER
 
 
 # The last question again
@@ -257,10 +230,7 @@ async def test_nothing_is_asked_again_that_cannot_be_kept(chat, app, monkeypatch
     assert "ask something first" in chat.notices[-1]
     await chat.answered("first")
 
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    fill_disk(monkeypatch)
     for number, command in enumerate(("/retry", "/edit"), start=1):
         await chat.say(command)
         await chat.until(lambda n=number: str(chat.notices).count("No space left") == n)

@@ -128,9 +128,7 @@ def test_a_line_keeps_its_width_and_loses_its_commands(text):
 
 
 @in_chat()
-async def test_styles_behind_characters_that_are_left_out_stay_where_their_words_are(
-    chat, app, backend
-):
+async def test_styles_behind_characters_left_out_stay_at_their_words(chat, app, backend):
     """Textual counts control characters that it leaves out, and its styles fall off the end."""
     rung = ["\x07" * 30 + "[x](http://y)", "\x07" * 30 + "`code`"]
     turns = [Turn("user", "?"), Turn("assistant", rung[0])]
@@ -177,9 +175,7 @@ def test_what_is_no_file_is_no_conversation(talks):
 
 
 @in_chat()
-async def test_a_folder_that_does_not_answer_does_not_stop_the_screen(
-    chat, app, talks, monkeypatch
-):
+async def test_a_silent_folder_does_not_stop_the_screen(chat, app, talks, monkeypatch):
     answers = threading.Event()
     entries = Store.entries
 

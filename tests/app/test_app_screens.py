@@ -2,7 +2,6 @@
 
 import re
 import sys
-import threading
 
 from textual.widgets import Digits, Input, Static
 
@@ -146,7 +145,7 @@ async def test_every_answer_of_the_session_is_shown_as_its_tokens(chat, app):
 
 @in_chat(size=(120, 40))
 async def test_the_draft_view_goes_back_through_the_rounds_and_stays_there(chat, app, backend):
-    backend.gate = threading.Semaphore(4)
+    backend.hold(4)
     await chat.press("f2")
     assert "Ask something" in chat.text
     await chat.say("What meets?")
@@ -206,9 +205,7 @@ async def test_an_empty_conversation_says_what_is_loaded_and_how_to_begin(chat, 
 
 
 @in_chat(size=(200, 60))
-async def test_a_clicked_question_goes_into_the_line_and_a_conversation_begins_at_the_top(
-    chat, app
-):
+async def test_a_clicked_question_goes_into_the_line_and_answers_begin_at_the_top(chat, app):
     await chat.click(app.query(".sample").last())
     assert app.prompt.text == QUESTIONS[-1]
     assert app.focused is app.prompt
@@ -234,7 +231,7 @@ async def test_a_race_runs_on_the_last_question_and_can_be_stopped(chat, app, ba
     await chat.press("escape")
     await chat.answered("on")
     assert len(app.conversation.turns) == 4
-    backend.gate = threading.Semaphore(3)
+    backend.hold(3)
     backend.race_steps = race_of(ANSWER, 12)
     await chat.say("/race What meets?")
     await chat.shows("2 tokens")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -36,7 +35,7 @@ RESULT = RaceResult(
 
 async def stream(chat, rounds):
     """Ask, and stop the scripted engine after so many rounds."""
-    chat.backend.gate = threading.Semaphore(0)
+    chat.backend.hold(0)
     await chat.say(QUESTION)
     chat.backend.gate.release(rounds)
     await chat.reaches(rounds)

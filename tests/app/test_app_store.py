@@ -12,7 +12,7 @@ from dflash_chat.keeper import Keeper
 from dflash_chat.store import Store, export
 from dflash_mlx import DFlashError
 from dflash_mlx.system.files import replace_text
-from support.app_scripts import ANSWER, in_chat
+from support.app_scripts import ANSWER, fill_disk, in_chat
 
 
 def talk(*pairs):
@@ -96,9 +96,7 @@ def test_a_damaged_file_gives_what_stands_before_the_damage_and_is_kept(store, c
     ("error", "step"),
     [("ENOSPC", "free some space"), ("EROFS", "make it writable"), ("EACCES", "make it writable")],
 )
-def test_a_full_disk_and_a_locked_folder_are_told_apart_and_leave_the_old_file(
-    store, monkeypatch, error, step
-):
+def test_full_disks_and_locked_folders_leave_the_old_file(store, monkeypatch, error, step):
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
@@ -204,11 +202,8 @@ def test_of_what_waits_to_be_saved_the_newest_is_written_once_and_in_order(tmp_p
 
 
 def test_what_the_disk_refuses_stays_unsaved_until_it_takes_it(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     keeper, conversation = Keeper(Store(tmp_path)), talk(("one", ""))
-    monkeypatch.setattr("dflash_chat.store.replace_text", full)
+    fill_disk(monkeypatch)
     with pytest.raises(DFlashError, match="free some space"):
         keeper.save(conversation).result(60)
     assert keeper.unsaved == ["one"] and "No space" in keeper.problem
@@ -218,9 +213,7 @@ def test_what_the_disk_refuses_stays_unsaved_until_it_takes_it(tmp_path, monkeyp
 
 
 @in_chat()
-async def test_a_folder_that_hangs_blocks_no_key_and_gets_the_newest_state(
-    chat, app, backend, hung
-):
+async def test_a_folder_that_hangs_blocks_no_key(chat, app, backend, hung):
     await chat.answered("first")
     assert hung.begun.is_set() and hung.written == []
     await chat.press("h", "i")

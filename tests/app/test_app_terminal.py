@@ -251,9 +251,7 @@ store.replace_text = lambda *_: threading.Event().wait()
 """
 
 
-def test_leaving_waits_but_a_moment_for_a_folder_that_hangs_and_says_what_is_not_saved(
-    chat, tmp_path
-):
+def test_leaving_waits_but_a_moment_for_a_folder_that_hangs(chat, tmp_path):
     with chat("--max-tokens", "5", columns=200, program=HANGS + START) as terminal:
         terminal.type("a question" + ENTER)
         terminal.until(lambda screen: "Longest answer" in screen)

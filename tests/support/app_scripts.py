@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,7 @@ from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.speeds import Timing
+from dflash_chat.store import Store
 from dflash_mlx.client import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
 from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.drafter import Proposal
@@ -157,6 +160,15 @@ class ScriptedBackend:
     rounds_run: int = 0
     forgotten: int = 0
 
+    @property
+    def asked(self):
+        """The last question of every request."""
+        return [request.messages[-1]["content"] for request in self.requests]
+
+    def hold(self, rounds):
+        """Let so many rounds through from now on."""
+        self.gate = threading.Semaphore(rounds)
+
     def load(self, config):
         self._wait_in("load")
         self.loaded.append(config)
@@ -214,6 +226,20 @@ class ScriptedBackend:
             yield event
 
 
+def gated(rounds, **more):
+    """A backend that lets so many rounds through, until it is told to go on."""
+    return ScriptedBackend(gate=threading.Semaphore(rounds), **more)
+
+
+def fill_disk(monkeypatch):
+    """Nothing can be written any more, until the patch is undone."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+
+
 def race_of(text, tokens):
     """Both sides take turns; the drafted one is twice as fast."""
     words = [word + " " for word in text.split(" ")][:tokens]
@@ -252,6 +278,12 @@ class Chat(Pilot):
         return [str(notice.render()) for notice in self.app.query(".notice").results(Static)]
 
     @property
+    def saved(self):
+        """The turns of the conversation on screen, as they are on disk."""
+        store, talk = Store(self.app.store.folder), self.app.conversation
+        return store.read(store.file_of(talk)).conversation.turns if store.holds(talk) else []
+
+    @property
     def shown_answer(self):
         return self.app.query(Markdown).last().source
 
@@ -273,14 +305,12 @@ class Chat(Pilot):
 
     async def answered(self, text="What meets?"):
         """Ask and wait for the whole answer."""
-        whole = len(self.app.conversation.turns) + 2
+        app, whole = self.app, len(self.app.conversation.turns) + 2
         await self.say(text)
-        turns = lambda: self.app.conversation.turns  # noqa: E731
-        await self.until(lambda: self.app.listener.job is None and len(turns()) == whole)
+        await self.until(lambda: app.listener.job is None and len(app.conversation.turns) == whole)
 
-    async def begun(self, *questions):
+    async def begun(self, first, *others):
         """Ask, wait for the first words of the answer, and ask what has to wait behind it."""
-        first, *others = questions or ("What meets?",)
         await self.say(first)
         await self.until(lambda: self.app.status.figures)
         for question in others:
@@ -288,8 +318,8 @@ class Chat(Pilot):
 
     async def reaches(self, rounds):
         """Wait until so many rounds of the answer are counted on screen."""
-        figures = lambda: self.app.status.figures  # noqa: E731
-        await self.until(lambda: figures() and figures()["rounds"] == rounds)
+        status = self.app.status
+        await self.until(lambda: status.figures and status.figures["rounds"] == rounds)
 
     async def goes_on(self):
         """Let everything through, and wait until nothing is being answered."""
