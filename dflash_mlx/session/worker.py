@@ -119,6 +119,8 @@ class Worker:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except Exception as error:
@@ -176,6 +178,9 @@ class Worker:
                 self._step()
             elif self._idle and self._idle[0].advance():
                 self._idle.popleft()
+        for job in self._idle:
+            job.cancelled.set()
+            job.advance()
         if self._last is not None:
             self._last()
 
