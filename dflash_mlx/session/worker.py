@@ -24,7 +24,6 @@ class Request:
 
     tokens: tuple[int, ...]
     config: DecodeConfig
-    behind: Request | None = None  # another request with the same prompt, which is read once
     sequence: Sequence | None = field(default=None, repr=False)
 
 
@@ -199,9 +198,8 @@ class Worker:
 
     def _submit(self, request: Request) -> None:
         assert self._scheduler is not None
-        behind = None if request.behind is None else request.behind.sequence
         try:
-            sequence = self._scheduler.submit(request.tokens, request.config, behind)
+            sequence = self._scheduler.submit(request.tokens, request.config)
         except Exception as error:  # of any kind: the others go on
             self._post([(request, error)])
             return
