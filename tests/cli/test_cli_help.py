@@ -17,24 +17,18 @@ from dflash_mlx.core.option import option
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
 
-ANSWERING = {"generate": generate.parser, "benchmark": benchmark.parser, "chat": chat._parser}
-OTHERS = {
-    "doctor": doctor.parser,
-    "serve": serve.parser,
-    "convert": convert.parser,
-    "train": train.parser,
-    "corpus": corpus.parser,
-}
+ANSWERING = (generate.parser, benchmark.parser, chat._parser)
+OTHERS = (doctor.parser, serve.parser, convert.parser, train.parser, corpus.parser)
 SHARED = {"model", "drafter", "block_size", "max_tokens"}
 SHARED |= {"temperature", "top_p", "top_k", "min_p", "seed"}
 
 
-@pytest.mark.parametrize("name", [*ANSWERING, *OTHERS])
-def test_help_has_every_option_and_every_setting_has_one(name):
-    parser = {**ANSWERING, **OTHERS}[name]()
+@pytest.mark.parametrize("make", [*ANSWERING, *OTHERS])
+def test_help_has_every_option_and_every_setting_has_one(make):
+    parser = make()
     actions = {action.dest: action for action in parser._actions}
     assert [dest for dest, action in actions.items() if not action.help] == []
-    if name in ANSWERING:
+    if make in ANSWERING:
         assert ("method" in actions) != ("methods" in actions)
         assert actions.keys() >= SHARED
     text = parser.format_help()

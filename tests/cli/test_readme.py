@@ -19,13 +19,8 @@ def test_the_examples_in_the_readme_run_and_print_their_answers(capsys):
     assert "Name a river." in printed
 
 
-def test_every_file_that_its_commands_read_exists():
-    files = re.findall(r"--prompts (\S+)", README.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("pattern", [r"--prompts (\S+)", r"\]\((?!https?:)([^)]+)\)"])
+def test_every_file_that_its_commands_read_or_its_links_name_exists(pattern):
+    files = re.findall(pattern, README.read_text(encoding="utf-8"))
     assert files
     assert [file for file in files if not (README.parent / file).exists()] == []
-
-
-def test_every_file_that_the_readme_links_to_exists():
-    links = re.findall(r"\]\((?!https?:)([^)]+)\)", README.read_text(encoding="utf-8"))
-    assert links
-    assert [link for link in links if not (README.parent / link).exists()] == []

@@ -122,7 +122,11 @@ def test_a_long_head_on_the_hub_takes_a_second_request_for_its_rest(model, hub):
 # What is fetched
 
 
-def test_a_pair_on_the_hub_is_fetched_and_decodes(hub):
+def test_a_pair_on_the_hub_is_fetched_without_files_that_could_run_and_decodes(model, hub):
+    (model / "original").mkdir()
+    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]
+    for name in unwanted:
+        (model / name).write_bytes(b"never read")
     pair = load("owner/model", "owner/drafter")
     assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
     answer = generate(pair, "hello", DecodeConfig("dflash", max_tokens=5))
@@ -130,6 +134,7 @@ def test_a_pair_on_the_hub_is_fetched_and_decodes(hub):
     assert weights_fetched(hub) == 2
     assert len(load("owner/model", "owner/drafter").drafters) == 1
     assert weights_fetched(hub) == 2
+    assert {file for _, file, _ in hub.requests}.isdisjoint(unwanted)
 
 
 REFUSED = {
