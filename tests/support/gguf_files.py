@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import mlx.core as mx
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, Keys, TokenType, quants
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, Keys, TokenType, quants
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers import pre_tokenizers
@@ -85,16 +84,10 @@ def default_metadata() -> dict[str, Any]:
 
 
 def add_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
-    add: dict[type, Callable[[str, Any], None]] = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
     for key, value in metadata.items():
         if value is not None:
-            add[type(value)](key, value)
+            kind = GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, GGUFValueType.UINT32 if type(value) is int else kind)
 
 
 Kinds = dict[str, GGMLQuantizationType]
@@ -118,13 +111,12 @@ def write(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for parameter, value in dict(tree_flatten(model.parameters())).items():
         module = parameter.removesuffix(".weight")
-        name = names.get_name(module)
-        layer = module.rpartition(".")[2]
-        weights = np.array(value)
+        layer, weights = module.rpartition(".")[2], np.array(value)
         if layer in HEADS:
             weights = llama_cpp_rows(weights, HEADS[layer])
         kind = F32 if value.ndim == 1 else kinds.get(layer, kinds[""])
-        writer.add_tensor(f"{name}.weight", quants.quantize(weights, kind), raw_dtype=kind)
+        name = f"{names.get_name(module)}.weight"
+        writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
