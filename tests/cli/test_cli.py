@@ -117,6 +117,7 @@ REFUSED: list[tuple[Any, ...]] = [  # the options, and what the sentence says
     (["--prompt", ""], "the prompt is empty"),
     (["--prompt", "-"], "the prompt is empty"),
     (["--prompt", "hel\udcfflo"], "UTF-8"),
+    ([*PROMPT, "--system", "hel\udcfflo"], "UTF-8"),
     ([*PROMPT, "--raw", "--system", "be brief"], "--raw works on plain"),
     (["--messages", "nowhere.json"], "nowhere.json cannot be read"),
     (["--prompt", "x" * 300], "the prompt has 318 tokens"),

@@ -302,8 +302,8 @@ def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     return into_shards(model)
 
 
-def whole(folder: Path, option: str = "drafter") -> bool:
-    return is_whole(Source.of(folder, option))
+def whole(folder: Path) -> bool:
+    return is_whole(Source.of(folder, "drafter"))
 
 
 def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -33,10 +33,8 @@ pytestmark = pytest.mark.usefixtures("no_network")
 
 def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
-    for _ in range(count):
+    while len(tokens) < len(prompt) + count and tokens[-1] != EOS:
         tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
-        if tokens[-1] == EOS:
-            break
     return tokens[len(prompt) :]
 
 

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.cli import generate as generating
+from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
@@ -209,6 +210,7 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
         (PairConfig, {"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
         (PairConfig, {"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),
         (PairConfig, {"template": ("tokenize=false",)}, "is 'tokenize=false'; choose an argument"),
+        (ConvertConfig, {"bits": 7}, "bits is 7; choose one of "),
         (StructureConfig, {"json_schema": {"type": "object"}}, "json_schema is"),
     ],
 )
