@@ -225,9 +225,7 @@ def test_a_drafter_by_the_name_of_none_is_no_drafter(command, folders):
 
 
 @pytest.mark.parametrize("main", [generate.main, chat.run], ids=["generate", "chat"])
-def test_a_model_without_a_known_drafter_looks_up_n_grams_and_says_so_in_one_line(
-    command, folders, main
-):
+def test_a_model_without_a_known_drafter_looks_up_n_grams(command, folders, main):
     options = [*PROMPT, "--model", folders["model"], "--max-tokens", "24"]
     result = command(main, *options)
     said, figures = result.err.splitlines()

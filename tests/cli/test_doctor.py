@@ -166,9 +166,7 @@ def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(without_metal, monk
     assert line.endswith(str(fault).partition("\n")[0])
 
 
-def test_dispatch_chooses_where_kernels_run_and_the_worst_trial_and_all_choices_are_shown(
-    monkeypatch,
-):
+def test_dispatch_chooses_and_the_worst_trial_is_shown_with_all_choices(monkeypatch):
     only_few(monkeypatch)
     with emulated():
         found = list(doctor.check_kernels(True, 1, 1))
@@ -190,9 +188,7 @@ def test_trials_must_be_a_number_from_1_on(count, capsys):
     assert f"{count!r} is no number from 1 on" in capsys.readouterr().err
 
 
-def test_a_pair_is_described_and_one_that_cannot_be_used_ends_with_2_and_every_next_step(
-    tmp_path, capsys
-):
+def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, capsys):
     model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
     doctor.main(["--model", str(model), "--drafter", str(drafter)])
     out = capsys.readouterr().out
@@ -227,9 +223,7 @@ def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, cap
     refused("--model", model, "--drafter", "z-lab/Qwen3-4B-DFlash-b16")
 
 
-def test_a_drafter_of_the_registry_is_said_to_be_unverified_beside_others_or_not_to_fit(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_drafter_of_the_registry_is_unverified_or_does_not_fit(tmp_path, capsys, monkeypatch):
     drafter = write_drafter(tmp_path / "drafter")
     monkeypatch.setattr("dflash_mlx.models.names.whole_copy", lambda *_: Source.of(drafter))
     model = write_model(tmp_path / "Qwen3-4B-4bit")

@@ -153,9 +153,7 @@ def test_a_drafter_is_cast_if_asked_for_and_says_so_and_keeps_its_likely_tokens(
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("raw", [version_1(**WIDE), reference_dflash2.tiny_config(**WIDE)])
-def test_a_quantised_drafter_has_the_packed_weights_of_one_that_is_packed_when_loaded(
-    tmp_path, bits, raw
-):
+def test_a_quantised_drafter_is_that_which_loading_packs(tmp_path, bits, raw):
     source = write_drafter_folder(tmp_path / "source", *case(raw))
     converted = convert(source, tmp_path / "dst", "--bits", str(bits))
     network = FILES.load_network(source, FILES.read_config(source), mx.float32)
@@ -197,7 +195,7 @@ def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
         (["--drafter-bits", "8", "--group-size", "32"], None, (32, 8)),
     ],
 )
-def test_target_and_drafter_of_a_pair_are_quantised_each_in_its_own_way(
+def test_each_part_of_a_pair_is_quantised_in_its_way(
     tmp_path, model, options, target_has, drafter_has
 ):
     drafter = write_drafter_folder(tmp_path / "drafter", *case(version_1(**WIDE)))
@@ -293,9 +291,7 @@ def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, 
         ("owner/speculators", [], "drafter .*: DFlashDraftModel in float32, blocks of 6, "),
     ],
 )
-def test_a_dry_run_fetches_heads_only_and_foretells_what_is_written(
-    hub, tmp_path, capsys, name, options, words
-):
+def test_a_dry_run_fetches_heads_only_and_foretells(hub, tmp_path, capsys, name, options, words):
     arguments = [name, str(tmp_path / "out" / "dst"), *options]
     main([*arguments, "--check"])
     first, *rest = capsys.readouterr().out.splitlines()

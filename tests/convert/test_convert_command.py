@@ -255,9 +255,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, mo
 
 
 @pytest.mark.parametrize("part", ["model", "drafter"])
-def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
-    pair, tmp_path, monkeypatch, part
-):
+def test_a_source_that_is_cut_off_meanwhile_is_named(pair, tmp_path, monkeypatch, part):
     file = tmp_path / part / "model.safetensors"
     write = plan._write
 

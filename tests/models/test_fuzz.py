@@ -49,9 +49,7 @@ def say(what: str) -> Mock:
         (lambda folder: None, "loaded"),
     ],
 )
-def test_what_is_neither_a_sentence_nor_a_right_model_is_a_fault(
-    tmp_path, monkeypatch, load, outcome
-):
+def test_all_but_sentences_and_right_models_are_faults(tmp_path, monkeypatch, load, outcome):
     monkeypatch.setattr(fuzzing, "SECONDS", 1 if outcome == "hang" else 20)
     subject = fuzzing.Subject("any", {}, "", load)
     assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == outcome

@@ -64,9 +64,7 @@ def dtypes(model: Any) -> set[mx.Dtype]:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_float32_files_give_the_same_logits_and_a_hugging_face_config(
-    tmp_path: Path, tied: bool
-) -> None:
+def test_float32_files_give_the_same_logits_and_a_config(tmp_path: Path, tied: bool) -> None:
     original = make_model(tied)
     path = write(tmp_path / "m.gguf", original, tokenizer__ggml__eot_token_id=0)
     model, tokenizer, config = load_gguf(path)

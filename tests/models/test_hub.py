@@ -83,9 +83,7 @@ def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hu
         ("owner/drafter", "owner/drafter is no local folder .* cannot be reached"),
     ],
 )
-def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(
-    model, hub, monkeypatch, option, name, value
-):
+def test_a_name_that_cannot_be_had_is_one_sentence(model, hub, monkeypatch, option, name, value):
     hub.gated = "owner/wide"
     if "reached" in value:
         use_hub(monkeypatch)
@@ -213,9 +211,7 @@ def test_a_stopped_download_goes_on_with_the_files_that_are_missing(model, hub, 
     assert whole_copy("owner/model") is not None
 
 
-def test_a_download_that_fails_keeps_the_reason_and_a_full_disk_is_told_before_it_begins(
-    hub, monkeypatch
-):
+def test_a_download_that_fails_or_has_no_room_keeps_the_reason(hub, monkeypatch):
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 1000))
@@ -342,9 +338,7 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
     assert report.target.source.folder is None
 
 
-def test_a_finished_download_is_a_model_everywhere_without_a_network(
-    sharded, tmp_path, monkeypatch
-):
+def test_a_finished_download_is_a_model_everywhere(sharded, tmp_path, monkeypatch):
     folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", "model*.safetensors"]))
     use_hub(monkeypatch)
     assert whole_copy("owner/model").folder == folder

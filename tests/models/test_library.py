@@ -132,9 +132,7 @@ def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, fo
 
 
 @pytest.mark.usefixtures("cached")
-def test_pairs_are_listed_whole_and_folders_that_cannot_be_read_are_no_models(
-    tmp_path, folders, monkeypatch
-):
+def test_pairs_are_listed_whole_and_unreadable_folders_never(tmp_path, folders, monkeypatch):
     """The tests may run as root, who may enter all folders, so what raises is put in place."""
     pair = tmp_path / "models" / "pair"
     link(folders["model"], pair, "target")
@@ -303,9 +301,7 @@ def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
         fetch(tmp_path, download=download)
 
 
-def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinished(
-    unfinished, folders, cache, tmp_path
-):
+def test_a_whole_older_revision_is_no_unfinished_one(unfinished, folders, cache, tmp_path):
     age(Path(shutil.copytree(folders["model"], unfinished.with_name("0" * 40))))
     found = cache_entries(tmp_path / "none", cache)
     assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]

@@ -95,9 +95,7 @@ def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(case, tmp_path,
     assert said == [failure.value.what] or "tokenizer" in case
 
 
-def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetched(
-    tmp_path, monkeypatch
-):
+def test_a_drafter_is_refused_before_the_default_model_is_fetched(tmp_path, monkeypatch):
     fetched = Mock(side_effect=AssertionError("fetched"))
     monkeypatch.setattr("dflash_mlx.models.default_model.fetch", fetched)
     with pytest.raises(DFlashError, match="hidden_size 64, but .* has 576"):

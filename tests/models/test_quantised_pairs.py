@@ -137,9 +137,7 @@ def block_behind(subject: Drafting, features: np.ndarray, step: int = 50) -> np.
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("most", "length"), [(12, 5), (12, 700), (3, 40)])
-def test_a_limited_window_is_the_sliding_window_of_a_drafter_that_has_one(
-    tmp_path, most, length, causal
-):
+def test_a_limited_window_is_a_drafters_sliding_window(tmp_path, most, length, causal):
     subject, features = limited(tmp_path, most, is_causal=causal), features_of(length)
     found, plain = block_behind(subject, features), subject.raw
     if length + 8 > most:
@@ -161,9 +159,7 @@ def test_a_window_bounds_the_memory_of_the_context(tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, sliding("SF", 6)], ids=["equal", "mixed"])
 @pytest.mark.parametrize("length", [9, 300])
-def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_again(
-    tmp_path, changes, length
-):
+def test_a_context_that_cannot_go_back_needs_only_a_window_again(tmp_path, changes, length):
     subject, features = limited(tmp_path, WINDOW, **changes), features_of(700)
     state = subject.state(7, features, *[50] * 14)
     context = state.context
@@ -236,9 +232,7 @@ class Noting(ScriptedBackend):
 NOTE = "it computes in float32"
 
 
-def test_what_loading_changed_is_said_and_another_model_keeps_the_settings(
-    folders, monkeypatch, capsys, tmp_path
-):
+def test_what_loading_changed_is_said_everywhere(folders, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(import_module("dflash_mlx.models.load"), "fit_target", lambda *_: (NOTE,))
     (event,) = Backend().load(PairConfig(*folders))
     assert event.pair.notes == (NOTE,)

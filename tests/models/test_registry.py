@@ -222,9 +222,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     ],
     ids=["offline", "of another target", "of another kind"],
 )
-def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
-    hub, tmp_path, drafter, reason
-):
+def test_a_drafter_is_done_without_unless_it_was_asked_for(hub, tmp_path, drafter, reason):
     if isinstance(drafter, dict):
         drafter = write_drafter(tmp_path / "drafter", **drafter)
     hub[DRAFTER] = drafter
@@ -249,9 +247,7 @@ SECONDS = (None, {"hidden_size": 128})  # missing, and of another target
 
 
 @pytest.mark.parametrize("second", SECONDS)
-def test_only_the_second_drafter_of_the_registry_is_left_out_where_the_first_can_be_had(
-    hub, tmp_path, monkeypatch, second
-):
+def test_only_the_second_drafter_is_left_out(hub, tmp_path, monkeypatch, second):
     entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second")
     monkeypatch.setattr(registry, "entries", lambda: (entry,))
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
