@@ -56,7 +56,7 @@ def only_few(monkeypatch, **changes):
     monkeypatch.setattr(doctor, "trials", changed)
 
 
-def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
+def test_the_report_names_machine_and_folders_and_shows_stored_calibration(tmp_path):
     lines = doctor.about(tmp_path)
     titles = [line for line in lines if not line.startswith(" ")]
     stored = ["stored calibration", "stored kernel choices"]
@@ -67,9 +67,6 @@ def test_the_report_names_machine_versions_backend_and_folders(tmp_path):
     for word in (str(tmp_path), "default model  not fetched yet", "emulator       empty"):
         assert word in text
     assert text.count("none") >= 2
-
-
-def test_stored_calibration_is_shown_and_a_broken_one_is_named(tmp_path):
     timing = tmp_path / "timing"
     timing.mkdir()
     seconds = [0.05 * (1 + rows / 64) for rows in ROWS]
@@ -133,9 +130,8 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     ],
     ids=["as in the wheel", "no compiler"],
 )
-def test_what_cannot_be_emulated_is_said(
-    without_metal, monkeypatch, capsys, place, stands_in, said
-):
+@pytest.mark.usefixtures("without_metal")
+def test_what_cannot_be_emulated_is_said(monkeypatch, capsys, place, stands_in, said):
     monkeypatch.setattr(place, stands_in)
     doctor.main(["--kernels"])
     out = capsys.readouterr().out.partition("\nkernels\n")[2]

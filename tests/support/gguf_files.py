@@ -30,6 +30,33 @@ F32, F16, Q4_0, Q4_1, Q8_0, Q5_0 = (
 HEADS = {"q_proj": 4, "k_proj": 2}
 
 
+NUMBERS = {
+    Keys.LLM.BLOCK_COUNT: 2,
+    Keys.LLM.EMBEDDING_LENGTH: 64,
+    Keys.LLM.FEED_FORWARD_LENGTH: 96,
+    Keys.LLM.CONTEXT_LENGTH: 256,
+    Keys.Attention.HEAD_COUNT: 4,
+    Keys.Attention.HEAD_COUNT_KV: 2,
+    Keys.Attention.LAYERNORM_RMS_EPS: 1e-5,
+    Keys.Rope.FREQ_BASE: 5000.0,
+    Keys.Rope.DIMENSION_COUNT: 16,
+}
+METADATA: dict[str, Any] = {
+    **{key.format(arch="llama"): value for key, value in NUMBERS.items()},
+    Keys.Tokenizer.MODEL: "gpt2",
+    Keys.Tokenizer.PRE: "smollm",
+    Keys.Tokenizer.LIST: TOKENS,
+    Keys.Tokenizer.TOKEN_TYPE: [int(kind) for kind in KINDS],
+    Keys.Tokenizer.MERGES: MERGES,
+    Keys.Tokenizer.BOS_ID: 1,
+    Keys.Tokenizer.EOS_ID: 2,
+    Keys.Tokenizer.PAD_ID: 2,
+    Keys.Tokenizer.UNK_ID: 0,
+    Keys.Tokenizer.CHAT_TEMPLATE: TEMPLATE,
+}
+Kinds = dict[str, GGMLQuantizationType]
+
+
 def make_model(tied: bool = True) -> llama.Model:
     """Two layers, 64 wide, 4 query heads of 16 on 2 key heads, in float32."""
     mx.random.seed(7)
@@ -56,43 +83,6 @@ def llama_cpp_rows(weights: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(weights.shape)
 
 
-def default_metadata() -> dict[str, Any]:
-    numbers = {
-        Keys.LLM.BLOCK_COUNT: 2,
-        Keys.LLM.EMBEDDING_LENGTH: 64,
-        Keys.LLM.FEED_FORWARD_LENGTH: 96,
-        Keys.LLM.CONTEXT_LENGTH: 256,
-        Keys.Attention.HEAD_COUNT: 4,
-        Keys.Attention.HEAD_COUNT_KV: 2,
-        Keys.Attention.LAYERNORM_RMS_EPS: 1e-5,
-        Keys.Rope.FREQ_BASE: 5000.0,
-        Keys.Rope.DIMENSION_COUNT: 16,
-    }
-    return {
-        **{key.format(arch="llama"): value for key, value in numbers.items()},
-        Keys.Tokenizer.MODEL: "gpt2",
-        Keys.Tokenizer.PRE: "smollm",
-        Keys.Tokenizer.LIST: TOKENS,
-        Keys.Tokenizer.TOKEN_TYPE: [int(kind) for kind in KINDS],
-        Keys.Tokenizer.MERGES: MERGES,
-        Keys.Tokenizer.BOS_ID: 1,
-        Keys.Tokenizer.EOS_ID: 2,
-        Keys.Tokenizer.PAD_ID: 2,
-        Keys.Tokenizer.UNK_ID: 0,
-        Keys.Tokenizer.CHAT_TEMPLATE: TEMPLATE,
-    }
-
-
-def add_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
-    for key, value in metadata.items():
-        if value is not None:
-            kind = GGUFValueType.get_type(value)
-            writer.add_key_value(key, value, GGUFValueType.UINT32 if type(value) is int else kind)
-
-
-Kinds = dict[str, GGMLQuantizationType]
-
-
 def write(
     path: Path,
     model: llama.Model | None = None,
@@ -107,7 +97,10 @@ def write(
     model, kinds = model or make_model(), kinds or {"": F32}
     writer = GGUFWriter(path, architecture)
     replaced = {key.replace("__", "."): value for key, value in changed.items()}
-    add_metadata(writer, default_metadata() | replaced)
+    for key, value in {**METADATA, **replaced}.items():
+        if value is not None:
+            kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for parameter, value in dict(tree_flatten(model.parameters())).items():
         module = parameter.removesuffix(".weight")
