@@ -95,11 +95,16 @@ class LayerCache(Cache):
         rows, bits = keys.shape[2], self.kv_bits
         self._latest = None  # views, behind which the cache would be copied to be written to
         parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
+        end = self._write(rows, parts)
+        return self._seen(slice(self._first, end))
+
+    def _write(self, rows: int, parts: Sequence[mx.array]) -> int:
+        """Behind all that is there; the slot behind them."""
         self._reserve(rows, parts)
         at, end = self._end, self._end + rows
         for stored, part in zip(self._stored, parts, strict=True):
             stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
-        return self._seen(slice(self._first, end))
+        return end
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` returned in this pass, for layers that share it."""
@@ -238,10 +243,7 @@ class LayerCache(Cache):
     def lengthen(self, rows: int) -> None:
         last = slice(self.slots - 1, self.slots)
         more = [mx.repeat(stored[:, :, last], rows, axis=2) for stored in self._stored]
-        self._reserve(rows, more)
-        at, end = self.slots, self.slots + rows
-        for stored, part in zip(self._stored, more, strict=True):
-            stored[:, :, at:end] = part
+        self._write(rows, more)
         self.length += rows
 
     def _oldest(self, length: int) -> int:

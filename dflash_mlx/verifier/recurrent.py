@@ -92,7 +92,8 @@ class RecurrentLayer(ArraysCache):
     def along(self, paths: Paths, call: Call) -> Any:
         copies: Any = ArraysCache(len(self.cache))
         copies.cache = paths.copies(self.cache)
-        return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
+        spread = call.changed(lambda arg: copies if arg is STATE else paths.spread(arg))
+        return paths.collect(spread())
 
     def joined(self, layers: Sequence[RecurrentLayer], forest: Forest) -> JoinedStates:
         return JoinedStates(layers, forest.parts)
@@ -135,7 +136,7 @@ class RecurrentStates(Cache):
     beginning.
     """
 
-    parts: Sequence[RecurrentLayer]
+    parts: Sequence[RecurrentLayer]  # type: ignore[assignment]
     length: int = 0
     _running: Pass | None = None
     _passes: list[Pass] = field(default_factory=list)
