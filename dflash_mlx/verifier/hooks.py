@@ -36,10 +36,10 @@ _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedd
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
     """Route calls of this one module through `call(module, original, *args, **kwargs)`, once."""
-    _once(module, call, partial(through, call))
+    once(module, call, partial(through, call))
 
 
-def _once(module: Any, mark: Any, change: Callable[[Any], Callable[..., Any]]) -> None:
+def once(module: Any, mark: Any, change: Callable[[Any], Callable[..., Any]]) -> None:
     """Change the calls of a module, unless something equal to `mark` has changed them before."""
     original = type(module)
     if not any(vars(kind).get(_MARK) == mark for kind in original.__mro__):
@@ -96,7 +96,7 @@ def rotate_by_row(rope: nn.Module) -> None:
 
         return __call__
 
-    _once(rope, rotate_by_row, by_row)
+    once(rope, rotate_by_row, by_row)
 
 
 def route(model: nn.Module) -> None:

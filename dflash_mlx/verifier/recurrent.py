@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
-from dflash_mlx.verifier.hooks import Hooks, override, through
+from dflash_mlx.verifier.hooks import Hooks, once, through
 from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
@@ -291,23 +291,17 @@ def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
     mixers = _mixers(model, name)
     products = Products(mixers)
     for mixer in mixers:
-        override(mixer, MixerCall(products))
+        once(mixer, hook_mixers, partial(through, partial(_call, products)))  # not by two targets
     return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers), products
 
 
-@dataclass(frozen=True)
-class MixerCall:
-    """The hook of the mixers. All are equal, so that a second target hooks none again."""
-
-    products: Products = field(compare=False)
-
-    def __call__(
-        self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
-        if run is None:
-            return forward(mixer, *args, **kwargs)
-        return run(Call(partial(forward, mixer), args, kwargs, self.products))
+def _call(
+    products: Products, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
+    if run is None:
+        return forward(mixer, *args, **kwargs)
+    return run(Call(partial(forward, mixer), args, kwargs, products))
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:

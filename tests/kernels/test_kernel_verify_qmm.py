@@ -79,13 +79,6 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(
     assert {counters.kernel for counters in run.counters} == {kernel}
 
 
-def split(rows: int, columns: int, invariant: bool = False) -> int:
-    """How many SIMD-groups share the sum over K of 1,088 weights."""
-    given = product(rows, 1088, columns, 4, 64, invariant=invariant)
-    ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
-    return sizes.tolist()[-1]
-
-
 @pytest.mark.parametrize(
     ("matrices", "kinds"),
     [

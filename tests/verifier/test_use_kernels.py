@@ -121,7 +121,9 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows():
         return [len(type(module).__mro__) for module in target.model.modules()]
 
     stock, before = pass_over(target)[0], hooks()  # a tree's pass hooks ropes, and for good
+    target.pass_times = target.noise = object()
     target.use_kernels("on")
+    assert (target.pass_times, target.noise) == (None, None), "measured with other kernels"
     assert (hooked := hooks()) != before
     target.use_kernels("auto")
     assert hooks() == hooked
@@ -136,13 +138,6 @@ def test_off_gives_every_module_its_class_back_and_a_living_cache_follows():
     assert mx.array_equal(logits, stock)
     assert run.counters == again.counters == []
     assert target.kernels.choices == {}
-
-
-def test_what_was_measured_with_other_kernels_is_forgotten():
-    target = make_target("llama")
-    target.pass_times = target.noise = object()
-    target.use_kernels("auto")
-    assert (target.pass_times, target.noise) == (None, None)
 
 
 def test_two_models_of_one_family_have_settings_of_their_own():
