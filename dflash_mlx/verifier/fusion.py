@@ -141,17 +141,14 @@ def _turn(
 def groups_in(module: nn.Module) -> Iterator[list[Any]]:
     """The members of each group of a module whose weights can stand side by side."""
     for names in GROUPS:
-        members = [module.get(name) for name in names]
-        if all(isinstance(member, nn.QuantizedLinear) for member in members) and _alike(members):
-            yield members
-
-
-def _alike(members: Sequence[Any]) -> bool:
-    forms = {
-        (m.mode, m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
-        for m in members
-    }
-    return len(forms) == 1 and members[0].mode == "affine"
+        members: list[Any] = [module.get(name) for name in names]
+        if all(isinstance(m, nn.QuantizedLinear) and m.mode == "affine" for m in members):
+            forms = {
+                (m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
+                for m in members
+            }
+            if len(forms) == 1:
+                yield members
 
 
 class Group:

@@ -18,6 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
@@ -118,13 +119,11 @@ class JoinedStates(ArraysCache):
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
             found.append(layer.run(call.changed(of_it)))
-        return _side_by_side(found)
+        return tree_map(_side_by_side, *found)
 
 
-def _side_by_side(found: Sequence[Any]) -> Any:
-    if isinstance(found[0], tuple):
-        return tuple(_side_by_side(parts) for parts in zip(*found, strict=True))
-    return mx.concatenate([*found], axis=1) if isinstance(found[0], mx.array) else found[0]
+def _side_by_side(first: Any, *others: Any) -> Any:
+    return mx.concatenate([first, *others], axis=1) if isinstance(first, mx.array) else first
 
 
 @dataclass
