@@ -51,9 +51,7 @@ def equal(a: Blocks, b: Blocks) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in vars(a))
 
 
-MASK = 99
-
-
+MASK = 999
 TEXTS = [text_of(30, 4), text_of(21, 9, 100), text_of(12, 11, 200), text_of(40, 1, 300)]
 
 
@@ -128,6 +126,22 @@ def test_prefixes_follow_their_law(beta, short, least):
     found = np.bincount(drawn, minlength=len(law)) / drawn.size
     assert found.shape == law.shape
     assert (np.abs(found - law) <= 4.5 * np.sqrt(law * (1 - law) / drawn.size)).all()
+
+
+def test_some_masked_blocks_show_tokens_that_teach_nothing_and_the_others_none():
+    sampler = BlockSampler(TEXTS, 8, (2, 40), seed=1, reveal_share=0.5)
+    seen = [sampler.blocks(step) for step in range(6)]
+    shown = np.concatenate([blocks.revealed[:, :, 1:].reshape(-1, 7) for blocks in seen])
+    assert 0.3 < shown.any(axis=-1).mean() < 0.55, "half, some of which happen to show none"
+    assert 0.15 < shown.mean() < 0.35
+    for blocks in seen:
+        assert not (blocks.supervised & blocks.revealed).any()
+        inputs = blocks.inputs(MASK)
+        assert (inputs == blocks.tokens)[blocks.revealed].all()
+        assert (inputs[..., 1:] == MASK)[~blocks.revealed[..., 1:]].all()
+        lengths = np.array([len(TEXTS[row].tokens) for row in blocks.rows])
+        outside = blocks.anchors[..., None] + np.arange(8) >= lengths[:, None, None]
+        assert not blocks.revealed[outside].any() and (inputs[outside] == MASK).all()
 
 
 # Labels and where they are known
