@@ -87,28 +87,26 @@ def test_a_damaged_line_is_named_with_what_it_holds(tmp_path, line, named):
 
 
 @pytest.mark.parametrize(
-    ("contents", "named"),
+    ("name", "contents", "named"),
     [
-        (b"\n\n", "no rows"),
-        (HEADER.as_line().encode(), "no rows"),
-        (b'{"format": "dflash-corpus", "version": 2}\n', "'version': 2.* 'version': 1"),
-        (HEADER.as_line().replace("97", "true").encode(), "'vocab_size' in line 1 .* True"),
-        (b'{"format": "dflash-corpus", "version": 1}\n', "'model' in line 1 .* missing"),
-        (b"\xff\xfe\x00\n{}\n", "line 1 "),
+        ("c.jsonl", b"\n\n", "no rows"),
+        ("c.jsonl", HEADER.as_line().encode(), "no rows"),
+        ("c.jsonl", b'{"format": "dflash-corpus", "version": 2}\n', "'version': 2.* 'version': 1"),
+        ("c.jsonl", HEADER.as_line().replace("97", "true").encode(), "'vocab_size' in line 1 .* T"),
+        ("c.jsonl", b'{"format": "dflash-corpus", "version": 1}\n', "'model' in line 1 .* missing"),
+        ("c.jsonl", b"\xff\xfe\x00\n{}\n", "line 1 "),
+        ("cut.gz", gzip.compress(HEADER.as_line().encode())[:-12], "cut.gz cannot be read"),
+        ("plain.gz", b"{}", "plain.gz cannot be read"),
+        ("nowhere", None, "nowhere cannot be read"),
+        (".", None, "cannot be read"),
     ],
 )
-def test_a_file_without_rows_or_of_another_format_is_refused(tmp_path, contents, named):
-    (tmp_path / "corpus.jsonl").write_bytes(contents)
-    with pytest.raises(DFlashError, match=named):
-        read_rows(tmp_path / "corpus.jsonl")
-
-
-def test_what_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(write(tmp_path / "c.jsonl"))[:-12])
-    (tmp_path / "plain.gz").write_text("{}")
-    for name in ("cut.gz", "plain.gz", "nowhere", "."):
-        with pytest.raises(DFlashError, match=str(tmp_path / name)):
-            read_rows(tmp_path / name)
+def test_what_is_no_corpus_with_rows_is_refused(tmp_path, name, contents, named):
+    if contents is not None:
+        (tmp_path / name).write_bytes(contents)
+    with pytest.raises(DFlashError, match=named) as failure:
+        read_rows(tmp_path / name)
+    assert str(tmp_path / name) in failure.value.what
 
 
 # The growing file
@@ -127,27 +125,27 @@ def test_a_line_that_a_kill_cut_short_is_ignored_and_cut_off_before_the_next(tmp
             assert file.read_bytes() == (kept or header) + line
 
 
-@pytest.mark.parametrize("contents", ["my notes", json.dumps(OLD) + "\n", "\n"])
-def test_a_file_that_is_no_corpus_stays_as_it_is(tmp_path, contents):
-    (tmp_path / "notes").write_text(contents)
-    with pytest.raises(DFlashError, match="notes exists"), open_corpus(tmp_path / "notes"):
-        pass
-    assert (tmp_path / "notes").read_text() == contents
-
-
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("name", "contents", "header", "named"),
     [
-        ({"model": "large"}, "model 'tiny', not 'large'"),
-        ({"settings": {"seed": 4}}, "seed 3, not 4"),
+        ("notes", "my notes", HEADER, "notes exists"),
+        ("notes", json.dumps(OLD) + "\n", HEADER, "notes exists"),
+        ("notes", "\n", HEADER, "notes exists"),
+        ("c", HEADER.as_line() + "\n", replace(HEADER, model="large"), "model 'tiny', not 'large'"),
+        ("c", HEADER.as_line() + "\n", replace(HEADER, settings={"seed": 4}), "seed 3, not 4"),
+        ("nowhere/c.jsonl", None, HEADER, "nowhere/c.jsonl cannot be written"),
+        (".", None, HEADER, "cannot be written"),
+        ("c.jsonl.gz", None, HEADER, "c.jsonl.gz"),
     ],
 )
-def test_a_file_of_another_model_or_other_settings_is_not_continued(tmp_path, changes, named):
-    file = tmp_path / "corpus.jsonl"
-    before = write(file)
-    with pytest.raises(DFlashError, match=named), open_corpus(file) as opened:
-        opened.begin(replace(HEADER, **changes))
-    assert file.read_bytes() == before
+def test_a_file_that_cannot_be_continued_stays_as_it_is(tmp_path, name, contents, header, named):
+    if contents is not None:
+        (tmp_path / name).write_text(contents)
+    with pytest.raises(DFlashError, match=named) as failure, open_corpus(tmp_path / name) as file:
+        file.begin(header)
+    assert str(tmp_path) in failure.value.what
+    left = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert left == ({} if contents is None else {name: contents})
 
 
 def test_only_one_process_writes_a_file_and_one_that_wrote_nothing_leaves_nothing(tmp_path):
@@ -171,10 +169,3 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
         assert file.read_bytes() == before
         opened.append(ROWS[0])
     assert read_rows(file) == [*ROWS, ROWS[0]]
-
-
-@pytest.mark.parametrize("name", ["nowhere/c.jsonl", ".", "c.jsonl.gz"])
-def test_what_cannot_be_written_is_refused(tmp_path, name):
-    with pytest.raises(DFlashError, match=str(tmp_path / name)), open_corpus(tmp_path / name):
-        pass
-    assert list(tmp_path.iterdir()) == []

@@ -24,14 +24,14 @@ PLAIN_TEMPLATE = (
 )
 SHOUTING = "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}"
 REFUSING = "{{ raise_exception('System role not supported') }}"
+STRICT = "{% if messages[0]['role'] == 'system' %}" + REFUSING + "{% endif %}" + TEMPLATE
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("self")
     write_model(root / "model")
-    for name, template in (("plain", PLAIN_TEMPLATE), ("shouting", SHOUTING), ("none", None)):
-        write_model(root / name, template=template)
+    write_model(root / "plain", template=PLAIN_TEMPLATE)
     return root
 
 
@@ -96,12 +96,6 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
     assert both and [again[row.id] for row in both] == both
 
 
-def test_a_model_that_repeats_itself_is_given_up_on(folder, tmp_path):
-    always = ["--self-max-tokens", "9", "--self-temperature", "0.001", "--opening", "Say"]
-    with pytest.raises(DFlashError, match="user turns that the model wrote.*more openings"):
-        run(folder, tmp_path / "c", 3, *always)
-
-
 # Which turns are good
 
 
@@ -114,45 +108,29 @@ def written(turns: TurnWriter, pair: Pair, text: str, finish: str = "stop") -> J
     return replace(job, tokens=pair.tokenizer.encode(text, add_special_tokens=False), finish=finish)
 
 
-def test_a_turn_is_good_once(pair):
+def test_a_turn_is_good_once_and_one_that_is_empty_unfinished_or_too_long_never(pair):
     turns = writer(pair)
     prompt = turns.prompt(written(turns, pair, " it!<|im_end|>"))
     assert prompt is not None and prompt.messages[0]["content"] == "Say it!"
-    assert turns.prompt(written(turns, pair, " it! \n<|im_end|>")) is None
+    no_good = [(" it! \n<|im_end|>", "stop"), (" \n<|im_end|>", "stop"), (" it", "length")]
+    no_good += [(" it it it", "loop"), (" it<|pad|> now<|im_end|>", "stop")]
+    for said in [*no_good, ("x" * 600 + "<|im_end|>", "stop")]:
+        assert turns.prompt(written(turns, pair, *said)) is None
     row = CorpusRow("self-9-0", "self", (5,), (5,), 0.0, messages=prompt.messages)
     resumed = writer(pair, (row, replace(row, id="self-0-0"), replace(row, id="self-0-2")))
     assert [job.key for job in resumed.start(2)] == [1, 3], "the numbers that the file lacks"
     assert resumed.prompt(written(resumed, pair, " it!<|im_end|>")) is None
-    assert (turns.rejected, resumed.rejected) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "finish"),
-    [
-        (" \n<|im_end|>", "stop"),  # empty
-        (" it", "length"),
-        (" it it it", "loop"),
-        (" it<|pad|> now<|im_end|>", "stop"),
-        ("x" * 600 + "<|im_end|>", "stop"),
-    ],
-)
-def test_a_turn_that_is_no_good_is_left_out(pair, text, finish):
-    turns = writer(pair)
-    assert turns.prompt(written(turns, pair, text, finish)) is None
-    assert turns.rejected == 1
+    assert (turns.rejected, resumed.rejected) == (6, 1)
 
 
 # Chat templates
 
 
-def test_the_template_is_cut_at_the_users_text(pair):
+def test_the_template_is_cut_at_the_users_text_whose_end_may_be_plain_text(pair, folder):
     template = TurnTemplate(pair.tokenizer, "Be brief.")
     begin = "<|im_start|>system\nBe brief.<|im_end|><|im_start|>user\nSay"
     assert pair.tokenizer.decode(template.prompt("Say")) == begin
     assert template.stops == {EOS}
-
-
-def test_the_end_of_a_turn_may_be_plain_text(folder):
     tokenizer = load(str(folder / "plain")).tokenizer
     template = TurnTemplate(tokenizer, None)
     assert tokenizer.decode(template.prompt("Say")) == "[INST] Say"
@@ -161,22 +139,24 @@ def test_the_end_of_a_turn_may_be_plain_text(folder):
     assert template.text("Say", tokens[:8], "length") is None
 
 
-@pytest.mark.parametrize("name", ["shouting", "none"])
-def test_a_template_without_a_place_for_the_users_text_is_refused(folder, name):
-    with pytest.raises(DFlashError) as failure:
-        TurnTemplate(load(str(folder / name)).tokenizer, None)
+@pytest.mark.parametrize(
+    ("template", "system", "said"),
+    [
+        (SHOUTING, None, "changes the user's text"),
+        (None, None, "has no chat template"),
+        (STRICT, "Be brief.", "System role not supported"),
+    ],
+)
+def test_a_template_without_a_place_for_what_is_asked_is_refused(tmp_path, template, system, said):
+    tokenizer = load(str(write_model(tmp_path / "model", template=template))).tokenizer
+    with pytest.raises(DFlashError, match=said) as failure:
+        TurnTemplate(tokenizer, system)
     assert "--prompts" in failure.value.next_step
+    if system is not None:
+        TurnTemplate(tokenizer, None)
 
 
-def test_a_template_that_refuses_a_system_prompt_says_so(tmp_path):
-    template = "{% if messages[0]['role'] == 'system' %}" + REFUSING + "{% endif %}" + TEMPLATE
-    tokenizer = load(str(write_model(tmp_path / "strict", template=template))).tokenizer
-    TurnTemplate(tokenizer, None)
-    with pytest.raises(DFlashError, match="System role not supported"):
-        TurnTemplate(tokenizer, "Be brief.")
-
-
-def test_openings_come_from_a_file_too_and_a_damaged_one_is_refused(folder, tmp_path):
+def test_openings_come_from_a_file_too_and_bad_ones_are_refused(folder, tmp_path):
     file = tmp_path / "o.json"
     file.write_text(json.dumps(["x\ny"]))
     (row,) = run(folder, tmp_path / "c", 1, "--openings", str(file))
@@ -185,8 +165,8 @@ def test_openings_come_from_a_file_too_and_a_damaged_one_is_refused(folder, tmp_
         file.write_text(contents)
         with pytest.raises(DFlashError, match="o.json"):
             run(folder, tmp_path / "c", 1, "--openings", str(file))
-
-
-def test_an_opening_that_fills_the_context_is_refused(folder, tmp_path):
     with pytest.raises(DFlashError, match="fills the context"):
-        run(folder, tmp_path / "c", 1, "--opening", "x" * 600)
+        run(folder, tmp_path / "d", 1, "--opening", "x" * 600)
+    always = ["--self-max-tokens", "9", "--self-temperature", "0.001", "--opening", "Say"]
+    with pytest.raises(DFlashError, match="user turns that the model wrote.*more openings"):
+        run(folder, tmp_path / "e", 3, *always)

@@ -105,25 +105,16 @@ def test_sequences_from_the_first_that_does_not_fit_are_left_out(tmp_path):
         open_cache(tmp_path, 9)
 
 
-def tuned(target: Target) -> Target:
-    """A target that was trained a little further."""
-    model = make_model("llama")
-    model.model.norm.weight = model.model.norm.weight * 1.001
-    return Target(model, target.context_length, target.name)
-
-
-@pytest.mark.parametrize(
-    ("sequences", "target", "aux_layers"),
-    [
-        ([[*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1], *SEQUENCES[1:]], tiny_target, TAPS),
-        (SEQUENCES, lambda: tuned(tiny_target()), TAPS),
-        (SEQUENCES, tiny_target, TAPS[::-1]),
-    ],
-    ids=["a token changed", "a target tuned", "other layers"],
-)
-def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, aux_layers):
-    cache = FeatureCache(tmp_path / "cache", sequences, target(), aux_layers, PLENTY)
-    assert cache.folder != open_cache(tmp_path).folder
+def test_something_else_has_a_folder_of_its_own(tmp_path):
+    model, tokens = make_model("llama"), [*SEQUENCES[0][:-1], SEQUENCES[0][-1] ^ 1]
+    model.model.norm.weight = model.model.norm.weight * 1.001  # trained a little further
+    others = [
+        ([tokens, *SEQUENCES[1:]], tiny_target(), TAPS),
+        (SEQUENCES, Target(model, CONTEXT, "tiny"), TAPS),
+        (SEQUENCES, tiny_target(), TAPS[::-1]),
+    ]
+    folders = {FeatureCache(tmp_path / "cache", *other, PLENTY).folder for other in others}
+    assert len({*folders, open_cache(tmp_path).folder}) == 4
 
 
 # Interruptions
@@ -131,9 +122,11 @@ def test_something_else_has_a_folder_of_its_own(tmp_path, sequences, target, aux
 
 @pytest.mark.parametrize(("count", "room"), [(1, None), (0, ROW // 3), (1, 23 * ROW)])
 def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, whole, count, room):
-    filling = open_cache(tmp_path).fill()
+    filling, other = open_cache(tmp_path).fill(), open_cache(tmp_path)
     for _ in range(count):
         next(filling)
+        with pytest.raises(DFlashError, match="another process .*cache-"):
+            list(other.fill())
     if room is not None:
         with full_disk(room), pytest.raises(OSError):
             next(filling)
@@ -143,17 +136,6 @@ def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, who
         (cache.folder / f".new-1-{count}.safetensors").write_bytes(b"half")  # what a kill leaves
     assert cache.missing == list(range(count, len(LENGTHS)))
     assert list(cache.fill()) == list(LENGTHS[count:])
-    assert files(tmp_path) == whole
-
-
-def test_only_one_process_fills_a_folder(tmp_path, whole):
-    filling = open_cache(tmp_path).fill()
-    next(filling)
-    other = open_cache(tmp_path)
-    with pytest.raises(DFlashError, match="another process .*cache-"):
-        list(other.fill())
-    assert list(filling) == list(LENGTHS[1:])
-    assert list(other.fill()) == []
     assert files(tmp_path) == whole
 
 

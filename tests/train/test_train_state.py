@@ -28,7 +28,6 @@ from support.tiny_training import (
     CONTEXT,
     WIDTH,
     arrays_of,
-    drafter_config,
     files,
     full_disk,
     greedy_rows,
@@ -36,7 +35,6 @@ from support.tiny_training import (
     make_trainer,
     sampled_row,
     texts_of,
-    tiny_target,
 )
 
 STEPS = 6
@@ -51,12 +49,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 
 def trainer_of(texts: Texts, **settings: Any) -> Trainer:
     return make_trainer(texts, **{"steps": STEPS, **settings})
-
-
-def everything(trainer: Trainer) -> dict[str, bytes]:
-    """Weights and the optimiser's state, bit by bit."""
-    flat: Any = tree_flatten([trainer.trainee.network.parameters(), trainer.optimizer.state])
-    return {name: str(array.dtype).encode() + np.array(array).tobytes() for name, array in flat}
 
 
 @pytest.fixture
@@ -113,25 +105,6 @@ def test_a_full_disk_leaves_the_state_before(stopped, texts, room):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"mode": "variable-prefix"}, "mode 'dflash', not 'variable-prefix'"),
-        ({"seed": 9}, "seed 0, not 9"),
-        ({"raw": {"num_hidden_layers": 1}}, r"layer_windows \[None, None\], not \[None\]"),
-        ({"raw": {"rope_theta": 5e5}}, "rope .*10000.*, not .*500000"),
-    ],
-)
-def test_another_run_is_refused_by_what_differs(stopped, texts, changes, named):
-    raw = drafter_config(**changes.pop("raw", {}))
-    trainer = make_trainer(texts, raw, **{"steps": STEPS, **changes})
-    before = everything(trainer)
-    with pytest.raises(DFlashError, match=named) as failure:
-        restore_state(stopped, trainer, "corpus")
-    assert str(stopped) in failure.value.what and "--out" in failure.value.next_step
-    assert everything(trainer) == before
 
 
 def saved(keep: Callable[[str], Any] = bool, **about: Any) -> Callable[[Path], None]:
@@ -253,27 +226,6 @@ def test_gradients_are_clipped_to_their_norm(texts, monkeypatch):
 # The draft vocabulary
 
 
-def vocabulary(texts: Texts, size: int | None = 15, target: Any = None, **changes: Any) -> Any:
-    trainee = make_trainee()
-    config = replace(trainee.config, **changes)
-    trainee = replace(trainee, config=config, target=target or tiny_target())
-    return DraftVocabulary(trainee, texts, size)
-
-
-@pytest.mark.parametrize("size", [None, 15, VOCAB_SIZE + 9])
-def test_it_is_the_most_frequent_tokens_of_the_answers(texts, size):
-    found = vocabulary(texts, size)
-    answers = np.concatenate([text.tokens[text.prompt_length :] for text in texts.texts])
-    counts = np.bincount(answers, minlength=VOCAB_SIZE)
-    words = found.tokens
-    wanted = VOCAB_SIZE // 4 if size is None else min(size, VOCAB_SIZE)
-    assert draft_size(size, VOCAB_SIZE) == len(words) == len(found.head) == wanted
-    assert counts[words].tolist() == sorted(counts.tolist(), reverse=True)[: len(words)]
-    expected = np.full(VOCAB_SIZE, -1)
-    expected[words] = np.arange(len(words))
-    assert np.array_equal(found.index, expected)
-
-
 def biased() -> Any:
     """A target's head with a bias, as some families have."""
     head = nn.Linear(WIDTH, VOCAB_SIZE)
@@ -289,12 +241,21 @@ HEADS = {
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_its_logits_are_the_target_s(texts, head):
-    target, multiplier, cap = HEADS[head](), 0.5, 2.0
-    found = vocabulary(
-        texts, target=target, output_multiplier=multiplier, final_logit_softcapping=cap
-    )
+@pytest.mark.parametrize(("size", "found"), [(None, VOCAB_SIZE // 4), (15, 15), (999, VOCAB_SIZE)])
+def test_it_has_the_target_s_logits_of_the_most_frequent_tokens_of_the_answers(
+    texts, head, size, found
+):
+    trainee, target = make_trainee(), HEADS[head]()
+    config = replace(trainee.config, output_multiplier=0.5, final_logit_softcapping=2.0)
+    vocabulary = DraftVocabulary(replace(trainee, config=config, target=target), texts, size)
+    words = vocabulary.tokens
+    assert draft_size(size, VOCAB_SIZE) == len(words) == found
+    answers = np.concatenate([text.tokens[text.prompt_length :] for text in texts.texts])
+    counts = np.bincount(answers, minlength=VOCAB_SIZE)
+    assert counts[words].tolist() == sorted(counts.tolist(), reverse=True)[:found]
+    assert vocabulary.index[words].tolist() == list(range(found))
+    assert (vocabulary.index < 0).sum() == VOCAB_SIZE - found
     states = mx.random.normal((4, WIDTH), key=mx.random.key(0))
-    expected = np.array(target.head()(states * multiplier))[:, found.tokens]
-    expected = np.tanh(expected / cap) * cap
-    assert np.abs(np.array(found.logits(states)) - expected).max() < 1e-5 < np.ptp(expected)
+    expected = np.array(target.head()(states * 0.5))[:, words]
+    expected = np.tanh(expected / 2.0) * 2.0
+    assert np.abs(np.array(vocabulary.logits(states)) - expected).max() < 1e-5 < np.ptp(expected)
