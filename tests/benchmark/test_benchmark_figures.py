@@ -43,22 +43,25 @@ def made_up(
 # Figures
 
 
-def test_the_speedup_is_the_median_of_ratios_and_not_the_ratio_of_medians():
+def test_the_speedup_is_the_median_of_ratios_and_counts_are_over_all_rounds_together():
     figures = summarise([made_up(10, 5), made_up(20, 40), made_up(100, 25)])["methods"]["dflash"]
     assert figures["speedup"] == pytest.approx(2.0)  # of 2, 0.5 and 4; the medians give 20 / 25
     assert figures["tokens_per_second"] == pytest.approx(20)
     assert figures["ratio_of_medians"] == pytest.approx(20 / 25)
-
-
-def test_tokens_per_round_and_acceptance_are_over_all_rounds_together():
+    counts = {"drafted": Counter({1: 8, 2: 2}), "accepted": Counter({1: 4, 2: 1})}
+    others = {"drafted": Counter({1: 30}), "accepted": Counter({1: 5}), "modes": Counter(tree=10)}
+    modes, apart = Counter(plain=3, tree=7), Difference(3, 0.25)
     runs = [
-        made_up(10, 5, rounds=10, drafted=Counter({1: 8, 2: 2}), accepted=Counter({1: 4, 2: 1})),
-        made_up(10, 5, rounds=40, drafted=Counter({1: 30}), accepted=Counter({1: 5})),
+        made_up(10, 5, rounds=10, modes=modes, **counts),
+        made_up(10, 5, rounds=40, difference=apart, **others),
     ]
     figures = summarise(runs)["methods"]["dflash"]
     assert figures["mean_accepted"] == 200 / 50
     assert figures["acceptance_rate"] == 10 / 40
     assert figures["accepted_by_position"] == [9 / 38, 1 / 2]
+    assert figures["modes"] == {"plain": 3, "tree": 17}
+    assert figures["parity"] == 0.5
+    assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
 
 
 def test_intervals_are_of_tokens_over_rounds_and_not_of_each_prompt_s_own():
@@ -83,14 +86,6 @@ def test_overhead_is_what_the_other_terms_leave_of_a_round():
     assert terms == pytest.approx({"draft": 50, "verify": 100, "commit": 10, "overhead": 40})
     figures = summarise([run, run, made_up(50, 25)])["methods"]["dflash"]
     assert figures["round_ms"]["draft"] == pytest.approx(50)
-
-
-def test_parity_and_modes_are_counted_over_all_answers():
-    apart = made_up(1, 1, difference=Difference(3, 0.25), modes=Counter(tree=10))
-    figures = summarise([made_up(1, 1, modes=Counter(plain=3, tree=7)), apart])["methods"]["dflash"]
-    assert figures["parity"] == 0.5
-    assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
-    assert figures["modes"] == {"plain": 3, "tree": 17}
 
 
 # Tables
