@@ -177,7 +177,7 @@ def test_a_damaged_or_missing_file_is_found(tmp_path, damage, names):
 
 @settings(max_examples=50)
 @given(
-    rows=st.sampled_from([1, 70]),
+    rows=st.sampled_from([1, 300]),
     words=st.sampled_from([1, 5, 8, 9, 97, 2000]),
     levels=st.sampled_from([1, 2, 6, 10**6]),
     seed=st.integers(0, 1000),
@@ -188,15 +188,14 @@ def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_ch
     logits = np.random.default_rng(seed).integers(levels, size=(rows, words)).astype(np.float32)
     logits *= 6 / levels
     logits[0, 1:] = -np.inf if levels == 6 else logits[0, 1:]
-    found, count = likeliest(logits), min(CHOICES, words)
+    found, count = likeliest(mx.array(logits)), min(CHOICES, words)
     assert found.shape == (rows, CHOICES) and not found[:, words:]["probability"].any()
     assert np.array_equal(found["token"][:, 0], logits.argmax(axis=-1))
     tokens = found["token"][:, :count].astype(np.int64)
     p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
-    for row, chosen in zip(logits, tokens, strict=True):
-        assert chosen.tolist() == sorted(set(chosen.tolist()), key=lambda t: (-row[t], t))
-    # Which of the equal ones at the edge are kept is left open, but not their probabilities.
+    assert all(len({*chosen}) == count for chosen in tokens.tolist())
+    # Which of equal ones are kept, and in what order, is left open, but not their probabilities.
     kept = found["probability"][:, :count]
     assert np.allclose(kept, -np.sort(-p)[:, :count], rtol=1e-5, atol=1e-9)
     assert np.allclose(kept, np.take_along_axis(p, tokens, axis=-1), rtol=1e-5, atol=1e-9)
