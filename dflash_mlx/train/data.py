@@ -41,7 +41,7 @@ CHOICES = 8  # next tokens that are kept
 CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
 
 _VERSION = 3  # of the files
-_ROWS = 256  # logits ranked at once
+_ROWS = 64  # logits ranked at once
 _BYTES = 2  # of a bfloat16
 _CHUNK = 512  # tokens per target pass
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"

@@ -40,26 +40,32 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "message", "sweep"),
     [
-        ("", "method is ''"),
-        ("dflash:²", "'²'"),
-        ("d2sd:lookup=no", "'no'"),
-        ("dflash:speed=2", "sets 'speed'"),
-        ("dflash:branches=2", "sets 'branches', which dflash does not have"),
-        ("none:4", "sets 'block', which none does not have"),
-        ("dflash:4:5", "'dflash:4:5' sets the block twice"),
-        ("dflash:budget=2:budget=3", "'dflash:budget=2"),
-        ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
-        ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
-        ("d2sd:growth=paper:budget=8", "growth=paper never cuts its tree, but the budget is 8"),
-        ("d2sd:steps=2", "sets 'steps', which d2sd does not have"),
-        ("specdiff:steps=2:schedule=any", "schedule is 'any'.*'specdiff:steps=2:schedule=any'"),
+        ("", "method is ''", "block"),
+        ("dflash:²", "'²'", "block"),
+        ("d2sd:lookup=no", "'no'", "block"),
+        ("dflash:speed=2", "sets 'speed'", "block"),
+        ("dflash:branches=2", "sets 'branches', which dflash does not have", "block"),
+        ("none:4", "sets 'block', which none does not have", "block"),
+        ("dflash:4:5", "'dflash:4:5' sets the block twice", "block"),
+        ("dflash:budget=2:budget=3", "'dflash:budget=2", "block"),
+        ("ddtree,dflash,ddtree", "'ddtree' comes twice", "block"),
+        ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'", "block"),
+        ("d2sd:growth=paper:budget=8", "never cuts its tree, but the budget is 8", "block"),
+        ("d2sd:steps=2", "sets 'steps', which d2sd does not have", "block"),
+        ("specdiff:steps=2:schedule=any", "'any'.*'specdiff:steps=2:schedule=any'", "block"),
+        ("d2sd", "'speed'", "speed"),
+        ("d2sd", "budget in 'budget=' is ''", "budget="),
+        ("d2sd", "'many'", "budget=4,many"),
+        ("d2sd", "'auto'", "block=auto"),
+        ("d2sd", "budget is 1", "budget=1"),
+        ("dflash", "no method has a budget", "budget"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_refused(names, message):
+def test_a_setting_or_a_sweep_that_makes_no_sense_is_refused(names, message, sweep):
     with pytest.raises(DFlashError, match=message) as failure:
-        methods(names)
+        expand(sweep, methods(names), BLOCKS.get)
     assert failure.value.next_step
 
 
@@ -108,23 +114,6 @@ def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_
     pair = Pair(target, None, drafters)
     assert {method: largest_block(pair, method) for method in largest} == largest
     assert largest_block(Pair(target, None), "ngram") == 16
-
-
-@pytest.mark.parametrize(
-    ("sweep", "names", "message"),
-    [
-        ("speed", "d2sd", "'speed'"),
-        ("budget=", "d2sd", "budget in 'budget=' is ''"),
-        ("budget=4,many", "d2sd", "'many'"),
-        ("block=auto", "d2sd", "'auto'"),
-        ("budget=1", "d2sd", "budget is 1"),
-        ("budget", "dflash", "no method has a budget"),
-    ],
-)
-def test_a_sweep_that_makes_no_sense_is_refused(sweep, names, message):
-    with pytest.raises(DFlashError, match=message) as failure:
-        expand(sweep, methods(names), BLOCKS.get)
-    assert failure.value.next_step
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ up; some rows are kept for measuring and never trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -260,30 +260,23 @@ def test_a_row_fills_the_context_at_most(tmp_path, capsys):
 # Without features
 
 
-def test_without_features_a_name_tells_texts_and_targets_apart(tmp_path):
-    def name(rows: list[CorpusRow], target: Target) -> str:
-        data = DataConfig((write_corpus(tmp_path / "corpus.jsonl", rows, HEADER),))
-        return read_texts(data, Pair(target, WORDS), ()).name
+def test_without_features_only_greedy_answers_teach_and_a_name_tells_texts_and_targets_apart(
+    tmp_path,
+):
+    def read(target: Target, **files: Sequence[CorpusRow]) -> Texts:
+        paths = [write_corpus(tmp_path / f"{n}.jsonl", rows, HEADER) for n, rows in files.items()]
+        return read_texts(DataConfig(tuple(paths)), Pair(target, WORDS), ())
 
     other = Target(make_model("llama"), CONTEXT, "tiny")
     other.model.update({"model": {"norm": {"weight": mx.full(WIDTH, 1.5)}}})
-    rows = rows_of(4)
-    same = [name(rows, tiny_target()) for _ in range(2)]
-    assert len({*same, name(rows[:3], tiny_target()), name(rows, other)}) == 3
-
-
-def test_without_features_corpora_of_sampled_answers_alone_are_refused(tmp_path, capsys):
-    rows = rows_of(2)
+    rows, tiny = rows_of(4), tiny_target()
+    read_by = [(tiny, rows), (tiny, rows), (tiny, rows[:3]), (other, rows)]
+    assert len({read(target, c=some).name for target, some in read_by}) == 3
     sampled = [sampled_row("a", rows[0])]
-    paths = [
-        write_corpus(tmp_path / f"{name}.jsonl", some, HEADER)
-        for name, some in (("first", sampled), ("second", sampled), ("third", rows))
-    ]
-    pair = Pair(tiny_target(), WORDS)
     with pytest.raises(DFlashError, match="first.jsonl, .*second.jsonl .* greedy") as failure:
-        read_texts(DataConfig(tuple(paths[:2])), pair, ())
+        read(tiny, first=sampled, second=sampled)
     assert "--greedy-share" in failure.value.next_step
-    assert rows_in(read_texts(DataConfig(tuple(paths)), pair, ())) == rows
+    assert rows_in(read(tiny, first=sampled, second=sampled, third=rows)) == rows
 
 
 # Holding out

@@ -216,6 +216,7 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "a folder of other files": (lambda p: {"out": p.root}, "no run to continue"),
     "a file in its place": (lambda p: {"out": p.corpus}, "no run to continue"),
     "a folder for a picture": (lambda p: {"plot": p.root}, "is a folder"),
+    "no matplotlib": (lambda p: {"plot": p.root / "run.png"}, "matplotlib"),
     "neither steps nor minutes": ({"steps": None}, "no end"),
     "steps and minutes": ({"minutes": 1}, "two ends"),
     "more layers than there are, of no kind": (
@@ -245,6 +246,8 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
 def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypatch, capsys, case):
     change, named = REFUSED[case]
     options = change if isinstance(change, dict) else change(place)
+    if named == "matplotlib":
+        monkeypatch.setitem(sys.modules, named, None)
     before = files(place.root)
     monkeypatch.setattr("sys.argv", ["train", *place.words(**options)])
     with pytest.raises(SystemExit) as left:
@@ -285,10 +288,3 @@ def test_without_a_folder_features_go_to_the_users_cache_of_now(place, monkeypat
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: now / name)
     read_texts(DataConfig((place.corpus,)), load_target(str(place.model)), (0, 2))
     assert [f.name for f in (now / "dflash-chat").iterdir()] == ["features"]
-
-
-def test_a_picture_without_matplotlib_is_refused_before_work_starts(place, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DFlashError, match="matplotlib"):
-        place.train(plot=place.root / "run.png")
-    assert not place.out.exists()
