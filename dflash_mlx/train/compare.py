@@ -213,8 +213,7 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--held-out", type=int, default=50, help="as in training (default: 50)")
     rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
     result.add_argument("--json", type=Path, help="write all figures to this file")
-    cli.add_options(result, DataConfig)
-    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, DataConfig, PairConfig, without=ALL_BUT_MODEL)
     return result
 
 

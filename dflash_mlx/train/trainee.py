@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -12,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.head import capped
@@ -241,10 +243,4 @@ def _ending_with(own: mx.array, theirs: mx.array) -> mx.array:
 
 def dense(layer: nn.Module) -> dict[str, mx.array]:
     """Arrays by name; a quantised matrix is given by the numbers it stands for."""
-    arrays: dict[str, Any] = dict(tree_flatten(layer.parameters()))
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.QuantizedLinear):
-            packed = (module.weight, module.scales, module.get("biases"))
-            kind = (module.group_size, module.bits, module.mode)
-            arrays[f"{name}.weight"] = mx.dequantize(*packed, *kind)
-    return arrays
+    return dict(tree_flatten(dequantize_model(deepcopy(layer)).parameters()))
