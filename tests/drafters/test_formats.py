@@ -19,24 +19,22 @@ from dflash_mlx.drafters.networks.tensors import parameters_of
 from dflash_mlx.models.check import check_drafter
 from support import reference_dflash2
 from support.converted import assert_same_tensors
-from support.decoding import behind, open_with
+from support.decoding import open_with
 from support.drafter_formats import (
     DRAFT_IDS,
     HALVES,
     SCALES,
-    Drafting,
-    features_of,
     speculators,
     version_1,
     write_shards,
 )
+from support.drafting import TOLERANCE, Blocks
 from support.families import VOCAB_SIZE
 from support.reference_dflash import random_drafter, write_drafter_folder
 
 DATA = Path(__file__).parents[1] / "data"
 SHIPPED = Path(dflash_mlx.__file__).parent / "data" / "smollm2-135m-dflash"
 MEGABYTES_ALLOWED = 90  # all drafters together
-TOLERANCE = 1e-4
 
 
 # What is read
@@ -77,10 +75,11 @@ def test_only_convolutions_that_change_nothing_are_left_out(tmp_path, part, conv
     tensors = reference_dflash2.idle_tensors(raw)
     if part != "nothing":
         changed_part(tensors, part, conv, side)
-    subject = Drafting(tmp_path, raw, tensors)
+    subject = Blocks(tmp_path, raw, tensors)
+    text = subject.text(20)
     kept = [isinstance(layer, ConvolvedLayer) for layer in subject.model.module.layers]
     assert kept == [False, part != "nothing"]
-    assert subject.error(features_of(20), 7, 6) < TOLERANCE
+    assert subject.error(subject.context(text), text, 7, 6) < TOLERANCE
 
 
 def test_the_published_second_version_has_the_tensors_that_its_config_asks_for():
@@ -194,9 +193,9 @@ def test_windows_and_causality_follow_from_layer_types_and_flags(raw, windows, c
 
 
 def test_drafts_of_a_draft_vocabulary_hold_no_other_token(drafting):
-    model = drafting(HALVES).model
-    for drafter in (BlockDiffusion(model), BestFirst(model, None, 12)):
-        state = behind(drafter, 0, features_of(12))
+    subject = drafting(HALVES)
+    for drafter in (BlockDiffusion(subject.model), BestFirst(subject.model, None, 12)):
+        state = subject.behind(0, 0)
         for anchor in range(0, VOCAB_SIZE, 5):
             open_with(state, anchor)
             drafted = drafter.draft(state, 100).tree.drafted

@@ -35,7 +35,7 @@ from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
 from support import reference_dflash2
 from support.decoding import linked_of, paths_of
-from support.drafter_formats import Drafting
+from support.drafting import Blocks
 from support.families import VOCAB_SIZE
 
 VOCABULARY, K = 11, 4
@@ -166,10 +166,10 @@ METHOD = {"selector_top_k": 4, "block_size": 5}
 SCALED = {"final_logit_softcapping": 3.0, "output_multiplier": 0.5}
 
 
-def second(folder: Any, **method: Any) -> Drafting:
+def second(folder: Any, **method: Any) -> Blocks:
     """A DFlash 2 drafter with these fields of `dflash_config`."""
     raw = reference_dflash2.tiny_config(dflash_config=method)
-    return Drafting(folder, raw, reference_dflash2.random_tensors(raw))
+    return Blocks(folder, raw, reference_dflash2.random_tensors(raw))
 
 
 def paths_in(block: Any, anchor: int) -> Nodes:

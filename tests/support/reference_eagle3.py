@@ -95,13 +95,12 @@ def joined(layer: Tensors, eps: float, x: Array, h: Array) -> Array:
 
 def layer_output(layer: Tensors, config: Config, rows: Array, h: Array) -> Array:
     """The layer's output [d] for the last of the rows, whose state is h."""
-    at, eps = np.arange(len(rows)), config["rms_norm_eps"]
-    visible = at <= at[:, None]
+    visible, eps = np.ones((1, len(rows)), dtype=bool), config["rms_norm_eps"]
     if config.get("layer_types") == ["sliding_attention"]:
-        visible &= at > at[:, None] - config["sliding_window"]
+        visible[:, : -config["sliding_window"]] = False
     before = config.get("norm_before_residual")
     residual = rms_norm(h, layer["hidden_norm.weight"], eps) if before else h
-    y = residual + attention(layer, config, rows, rows[:0], visible)[-1]
+    y = residual + attention(layer, config, rows[-1:], rows[:-1], visible)[0]
     return y + mlp(layer, rms_norm(y, layer["post_attention_layernorm.weight"], eps))
 
 
