@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from dflash_mlx import DFlashError, PairConfig, generate, load_pair
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
+from support.configs import config_with
 from support.decoding import path_to, paths_of, tree_of
 from support.drafting import TOLERANCE, Steps, cut, difference, grow
 from support.families import VOCAB_SIZE, make_model
+from support.models import write_model
+from support.reference_dflash import write_drafter_folder
 from support.reference_eagle3 import FORMATS, case, raw
 from support.toys import random_tree
 
@@ -126,3 +132,17 @@ def test_features_wait_until_a_draft_or_many_of_them_ask(drafting):
 def test_a_context_without_features_is_refused(drafting):
     with pytest.raises(ValueError, match="no features"):
         drafting("eagle3, raw").model.new_context().append(mx.array([1]), None)
+
+
+def test_a_pair_with_one_is_loaded_by_name_and_answers_as_plain_decoding(tmp_path):
+    model = write_model(tmp_path / "model")
+    folder = write_drafter_folder(tmp_path / "drafter", *FORMATS["speculators"])
+    pair = load_pair(PairConfig(str(model), str(folder)))
+    assert [drafter.family for drafter in pair.drafters] == ["eagle3"]
+    uses = [DecodeConfig("none"), DecodeConfig("eagle3", block_size=4), DecodeConfig("eagle3")]
+    uses += [config_with("eagle3", budget=12, branches=3), DecodeConfig()]
+    answers = [generate(pair, "hello", replace(use, max_tokens=16)) for use in uses]
+    assert len({answer.tokens for answer in answers}) == 1
+    assert sum(answers[1].statistics.drafted.values()) > 0
+    with pytest.raises(DFlashError, match="block_size is 9"):
+        load_pair(PairConfig(str(model), str(folder)), DecodeConfig("eagle3", block_size=9))

@@ -15,7 +15,6 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BestFirst, DrawnPath, RankedChain, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import MarkovConfig, MarkovHead, MarkovLinks
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import confident, walk
@@ -166,27 +165,6 @@ def test_a_block_of_seven_drafts_seven_tokens(tmp_path):
     assert drafting.model.config.block_size == drafting.model.block_size == 8
     tree = SelectedPath(drafting.model).draft(drafting.behind(1, 4), 100).tree
     assert len(tree) == 8 and list(tree.drafted) == drafting.block(1, 4).greedy()
-
-
-def proposing(methods: Any) -> dict[str, Any]:
-    """Of an older file, which only says how many tokens it proposes."""
-    return {"sample_from_anchor": None, "speculators_config": {"proposal_methods": methods}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "rows", "from_anchor"),
-    [
-        ({}, 7, True),
-        ({"sample_from_anchor": False}, 6, False),
-        (proposing(None), 6, False),
-        (proposing([5]), 6, False),
-        (proposing([{"speculative_tokens": 6}]), 7, True),
-        (proposing([{"speculative_tokens": 5}]), 6, False),
-    ],
-)
-def test_files_say_whether_the_anchor_s_row_drafts(changes, rows, from_anchor):
-    config = FILES.parse_config(speculators("dspark", **changes), "it", FULL)
-    assert (config.block_size, config.sample_from_anchor) == (rows, from_anchor)
 
 
 @pytest.mark.parametrize("name", DSPARK)
