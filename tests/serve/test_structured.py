@@ -214,6 +214,7 @@ CHAT_REFUSED = [  # the field, what is said of it, and the request
     (TOOL.format(0), "string", {"tools": [tool("b", {"type": "string"}, strict=True)]}),
     (TOOL.format(0), "numbre", {"tools": [tool("b", BAD, strict=True)]}),
     ("tool_choice", "'no'", {"tools": TOOLS, "tool_choice": NAMED}),
+    ("tool_choice", "without tools", {"tool_choice": "required"}),
     ("chat_template_kwargs.enable_thinking", "", {"response_format": form(COUNT), **THINKS}),
 ]
 SAID = [*user("a"), {"role": "assistant", "content": "b"}]
@@ -222,7 +223,7 @@ MESSAGE_REFUSED = [
     ("output_config.format.schema", "", {"output_config": format_of(BAD)}),
     ("tools[0].input_schema", "", {"tools": [WRONG], "tool_choice": {"type": "any"}}),
     ("tool_choice", "", {"tools": [RIGHT], "tool_choice": {"type": "tool"}}),
-    ("tool_choice", "", {"tool_choice": {"type": "any"}}),
+    ("tool_choice", "without tools", {"tool_choice": {"type": "any"}}),
     ("thinking", "", {"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}),
     ("messages", "", {"output_config": format_of(COUNT), "messages": SAID}),
 ]
