@@ -217,9 +217,6 @@ def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):
         check_memory(PairConfig())
 
 
-# What docs/two-machines.md names
-
-
 def test_the_commands_of_the_page_are_there_and_take_what_it_gives_them(monkeypatch):
     fetched = []
     monkeypatch.setattr(disk, "download", fetched.append)

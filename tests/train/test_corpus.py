@@ -167,9 +167,6 @@ def test_a_system_prompt_comes_first_and_an_answer_ends_where_the_context_does(
     assert len(row.prompt) + len(row.answer) <= 512 < len(row.prompt) + MAX_TOKENS
 
 
-# Going on
-
-
 def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, answered):
     out = tmp_path / "c"
     words = [*options(folder, out), "--batch-size", "1", "--method", "none"]

@@ -248,9 +248,6 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
     assert both and [again[row.id] for row in both] == both
 
 
-# Which turns are good
-
-
 def writer(pair: Pair, rows: tuple[CorpusRow, ...] = ()) -> TurnWriter:
     return TurnWriter(pair, CorpusConfig(self_prompt=4, opening=("Say",)), rows)
 

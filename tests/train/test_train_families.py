@@ -203,9 +203,6 @@ def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, name, said):
     assert "in full precision" in failure.value.next_step
 
 
-# Whole runs
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("eagle3", "LlamaForCausalLMEagle3"), ("specdiff", "MaskedDiffusionDraftModel")],
