@@ -118,43 +118,35 @@ class Scheduler:
         self.running: list[Sequence] = []  # the oldest first
         self.observer = observer or Observer()
         self._drafters = {} if drafters is None else drafters
-        self._behind: dict[Sequence, list[Sequence]] = {}  # by that whose prompt they share
+        self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows = 1  # of trees in the last step
 
     def __len__(self) -> int:
         """Sequences that are not finished, those that wait included."""
-        return len(self.running) + len(self.waiting) + sum(map(len, self._behind.values()))
+        return len(self.running) + len(self.waiting)
 
     @property
     def used(self) -> int:
         return self.memory.used(self.running)
 
     def submit(
-        self,
-        prompt: Prompt | Iterable[int],
-        config: DecodeConfig | None = None,
-        behind: Sequence | None = None,
+        self, prompt: Prompt | Iterable[int], config: DecodeConfig | None = None
     ) -> Sequence:
         """Take in a prompt, the whole conversation so far; `step` brings its answer.
 
-        behind: a sequence with the same prompt, which is read once where prefixes are kept. Raises
-        DFlashError where the prompt is empty or does not fit the context or the memory, and where
-        the method or the grammar does not fit the pair.
+        Raises DFlashError where the prompt is empty or does not fit the context or the memory, and
+        where the method or the grammar does not fit the pair.
         """
         config = settle(config or DecodeConfig(), self.pair.capabilities)
         drafter, alone = self.drafter(config), self.most == 1
         sequence = make_sequence(self.pair, Prompt.of(prompt), config, drafter, alone)
-        self.add(sequence, behind)
+        self.add(sequence)
         return sequence
 
-    def add(self, sequence: Sequence, behind: Sequence | None = None) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Take in a sequence that was made elsewhere; DFlashError where the memory is too small."""
         self.memory.check(sequence)
-        shares = behind is not None and not behind.statistics.generated_tokens
-        if behind and shares and self.prefixes is not None and behind.status != Status.FINISHED:
-            self._behind.setdefault(behind, []).append(sequence)
-        else:
-            self.waiting.append(sequence)
+        self.waiting.append(sequence)
 
     def drafter(self, config: DecodeConfig) -> Drafter:
         """One for all that draft alike; of those that nobody uses, the newest few are kept."""
@@ -169,17 +161,29 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
-        if self._remove(sequence):
-            self._keep_prefix(sequence)
-        self._begin_those_behind(sequence)
+        if self.drop(sequence):
+            self._finished.append(sequence)
+        self.keep_finished()
 
-    def drop(self, sequence: Sequence) -> None:
-        """Give up a sequence whose caches cannot be trusted any more."""
-        self._remove(sequence)
-        self._begin_those_behind(sequence)
+    def keep_finished(self) -> None:
+        """Keep what finished sequences read, which may take time: their last deltas are told."""
+        while self._finished:
+            sequence = self._finished.popleft()
+            if self.prefixes is not None and not sequence.config.exact:
+                guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
+
+    def drop(self, sequence: Sequence) -> bool:
+        """Give up a sequence whose caches cannot be trusted any more; whether it was there."""
+        sequence.status = Status.FINISHED
+        for place in (self.waiting, self.running):
+            if sequence in place:
+                place.remove(sequence)
+                return True
+        return False
 
     def step(self) -> Said:
         """One pass; what it added to answers, and what failed, which is over then."""
+        self.keep_finished()
         batch, said = self._schedule()
         passing = [each for each in batch if not each.is_full]
         reading = [each for each in passing if each.is_reading]
@@ -199,7 +203,10 @@ class Scheduler:
         # A lone sequence whose next tree does not depend on what was said runs ahead of its reader.
         ahead = batch[0].rounds_ahead if len(batch) == 1 else 0
         for each in batch:
-            said += self._read(each, ahead)
+            failed = guarded(partial(self._read, each, ahead, said))
+            if failed is not None:
+                self.drop(each)
+                said.append((each, failed))
         self._preempt()
         return said
 
@@ -251,11 +258,12 @@ class Scheduler:
             if not each.config.exact
             and CacheKey.of(self.target, each.drafter, each.state) == cache_key
         ]
-        recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
-        if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
+        prompt = sequence.prompt
+        if any(_reads_for(each, prompt) for each in alike):
             return False
-        shared = [e.state for e in alike if e.state.match_length(sequence.prompt) >= _WORTH_SHARING]
-        found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter, shared)
+        least = min(_WORTH_SHARING, len(prompt) - 1)
+        shared = [each.state for each in alike if each.state.match_length(prompt) >= least]
+        found = self.prefixes.take(prompt, self.target, sequence.drafter, shared)
         sequence.restore_from(found)
         sequence.looked_for_prefix = True
         return True
@@ -274,9 +282,8 @@ class Scheduler:
         most = bisect_right(range(1, 1024), LONGEST * seconds(0), key=seconds)
         return max(most, _LEAST_CHUNK)
 
-    def _read(self, sequence: Sequence, ahead: int) -> Said:
-        """The finished rounds of a sequence, but for the last few that may still be running."""
-        said: Said = []
+    def _read(self, sequence: Sequence, ahead: int, said: Said) -> None:
+        """Tell the finished rounds of a sequence, but for the last few that may still run."""
         while sequence.rounds and (len(sequence.rounds) > ahead or sequence.is_full):
             sequence.rounds[0].accepted.wait()
             self.observer.mark("verify")
@@ -286,26 +293,8 @@ class Scheduler:
             if delta.finish_reason is not None:
                 sequence.rounds.clear()
                 sequence.state.trim(sequence.length - 1)
-                self.cancel(sequence)
-            elif sequence in self._behind:  # its prompt has just been read
-                self._keep_prefix(sequence)
-                self._begin_those_behind(sequence)
-        return said
-
-    def _keep_prefix(self, sequence: Sequence) -> None:
-        if self.prefixes is not None and not sequence.config.exact:
-            guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
-
-    def _begin_those_behind(self, sequence: Sequence) -> None:
-        self.waiting.extend(self._behind.pop(sequence, ()))
-
-    def _remove(self, sequence: Sequence) -> bool:
-        sequence.status = Status.FINISHED
-        for place in (self.waiting, self.running, *self._behind.values()):
-            if sequence in place:
-                place.remove(sequence)
-                return True
-        return False
+                self.drop(sequence)
+                self._finished.append(sequence)
 
     def _make_room_for_running(self) -> None:
         left = self.memory.left(self.running)
@@ -321,12 +310,15 @@ class Scheduler:
                 return
             youngest = again[-1]
             self.running.remove(youngest)
-            youngest.preempt(self.target)
+            youngest.preempt()
             self.waiting.appendleft(youngest)
 
 
 def _reads_for(sequence: Sequence, prompt: Prompt) -> bool:
     """Whether it is about to read more of what `prompt` begins with, and that is worth a wait."""
+    if not sequence.is_reading:
+        return False
+    if sequence.prompt == prompt or sequence.state.cache.is_recurrent:  # whose ways back are few
+        return sequence.prompt == prompt
     end = sequence.state.position + _WORTH_SHARING
-    alike = len(prompt) > end and [*sequence.prompt.keys[:end]] == [*prompt.keys[:end]]
-    return sequence.is_reading and alike
+    return len(prompt) > end and [*sequence.prompt.keys[:end]] == [*prompt.keys[:end]]

@@ -142,7 +142,7 @@ def stored_times(target: Target, folder: Path | None = None) -> PassTimes | None
 
 def keep_times(target: Target, times: PassTimes, folder: Path | None = None) -> None:
     """For `stored_times`, and the target's from now on; a file that cannot be written is not."""
-    target.pass_times = times
+    target.pass_times, target.was_timed = times, True
     keep_text(_file(target, folder), json.dumps({"model": target.name, **asdict(times)}))
 
 
@@ -153,7 +153,7 @@ def calibrating(target: Target, again: bool = False) -> Generator[int, None, Non
     """
     if target.pass_times is None and not again:
         target.pass_times = stored_times(target)
-    if target.pass_times is None:
+    if target.pass_times is None or (again and not target.was_timed):
         keep_times(target, (yield from measuring(target)))
 
 
@@ -168,9 +168,7 @@ def timing_day(target: Target) -> str:
 
 def read_times(file: Path) -> PassTimes:
     """What `keep_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    deeper, trees = tuple(map(_read, stored["deeper"])), stored["trees"]
-    times = replace(_read(stored), deeper=deeper, trees=trees and _read(trees))
+    times = _read(json.loads(file.read_text(encoding="utf-8")))
     if times.rows != ROWS or any(deep.rows != DEEP_ROWS for deep in times.deeper):
         raise ValueError("times of other rows")
     return times
@@ -180,7 +178,8 @@ def _read(stored: dict[str, Any]) -> PassTimes:
     rows, seconds = tuple(stored["rows"]), tuple(float(s) for s in stored["seconds"])
     if len(rows) != len(seconds) or min(seconds) <= 0:
         raise ValueError("not a time for every number of rows")
-    return PassTimes(rows, seconds, int(stored["context"]))
+    deeper, trees = tuple(map(_read, stored["deeper"])), stored["trees"]
+    return PassTimes(rows, seconds, int(stored["context"]), deeper, trees and _read(trees))
 
 
 def _file(target: Target, folder: Path | None = None) -> Path:
