@@ -38,9 +38,9 @@ class Job:
 
     key: Any  # whatever the caller knows it by
     prompt: tuple[int, ...]
-    stops: frozenset[int]
     max_tokens: int
     sampling: SamplingConfig  # with a seed of the job's own
+    stops: frozenset[int] = frozenset()  # besides what ends every answer
     tokens: list[int] = field(default_factory=list)
     finish: str = ""  # "stop" (its token is the last), "length" or "loop"
 
@@ -51,8 +51,6 @@ class Job:
         elif (end := loop_end(self.tokens)) is not None:
             del self.tokens[end:]
             self.finish = "loop"
-        elif len(self.tokens) >= self.max_tokens:
-            self.finish = "length"
         return self.finish != ""
 
 

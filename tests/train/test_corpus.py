@@ -292,7 +292,7 @@ def random_prompt(seed: int, length: int) -> tuple[int, ...]:
 
 def job(key: int, prompt: tuple[int, ...], temperature: float = 0.0, max_tokens: int = 90) -> Job:
     sampling = SamplingConfig(temperature, 0.9, seed=key)
-    return Job(key, prompt, frozenset([EOS]), max_tokens, sampling)
+    return Job(key, prompt, max_tokens, sampling)
 
 
 def answered_by(target: Target, jobs: Sequence[Job], most: int, method: str) -> list[Job]:
