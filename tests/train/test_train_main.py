@@ -65,9 +65,10 @@ def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
 def test_a_recipe_gives_the_settings_of_its_paper_where_others_are_not_given(place, monkeypatch):
     seen = []
     monkeypatch.setattr(Trainer, "losses", lambda self: iter(seen.append(self.config) or ()))
-    place.train(recipe="d2sd", tau=5)
+    place.train(recipe="d2sd", tau=5, draft_vocabulary=20)
     (config,) = seen
     assert (config.mode, config.loss, config.tau) == ("variable-prefix", "decay", 5.0)
+    assert config.draft_vocabulary == 20, "an option of a pair, too"
     assert (config.prefix_base, config.least_prefix, config.soft) == (0.9, 1, 0.0)
 
 
