@@ -43,7 +43,8 @@ class CacheMemory:
     def __init__(self, target: Target, limit: int | None) -> None:
         self.limit = limit  # bytes, None for no limit
         self._target = target
-        # By drafter: bytes of STEP tokens, and of twice as many.
+        # Bytes of STEP tokens, and of twice as many, by what is in the caches, and by drafter.
+        self._found: dict[CacheKey, list[int]] = {}
         self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
 
     def check(self, sequence: Sequence) -> None:
@@ -74,18 +75,26 @@ class CacheMemory:
         return max(now, sequence.preempted_nbytes, prompt)
 
     def bytes_of(self, drafter: Drafter, tokens: int) -> int:
-        """What a sequence of so many tokens takes, by two short passes per drafter."""
+        """What a sequence of so many tokens takes, by two passes over one row."""
         if drafter not in self._sizes:
-            state, sizes = State(self._target.new_cache(), drafter.new_context()), []
-            for rows in (STEP, STEP):
-                ids, layers = mx.zeros(rows, mx.int32), drafter.aux_layers
-                _, features = self._target.forward(ids, state.cache, Block(rows), layers)
-                state.cache.commit(range(rows))
-                state.context.append(ids, features)
-                sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
-            self._sizes[drafter] = sizes
+            state = State(self._target.new_cache(), drafter.new_context())
+            key = CacheKey.of(self._target, drafter, state)
+            self._sizes[drafter] = self._found.get(key) or self._measured(drafter, state)
+            self._found[key] = self._sizes[drafter]
         least, more = self._sizes[drafter]
         return least + (more - least) * (tokens // STEP)
+
+    def _measured(self, drafter: Drafter, state: State) -> list[int]:
+        sizes: list[int] = []
+        for lengthened in (0, STEP - 1):
+            state.cache.lengthen(lengthened)
+            ids, layers = mx.zeros(1, mx.int32), drafter.aux_layers
+            _, features = self._target.forward(ids, state.cache, Block(1), layers)
+            state.cache.commit(range(1))
+            rows = None if features is None else mx.repeat(features, STEP, axis=0)
+            state.context.append(mx.zeros(STEP, mx.int32), rows)
+            sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
+        return sizes
 
 
 class Scheduler:

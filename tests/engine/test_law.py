@@ -26,7 +26,7 @@ from dflash_mlx.drafters.dflash.paths import (
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.grow import Linked, rank
-from dflash_mlx.drafters.method import Drawing
+from dflash_mlx.drafters.method import Drawn
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
@@ -274,10 +274,10 @@ def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatc
 
 
 def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
-    proposal = Drawing.proposal
+    proposal = Drawn.proposal
 
     def by_own_tokens(self, state, tokens, q, sure):
         return proposal(self, state, tokens, q, q.max(axis=-1).min())
 
-    monkeypatch.setattr(Drawing, "proposal", by_own_tokens)
+    monkeypatch.setattr(Drawn, "proposal", by_own_tokens)
     assert distance("eagle3, as pays, reject") > 4

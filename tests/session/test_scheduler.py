@@ -266,3 +266,18 @@ def test_the_last_delta_is_told_before_the_prefix_is_kept(pair):
     session = Session(pair, configs()[1], Watched())
     assert {len(kept) for _ in session.stream(prompt_of(1))} == {0}
     assert len(kept) == 1
+
+
+def test_what_caches_take_is_found_once_by_passes_over_one_row(pair, monkeypatch):
+    rows, forward = [], Target.forward
+
+    def counting(target, ids, *rest):
+        rows.append(ids.size)
+        return forward(target, ids, *rest)
+
+    monkeypatch.setattr(Target, "forward", counting)
+    scheduler = Scheduler(pair, 10**9)
+    for heat in (0.5, 0.6, 0.7):
+        config = DecodeConfig("dflash", max_tokens=12, sampling=SamplingConfig(heat))
+        scheduler.submit(prompt_of(1), config)
+    assert rows == [1, 1]
