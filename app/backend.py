@@ -67,7 +67,8 @@ class Backend:
         for done, total in responder.pair.calibrating(again):
             if responder is not self._responder:
                 return
-            _show_timing(done, total)
+            # A line as the screen reads it from what libraries print.
+            sys.stderr.write(f"\rtiming this machine, once: {100 * done // total:3}%|")
             yield done
         yield Timing(*responder.plain_speed())
 
@@ -99,8 +100,3 @@ class Backend:
         if self._responder is None:
             raise DFlashError("no model is loaded", "choose one with /model")
         return self._responder
-
-
-def _show_timing(done: int, total: int) -> None:
-    """A line as the screen reads it from what libraries print."""
-    sys.stderr.write(f"\rtiming this machine, once: {100 * done // total:3}%|")
