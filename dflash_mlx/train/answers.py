@@ -112,7 +112,6 @@ class Answers:
             job = self.waiting.popleft()
             config = DecodeConfig(self._method, max_tokens=job.max_tokens, sampling=job.sampling)
             sequence = self._scheduler.submit(job.prompt, config)
-            sequence.text = None  # tokens alone are collected
             self._running[sequence] = job
             unread += len(job.prompt)
 

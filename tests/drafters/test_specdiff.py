@@ -230,7 +230,7 @@ def test_trees_are_not_rejected(pair, given):
         make_drafter(pair, config_with("specdiff", **given, **REJECT))
 
 
-# Answers (of every shape with this target: test_methods.py; laws: test_law_specdiff.py)
+# Answers (of every shape with this target: test_methods.py; laws: test_law.py)
 
 
 @pytest.mark.parametrize("seed", [None, 3])

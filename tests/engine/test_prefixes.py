@@ -17,7 +17,15 @@ from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
-from support.decoding import Strict, go_on, scheduler_of, sequence_of, start
+from support.decoding import (
+    Strict,
+    finish,
+    go_on,
+    scheduler_of,
+    sequence_of,
+    start,
+    tokens_in,
+)
 from support.decoding import run as answer_of
 from support.families import make_model
 from support.hybrids import plain_answer, target_of
@@ -166,17 +174,6 @@ def test_a_short_prefix_of_a_long_conversation_takes_little_memory():
     assert state.nbytes <= prefixes.nbytes / 10
 
 
-def test_exact_answers_neither_use_nor_leave_anything(tmp_path):
-    target = Target(make_model("llama"), 4096, "llama")
-    pair, prefixes = Pair(target, Letters(), (), "tiny"), PrefixCache(PLENTY)
-    prompt = prompt_of(22, 40)
-    said_by(Session(pair, config_of("ngram"), prefixes), prompt)
-    before = prefixes.nbytes
-    for asked in (prompt, prompt_of(23, 40)):
-        _, reused = said_by(Session(pair, config_of("ngram", exact=True), prefixes), asked)
-        assert reused == 0 and prefixes.nbytes == before
-
-
 # The engine
 
 
@@ -187,15 +184,10 @@ def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> S
 
 
 def run(engine: Scheduler, everyone: list[Sequence], look=lambda: None) -> list[list[int]]:
-    said = {id(each): [] for each in everyone}
     for each in everyone:
         engine.add(each)
-    while engine.running or engine.waiting:
-        for each, outcome in engine.step():
-            if outcome is not None and not isinstance(outcome, Exception):
-                said[id(each)] += outcome.accepted.tokens
-        look()
-    return [said[id(each)] for each in everyone]
+    said = finish(engine, look)
+    return [tokens_in(delta.accepted for delta in said[each]) for each in everyone]
 
 
 @pytest.mark.parametrize("known", [True, False])

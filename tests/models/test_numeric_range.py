@@ -12,7 +12,6 @@ from mlx.utils import tree_flatten, tree_map
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
@@ -76,8 +75,8 @@ def answer(target: Target, drafter: Any) -> tuple[list[int], float]:
     """The answer's tokens, and how many of them come from a round."""
     state = State(target.new_cache(), drafter.new_context())
     config = DecodeConfig(max_tokens=32)
-    go_on(target, drafter, state, PROMPT, config, Observer())
-    rounds = list(decode(target, drafter, state, config, Observer()))
+    go_on(target, drafter, state, PROMPT, config)
+    rounds = list(decode(target, drafter, state, config))
     tokens = [token for accepted in rounds for token in accepted.tokens]
     return tokens, len(tokens) / len(rounds)
 
