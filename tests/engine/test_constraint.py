@@ -18,7 +18,7 @@ from dflash_mlx.engine import grammar as module
 from dflash_mlx.engine.grammar import FORCED
 from support.decoding import answer_rounds as rounds_of
 from support.decoding import tree_of
-from support.grammars import END, constraint, tiny_tokenizer, toy_allowed, toy_constraint
+from support.grammars import END, SCHEMA, constraint, tiny_tokenizer, toy_allowed, toy_constraint
 from support.law import (
     PROMPT,
     VOCABULARY,
@@ -31,16 +31,6 @@ from support.models import EOS
 from support.rounding import EXACT, FAMILIES, LOOSE, Rounding
 from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 5},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 SIZE = 97
 
 
@@ -55,7 +45,9 @@ def ids(tokenizer):
 
 
 def by_schema(tokenizer):
-    return constraint(tokenizer, json_schema=json.dumps(SCHEMA))
+    """With fields that may be left out."""
+    schema = {**SCHEMA, "required": ["name", "age"]}
+    return constraint(tokenizer, json_schema=json.dumps(schema))
 
 
 def walk(fresh, rng, most):

@@ -49,10 +49,21 @@ from support.toys import ToyTarget
 TEMPERATURE = 0.7
 
 
-class ToyPaths(ToyDrafter):
-    """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
+class ToyLinks(ToyDrafter):
+    """Stands for a drafter whose candidates are scored by the token before them as well."""
 
     is_linked = True
+
+    def linked(self, context, anchor, rows, prefixes=((),)):
+        found = []
+        for prefix in prefixes:
+            logits = self.logits(context, anchor, rows, [prefix])
+            found.append(self.link(logits, mx.array(prefix[-1:]) if prefix else anchor))
+        return found
+
+
+class ToyPaths(ToyLinks):
+    """Stands for a DFlash 2 drafter: three candidates."""
 
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
@@ -61,24 +72,17 @@ class ToyPaths(ToyDrafter):
         scores = unary + self.edges(tokens, anchor)
         return Candidates(tokens, lambda t, before: scores[t, before])
 
-    def linked(self, context, anchor, rows, prefixes=((),)):
-        found = []
-        for prefix in prefixes:
-            before = mx.array(prefix[-1:]) if prefix else anchor
-            ranked = rank(self.logits(context, anchor, rows, [prefix]), 3)
-            edges = self.edges(mx.array(ranked.tokens), before)
-            found.append(Linked(ranked, np.array(edges)))
-        return found
+    def link(self, logits, before):
+        ranked = rank(logits, 3)
+        return Linked(ranked, np.array(self.edges(mx.array(ranked.tokens), before)))
 
     def edges(self, tokens, anchor):
         before = predecessors(tokens, anchor)
         return mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
 
 
-class ToyMarkov(ToyDrafter):
+class ToyMarkov(ToyLinks):
     """Stands for a DSpark drafter, with its real heads; logits are states as well."""
-
-    is_linked = True
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -94,14 +98,9 @@ class ToyMarkov(ToyDrafter):
         logits = self.logits(context, anchor, rows)
         return self.links.candidates(logits, logits, anchor, None)
 
-    def linked(self, context, anchor, rows, prefixes=((),)):
-        found = []
-        for prefix in prefixes:
-            before = mx.array(prefix[-1:]) if prefix else anchor
-            logits = self.logits(context, anchor, rows, [prefix])
-            given = logits, logits, before, None, lambda scores: rank(scores, self.links.top_k)
-            found.append(self.links.linked(*given))
-        return found
+    def link(self, logits, before):
+        given = logits, logits, before, None, lambda scores: rank(scores, self.links.top_k)
+        return self.links.linked(*given)
 
 
 class ToyHalf(ToyDrafter):

@@ -26,22 +26,11 @@ from support.configs import config_with
 from support.decoding import Strict, finish
 from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.grammars import tiny_tokenizer
+from support.grammars import SCHEMA, tiny_tokenizer
 from support.models import EOS
 from support.pairs import full_pair
 from support.toys import Letters, prompt_of
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
-        "ok": {"type": "boolean"},
-    },
-    "required": ["name", "age", "tags", "ok"],
-    "additionalProperties": False,
-}
 DATES = 'start: day " " month\nday: /[1-9]/ | "30"\nmonth: "May" | "June" | "July"\n'
 STRUCTURES = {
     "schema": StructureConfig(json_schema=json.dumps(SCHEMA)),
