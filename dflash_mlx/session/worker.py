@@ -118,6 +118,8 @@ class Worker:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except Exception as error:
@@ -175,6 +177,9 @@ class Worker:
                 self._step()
             elif self._idle and self._idle[0].advance():
                 self._idle.popleft()
+        for job in self._idle:
+            job.cancelled.set()
+            job.advance()
         if self._last is not None:
             self._last()
 
@@ -222,6 +227,7 @@ class Worker:
         self._look()
         if news:
             self._post(news)
+        self._scheduler.keep_finished()
 
     def _look(self) -> None:
         self.steps += 1

@@ -52,6 +52,7 @@ def finish(scheduler: Scheduler, look: Callable[[], object] = lambda: None) -> d
         for each, delta in scheduler.step():
             said.setdefault(each, []).append(delta)
         look()
+    scheduler.keep_finished()
     return said
 
 
