@@ -190,18 +190,22 @@ def run(engine: Scheduler, everyone: list[Sequence], look=lambda: None) -> list[
     return [tokens_in(delta.accepted for delta in said[each]) for each in everyone]
 
 
+def each_alone(target: Target, prompts: list, tokens: int = 10) -> list[list[int]]:
+    asked = [running(target, prompt, seed, tokens) for seed, prompt in enumerate(prompts)]
+    return [run(scheduler_of(target), [each])[0] for each in asked]
+
+
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", TARGETS)
 def test_requests_that_begin_alike_read_their_beginning_once(name, known):
     """One has read it before, or the first of them does while the others wait."""
     target, system = target_of(name), prompt_of(23, 200)
     prompts = [[*system, *prompt_of(24 + i, 10 + i)] for i in range(4)] + [prompt_of(29, 90)]
-    alone = [run(scheduler_of(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     if known:
         run(engine, [running(target, [*system, 5], 0)])
     everyone = [running(target, p, i) for i, p in enumerate(prompts)]
-    assert run(engine, everyone) == alone
+    assert run(engine, everyone) == each_alone(target, prompts)
     first, *others, last = [each.statistics.reused_tokens for each in everyone]
     read, chunks = (168, 0) if name == "falcon_h1" else (200, 192)  # few ways back of states
     assert last == 0
@@ -214,7 +218,7 @@ def test_requests_that_begin_alike_read_their_beginning_once(name, known):
 def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
     target, system = target_of("llama"), prompt_of(23, 200)
     first, second = (running(target, [*system, i], i) for i in range(2))
-    alone = run(scheduler_of(target), [running(target, second.prompt, 1)])
+    _, alone = each_alone(target, [first.prompt, second.prompt])
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     for each in (first, second):
         engine.add(each)
@@ -222,7 +226,7 @@ def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
     assert (first.state.position, second.state.position) == (64, 0)
     engine.cancel(first)
     outcomes = [outcome for _ in range(15) for _, outcome in engine.step()]
-    assert [t for each in outcomes if each for t in each.accepted.tokens] == alone[0]
+    assert [t for each in outcomes if each for t in each.accepted.tokens] == alone
     assert second.statistics.reused_tokens == 64 and not engine.running
 
 
@@ -251,9 +255,6 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
 
 def test_prefixes_give_way_before_any_sequence_has_to():
     target, prompts = target_of("llama"), [prompt_of(30 + i, 100 + 60 * i) for i in range(4)]
-    alone = [
-        run(scheduler_of(target), [running(target, p, i, 60)])[0] for i, p in enumerate(prompts)
-    ]
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     engine.memory.limit = 2 * engine.memory.bytes_of(NoDraft(), 400)
     for seed in range(6):
@@ -265,7 +266,8 @@ def test_prefixes_give_way_before_any_sequence_has_to():
         assert engine.used + engine.prefixes.nbytes <= engine.memory.limit
         least.append(engine.prefixes.nbytes)
 
-    assert run(engine, [running(target, p, i, 60) for i, p in enumerate(prompts)], look) == alone
+    everyone = [running(target, p, i, 60) for i, p in enumerate(prompts)]
+    assert run(engine, everyone, look) == each_alone(target, prompts, 60)
     assert min(least) < full
 
 

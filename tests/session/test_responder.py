@@ -80,15 +80,6 @@ def test_caches_are_kept_unless_drafting_itself_changes(responder, settings, reu
     assert third.reused_tokens > 0
 
 
-def test_the_worker_does_a_last_thing_when_it_ends():
-    done = []
-    worker = Worker(lambda news: None)
-    job = worker.run(lambda job: (_ for _ in ()))
-    assert job.begun.wait(60)
-    assert worker.close(60, lambda: done.append(threading.current_thread().name))
-    assert done == ["worker"]
-
-
 def test_a_call_that_is_given_up_and_an_idle_job_at_the_end_leave_nothing_open():
     heard, held = [], threading.Event()
     worker = Worker(heard.extend)
@@ -173,10 +164,12 @@ class Heard:
             self._over.notify()
 
     def wait(self, jobs):
-        """Until so many jobs are over; then the worker ends."""
+        """Until so many jobs are over; then the worker does a last thing, and ends."""
         with self._over:
             assert self._over.wait_for(lambda: self._ended == jobs, 60)
-        assert self.worker.close(60)
+        last = []
+        assert self.worker.close(60, lambda: last.append(threading.current_thread().name))
+        assert last == ["worker"]
 
     def of(self, job):
         return [event for one, event in self.events if one is job]

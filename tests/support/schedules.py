@@ -192,8 +192,8 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
             if key not in drafters:
                 drafters[key] = _drafter(pair, request.config, schedule.seed)
             drafter = drafters[key]
-        settings = (request.prompt, request.config, None, True, Watched)
-        everyone.append(sequence_of(target, drafter, *settings))
+        asked = drafter, request.prompt, request.config
+        everyone.append(sequence_of(target, *asked, in_company=True, kind=Watched))
     engine = scheduler_of(target, observer=Strict())
     tight = max(engine.memory.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
     if schedule.seed % 4 < 2:
