@@ -210,7 +210,7 @@ class SurestFirst(DrawnSpecDiff):
     """
 
     def drawn(self, state, rows):
-        first, second = mx.random.split(self._drawing.key(state))
+        first, second = mx.random.split(self.key(state))
         masks = [self._model.mask] * (rows - 1)
         laws = self.said(state, masks, range(1, rows))
         chances = mx.softmax(laws, axis=-1)
@@ -229,7 +229,7 @@ class SurestFirst(DrawnSpecDiff):
 
     def said(self, state, hidden, places):
         block = mx.array([*state.anchor.tolist(), *hidden])
-        return tempered(self._model.logits(state.context, block, places), self._drawing.config)
+        return tempered(self._model.logits(state.context, block, places), self.sampling)
 
 
 def toy(base, *links):
