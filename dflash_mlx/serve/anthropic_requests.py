@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,9 +14,8 @@ from dflash_mlx.serve.fields import ChatBody, Conversation, Count, Name, Stops, 
 FIELDS = Fields(
     form="output_config.format",
     schema="output_config.format.schema",
-    parameters="tools[{}].input_schema",
-    strict="tools[{}].strict",
-    name="tools[{}].name",
+    tool="tools[{}].",
+    parameters="input_schema",
 )
 
 
@@ -176,13 +174,9 @@ class Counted(Conversation):
 
     def _required(self, choice: ToolChoice) -> str | None:
         """The tool that has to be called, "" for any."""
-        if choice.type not in ("any", "tool"):
-            return None
         if choice.type == "tool" and not choice.name:
             raise refusal("tool_choice", "of type tool names none", "send its name")
-        if not self.tools:
-            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
-        return (choice.name if choice.type == "tool" else None) or ""
+        return {"any": "", "tool": choice.name}.get(choice.type)
 
     def _thinking(self, pair: Pair) -> Json:
         """The argument of the chat template that says whether the model thinks."""
@@ -230,19 +224,9 @@ def _tool(tool: Tool) -> Json:
 class MessagesRequest(Counted, ChatBody):
     """The body of POST /v1/messages."""
 
-    max_tokens: Count
+    stop_field = "stop_sequences"
+
+    max_tokens: Count  # in this API a request has to say it
     stop_sequences: Stops | None = None
     metadata: dict[Literal["user_id"], str | None] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-
-    @property
-    def most(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def stops(self) -> Sequence[str]:
-        return self.stop_sequences or ()
-
-    @property
-    def names(self) -> dict[str, str]:
-        return {"stop": "stop_sequences"}

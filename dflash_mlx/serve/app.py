@@ -46,8 +46,8 @@ async def health() -> Response:
 
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
-    service: Service = request.app.state.service
-    return Response(service.metrics.page(service.queue.worker.used), media_type=CONTENT_TYPE_LATEST)
+    queue = request.app.state.service.queue
+    return Response(queue.metrics.page(queue.worker.used), media_type=CONTENT_TYPE_LATEST)
 
 
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
@@ -64,8 +64,8 @@ _TOLD: dict[str, Callable[..., Any]] = {  # by GET
 }
 
 
-def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIApp:
-    """The application around a service. fault: notes an exception and makes an error of it."""
+def make_app(service: Service) -> ASGIApp:
+    """The application around a service."""
     api = FastAPI(
         title="dflash-serve",
         docs_url=None,  # a page with scripts from elsewhere
@@ -90,9 +90,9 @@ def make_app(service: Service, fault: Callable[[Exception], ApiError]) -> ASGIAp
     app = guard.CheckMiddleware(app, guard.caller_check(hosts, config.allow_origin))
 
     def counted(path: str, status: int) -> None:
-        service.metrics.responded(path if path in {*_ASKED, *_TOLD} else "other", status)
+        service.queue.metrics.responded(path if path in {*_ASKED, *_TOLD} else "other", status)
 
-    return guard.OuterMiddleware(app, counted, fault)
+    return guard.OuterMiddleware(app, counted, service.queue.fault)
 
 
 def _add_errors(api: FastAPI, most: int) -> None:

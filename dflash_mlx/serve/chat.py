@@ -26,13 +26,12 @@ TEMPLATE_FAULTS = (
 
 @dataclass(frozen=True)
 class Fields:
-    """What an API calls the fields that say of which form an answer is; {} is a tool's number."""
+    """What an API calls the fields that say of which form an answer is."""
 
     form: str
     schema: str
-    parameters: str
-    strict: str
-    name: str
+    tool: str  # where the fields of a tool are; {} is its number
+    parameters: str  # one of them
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,23 +43,22 @@ class Sampled(Strict):
 class Answered(Sampled):
     """A request for answers, whatever its API; what is not a field here is said by properties."""
 
+    stop_field: ClassVar[str] = "stop"  # whose texts end an answer
+
     model: Name
     stream: bool | None = None
+    max_tokens: Count | None = None
 
     @property
     def most(self) -> int | None:
         """Tokens of an answer, where the request says."""
-        return None
+        return self.max_tokens
 
     @property
     def stops(self) -> Sequence[str]:
         """Texts that end an answer."""
-        return ()
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Fields by the setting that they are about, where they are called otherwise."""
-        return {}
+        given = getattr(self, self.stop_field)
+        return [given] if isinstance(given, str) else given or []
 
     @property
     def answers(self) -> int:
@@ -99,7 +98,7 @@ def decoding(
     Where a seed was given, each has one of its own. ApiError for what does not go together.
     """
     for i, text in enumerate(body.stops):
-        check_text(text, f"{body.names.get('stop', 'stop')}[{i}]")
+        check_text(text, f"{body.stop_field}[{i}]")
     asked = body.model_dump(include={*Sampled.model_fields}, exclude_none=True)
     try:
         config = replace(
@@ -111,7 +110,7 @@ def decoding(
             logprobs=body.tops,
         )
     except DFlashError as error:
-        raise of_settings(error, body.names) from None
+        raise of_settings(error) from None
     if (seed := config.sampling.seed) is None:
         return [config] * body.answers
     seeds = [(seed + i) % 2**32 for i in range(body.answers)]

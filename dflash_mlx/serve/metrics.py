@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta
 
 _FIRST = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds to the first token
 _EACH = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64)  # seconds for a token
-_COUNTERS = {
-    "tokens": "Tokens of answers",
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Prompt tokens found in caches",
-    "rounds": "Target passes of answers, one for each",
-    "drafted": "Drafted positions",
-    "accepted": "Drafted positions that were accepted",
+_COUNTERS: dict[str, tuple[str, Callable[[Statistics], int]]] = {  # counted when answers are over
+    "prompt_tokens": ("Tokens of prompts", lambda s: s.prompt_tokens),
+    "cached_tokens": ("Prompt tokens found in caches", lambda s: s.reused_tokens),
+    "rounds": ("Target passes of answers, one for each", lambda s: s.rounds),
+    "drafted": ("Drafted positions", lambda s: s.drafted.total()),
+    "accepted": ("Drafted positions that were accepted", lambda s: s.accepted.total()),
 }
 
 
@@ -25,8 +27,10 @@ class Metrics:
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
         self._counters = {
-            name: Counter(f"dflash_{name}", what, registry=own) for name, what in _COUNTERS.items()
+            name: Counter(f"dflash_{name}", what, registry=own)
+            for name, (what, _) in _COUNTERS.items()
         }
+        self._tokens = Counter("dflash_tokens", "Tokens of answers", registry=own)
         labels, how = ("path", "status"), ("ended",)
         self._responses = Counter("dflash_responses", "Responses", labels, registry=own)
         self._answers = Counter("dflash_answers", "Answers by how they ended", how, registry=own)
@@ -49,19 +53,13 @@ class Metrics:
 
     def told(self, delta: Delta) -> None:
         """Count the tokens of a delta, and an answer with its last one."""
-        self._counters["tokens"].inc(len(delta.tokens))
+        self._tokens.inc(len(delta.tokens))
         if delta.finish_reason is None:
             return
         statistics = delta.statistics
         self._answers.labels(delta.finish_reason).inc()
-        for name, count in {
-            "prompt_tokens": statistics.prompt_tokens,
-            "cached_tokens": statistics.reused_tokens,
-            "rounds": statistics.rounds,
-            "drafted": statistics.drafted.total(),
-            "accepted": statistics.accepted.total(),
-        }.items():
-            self._counters[name].inc(count)
+        for name, (_, count) in _COUNTERS.items():
+            self._counters[name].inc(count(statistics))
         self._first.observe(statistics.time_to_first_token)
         if statistics.tokens_per_second:
             self._each.observe(1 / statistics.tokens_per_second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,9 +15,8 @@ from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 FIELDS = Fields(
     form="response_format",
     schema="response_format.json_schema.schema",
-    parameters="tools[{}].function.parameters",
-    strict="tools[{}].function.strict",
-    name="tools[{}].function.name",
+    tool="tools[{}].function.",
+    parameters="parameters",
 )
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
@@ -150,20 +148,11 @@ class Completed(Answered):
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    max_tokens: Count | None = None
     stop: StopText | Stops | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
-
-    @property
-    def most(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def stops(self) -> Sequence[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def answers(self) -> int:
@@ -198,10 +187,6 @@ class ChatRequest(ChatBody, Completed):
         return self.max_tokens or self.max_completion_tokens
 
     @property
-    def names(self) -> dict[str, str]:
-        return {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens else {}
-
-    @property
     def tops(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -215,8 +200,6 @@ class ChatRequest(ChatBody, Completed):
             raise refusal(
                 "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
             )
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
 
     def chat(self, pair: Pair) -> Chat:
         required: str | None = "" if self.tool_choice == "required" else None

@@ -16,6 +16,7 @@ from dflash_mlx.engine.delta import Delta, TokenLogprobs
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
 TOOLS = "tool_calls"  # the reason of an answer that ends with calls
@@ -133,18 +134,12 @@ class ResponseStream:
 class RequestQueue:
     """Hands requests to the worker and its news to their streams; for one event loop."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        parallel: int,
-        queue: int,
-        fault: Callable[[Exception], ApiError],
-    ) -> None:
-        self.metrics = metrics
+    def __init__(self, config: ServeConfig, fault: Callable[[Exception], ApiError]) -> None:
+        self.metrics = Metrics()
         self.fault = fault  # notes an exception and makes an error of it
         self.worker = Worker(self._post)
-        self._parallel = parallel  # answers that are decoded together
-        self._most = parallel + queue
+        self._parallel = config.parallel  # answers that are decoded together
+        self._most = config.parallel + config.queue
         self._streams: dict[Reply, ResponseStream] = {}  # of answers that are not over
         self._usual = _FIRST_GUESS
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -25,7 +25,6 @@ from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.guard import LimitedProtocol
-from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
@@ -36,6 +35,7 @@ from dflash_mlx.system.machine import available_memory
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Ends = asyncio.Queue[None]  # the first in it asks a server to end, the second to end at once
 
 
 def run(
@@ -51,20 +51,19 @@ def run(
     kept: how much of what was read stays for later conversations. place: bound, and listened on
     from the moment that everything is ready. Raises as `load`.
     """
-    metrics, noted = Metrics(), Faults()
-    queue = RequestQueue(metrics, config.parallel, config.queue, noted)
+    queue = RequestQueue(config, Faults())
     worker = queue.worker
     pair = worker.call(load).result()
     method, memory = settle(usual, pair.capabilities).method, memory_for(config)
     make = partial(Scheduler, pair, memory, most=config.parallel)
     worker.serve(lambda: make(prefixes=prefix_cache(kept))).result()
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
-    service = Service(pair, asked, config, queue, metrics, names)
+    service = Service(pair, asked, config, queue, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
         worker.run(lambda job: pair.calibrating(usual.recalibrate), idle=True)
     told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
-    asyncio.run(_until_signal(service, place, noted, told))
+    asyncio.run(_until_signal(service, place, told))
     if problem := worker.call(worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
     worker.close(_LATE)
@@ -88,26 +87,22 @@ def memory_for(config: ServeConfig) -> int:
     return max(available_memory() - taken, 0) // 2
 
 
-async def _until_signal(
-    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], told: str
-) -> None:
-    stop, loop = Stop(), asyncio.get_running_loop()
+async def _until_signal(service: Service, place: socket.socket, told: str) -> None:
+    ends: Ends = asyncio.Queue()
     if service.config.watched:
-        stop.at_end_of(sys.stdin.fileno(), loop)
-    with stop.on_signals(loop):
+        _watch(sys.stdin.fileno(), ends)
+    with _signals(ends):
         place.listen(2048)  # the backlog that uvicorn has
         cli.say(told)
-        await serve(service, place, noted, stop)
+        await serve(service, place, ends)
 
 
-async def serve(
-    service: Service, place: socket.socket, noted: Callable[[Exception], ApiError], stop: Stop
-) -> None:
-    """Serve until `stop` is asked for, then let answers finish."""
+async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
+    """Serve until it is asked to end, then let answers finish, unless it is asked again."""
     config = service.config
     protocol = partial(LimitedProtocol, most=config.connections, idle=config.idle)
     settings = uvicorn.Config(
-        make_app(service, noted),
+        make_app(service),
         http=protocol,  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
@@ -122,12 +117,14 @@ async def serve(
     server = Server(settings)
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
-    await _first(running, stop.asked.wait())
+    await _first(running, ends.get())
     if not running.done():
         for each in server.servers:
             each.close()  # to new connections; those that are open go on
-        await _first(service.queue.drain(config.grace), stop.again.wait())
-        server.force_exit = stop.again.is_set()
+        again = asyncio.ensure_future(ends.get())
+        await _first(service.queue.drain(config.grace), again)
+        server.force_exit = again.done()
+        again.cancel()
         server.should_exit = True
     await running
 
@@ -149,38 +146,33 @@ class Server(uvicorn.Server):
         yield
 
 
-class Stop:
-    """The first signal asks to end, the second to end at once."""
-
-    def __init__(self) -> None:
-        self.asked, self.again = asyncio.Event(), asyncio.Event()
-
-    @contextlib.contextmanager
-    def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        # A rank that waits for another hears nothing; SIGTERM is how a launcher ends it.
-        kinds = _SIGNALS[:1] if launched() else _SIGNALS
-        before = {each: signal.getsignal(each) for each in kinds}
+@contextlib.contextmanager
+def _signals(ends: Ends) -> Iterator[None]:
+    """Signals ask to end."""
+    loop = asyncio.get_running_loop()
+    # A rank that waits for another hears nothing; SIGTERM is how a launcher ends it.
+    kinds = _SIGNALS[:1] if launched() else _SIGNALS
+    before = {each: signal.getsignal(each) for each in kinds}
+    for each in kinds:
+        loop.add_signal_handler(each, ends.put_nowait, None)
+    try:
+        yield
+    finally:
         for each in kinds:
-            loop.add_signal_handler(each, self._hear)
-        try:
-            yield
-        finally:
-            for each in kinds:
-                loop.remove_signal_handler(each)
-                signal.signal(each, before[each])
+            loop.remove_signal_handler(each)
+            signal.signal(each, before[each])
 
-    def at_end_of(self, place: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Where whoever holds the other end of a pipe is gone, that is the first signal."""
 
-        def read() -> None:
-            if not os.read(place, 4096):
-                loop.remove_reader(place)
-                self.asked.set()
+def _watch(place: int, ends: Ends) -> None:
+    """Where whoever holds the other end of a pipe is gone, that asks to end, too."""
+    loop = asyncio.get_running_loop()
 
-        loop.add_reader(place, read)
+    def read() -> None:
+        if not os.read(place, 4096):
+            loop.remove_reader(place)
+            ends.put_nowait(None)
 
-    def _hear(self) -> None:
-        (self.again if self.asked.is_set() else self.asked).set()
+    loop.add_reader(place, read)
 
 
 class Faults:

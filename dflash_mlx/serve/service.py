@@ -20,7 +20,6 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, ChatBody, Conversation, decoding
-from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
@@ -41,7 +40,6 @@ class Service:
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
-    metrics: Metrics
     names: tuple[str, ...]  # the model's, its own first
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -65,7 +63,11 @@ class Service:
         if (number := len(body.messages)) > (most := self.config.messages):
             raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
 
-        return await self.prepare(lambda: _understood(self.pair, body))
+        def understand() -> Understood:
+            chat = body.chat(self.pair)
+            return chat, structure_of(self.pair, chat), prompt_of(self.pair, chat)
+
+        return await self.prepare(understand)
 
     def close(self) -> None:
         self._prompts.shutdown(wait=False, cancel_futures=True)
@@ -90,11 +92,6 @@ class Service:
                 replies.append(reply)
                 first = first or reply
         return await self.queue.open(replies)
-
-
-def _understood(pair: Pair, body: Conversation) -> Understood:
-    chat = body.chat(pair)
-    return chat, structure_of(pair, chat), prompt_of(pair, chat)
 
 
 class Writer(Protocol):

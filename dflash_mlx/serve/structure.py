@@ -42,9 +42,10 @@ def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
     """
     if not chat.asks:
         return None
-    fields = chat.fields
+    if chat.required is not None and not chat.tools:
+        raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
     if chat.schema is not None:
-        follows = _checked(fields.schema, pair, schema=chat.schema)
+        follows = _checked(chat.fields.schema, pair, schema=chat.schema)
         if not chat.tools:
             return follows
     field = _asking(chat)
@@ -61,21 +62,22 @@ def _asking(chat: Chat) -> str:
     if chat.schema is not None:
         return chat.fields.form
     strict = [bool(tool["function"].get("strict")) for tool in chat.tools]
-    return chat.fields.strict.format(strict.index(True))
+    return chat.fields.tool.format(strict.index(True)) + "strict"
 
 
 def _tools(chat: Chat) -> dict[str, Json]:
     """The tools that may be called, each with the schema that its arguments follow."""
     found = {}
     for i, tool in enumerate(each["function"] for each in chat.tools):
-        check_text(tool["name"], chat.fields.name.format(i))
+        place = chat.fields.tool.format(i)
+        check_text(tool["name"], place + "name")
         if chat.required not in (None, "", tool["name"]):
             continue
         schema: Json = {"type": "object"}  # any, where it is not to be followed
         if chat.required is not None or tool.get("strict"):
             nothing = {"properties": {}, "additionalProperties": False}
             schema |= nothing if tool.get("parameters") is None else tool["parameters"]
-        field = chat.fields.parameters.format(i)
+        field = place + chat.fields.parameters
         if schema["type"] != "object":
             what = f"is of type {json.dumps(schema['type'])[:80]}"
             raise refusal(field, what, "send the schema of an object")

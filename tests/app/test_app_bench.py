@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,7 @@ from dflash_chat.commands import parse
 from dflash_chat.figures import wide_bar
 from dflash_mlx.client import BenchStep, DFlashError, PairConfig, SamplingConfig
 from dflash_mlx.engine.pair import Capabilities
-from support.app_scripts import (
-    ScriptedBackend,
-    answered,
-    goes_on,
-    in_chat,
-    notices,
-    say,
-    screen_text,
-    until,
-)
+from support.app_scripts import ScriptedBackend, gated, in_chat
 
 
 def figures(speedup: float) -> dict[str, Any]:
@@ -76,51 +66,45 @@ def test_where_plain_decoding_is_the_fastest_there_is_nothing_by_kind():
 
 
 @in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT]))
-async def test_bench_shows_its_table_and_what_pays(app, pilot, backend):
+async def test_bench_shows_its_table_and_what_pays_or_what_cannot_be_run(chat, app, backend):
     app.pair_config = PairConfig("some/model")
-    await say(app, pilot, "/bench ngram, ddtree:budget=8")
-    await until(lambda: "pays on this machine" in screen_text(app), pilot)
-    assert "DFlash tree, budget=8" in screen_text(app) and "█" in screen_text(app)
-    assert "Saved as bench.json." in screen_text(app)
+    await chat.say("/bench ngram, ddtree:budget=8")
+    await chat.shows("pays on this machine")
+    assert "DFlash tree, budget=8" in chat.text and "█" in chat.text
+    assert "Saved as bench.json." in chat.text
     asked = backend.requests[0]
     assert asked.methods == ("ngram", "ddtree:budget=8")
     assert asked.pair == PairConfig("some/model")
     assert asked.folder.is_relative_to(app.store.folder)
-    await pilot.press("escape")
-    await answered(app, pilot)
+    await chat.press("escape")
+    await chat.answered()
+    backend.bench_steps = [DFlashError("method is 'x'", "choose another")]
+    await chat.say("/bench x")
+    assert isinstance(app.screen, BenchScreen)
+    await chat.shows("method is 'x'; choose another")
+    await chat.press("q")
+    assert chat.notices == []
 
 
-@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(2)))
-async def test_leaving_bench_with_ctrl_c_ends_it(app, pilot, backend):
-    await say(app, pilot, "/bench")
-    await until(lambda: "answer 2 of 6" in screen_text(app), pilot)
+@in_chat(lambda: gated(2, bench_steps=[*STEPS, RESULT]))
+async def test_leaving_bench_ends_it_and_there_is_one_comparison_at_a_time(chat, app, backend):
+    await chat.say("/bench")
+    await chat.shows("answer 2 of 6")
     job = app.screen.job
-    await pilot.press("ctrl+c")
+    await chat.press("ctrl+c")
     assert job.cancelled.is_set() and app.screen is app.base
     backend.gate.release()
     backend.gate = None
-    await answered(app, pilot)
+    await chat.answered()
     assert app.listener.comparison is None
-
-
-@in_chat(lambda: ScriptedBackend(bench_steps=[DFlashError("method is 'x'", "choose another")]))
-async def test_bench_says_on_its_screen_what_cannot_be_run(app, pilot, backend):
-    await say(app, pilot, "/bench x")
-    assert isinstance(app.screen, BenchScreen)
-    await until(lambda: "method is 'x'; choose another" in screen_text(app), pilot)
-    await pilot.press("q")
-    assert notices(app) == []
-
-
-@in_chat(lambda: ScriptedBackend(bench_steps=[*STEPS, RESULT], gate=threading.Semaphore(1)))
-async def test_bench_waits_for_no_answer_and_there_is_one_comparison_at_a_time(app, pilot, backend):
-    await say(app, pilot, "What meets?")
-    await say(app, pilot, "/bench")
-    assert "an answer is being written" in notices(app)[-1]
+    backend.hold(1)
+    await chat.say("What meets?")
+    await chat.say("/bench")
+    assert "an answer is being written" in chat.notices[-1], "which it does not wait for"
     assert app.screen is app.base
-    await goes_on(app, pilot, backend)
-    backend.gate = threading.Semaphore(2)
-    await say(app, pilot, "/bench")
+    await chat.goes_on()
+    backend.hold(2)
+    await chat.say("/bench")
     with pytest.raises(DFlashError, match="a comparison is being run"):
         await app.commands.run(parse("/race why"))
     assert isinstance(app.listener.comparison, BenchScreen)
@@ -146,26 +130,23 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
     return kept
 
 
-def test_a_finished_benchmark_is_saved_and_says_where(saved, tmp_path):
+def test_a_finished_benchmark_is_saved_and_says_where_or_why_not(saved, tmp_path, monkeypatch):
     *steps, result = run_bench(*pair_and_request(tmp_path))
     assert steps == STEPS and saved == [(REPORT, 1)]
     assert str(tmp_path / "bench.json") in result.saved and "matplotlib" in result.saved
     assert "pays" in result.text
 
-
-@pytest.mark.parametrize(("taken", "kept"), [(2, 0), (3, 1)])
-def test_a_benchmark_that_is_left_keeps_the_prompts_that_are_finished(saved, tmp_path, taken, kept):
-    events = run_bench(*pair_and_request(tmp_path))
-    for _ in range(taken):
-        next(events)
-    events.close()
-    assert len(saved) == kept
-
-
-def test_what_cannot_be_saved_is_said_beside_the_result(saved, tmp_path, monkeypatch):
     def refuse(*arguments: Any) -> Any:
         raise DFlashError("the disk is full", "free some space")
 
     monkeypatch.setattr(benches, "save_bench", refuse)
     *_, result = run_bench(*pair_and_request(tmp_path))
     assert "the disk is full" in result.saved and "pays" in result.text
+
+
+def test_a_benchmark_that_is_left_keeps_the_prompts_that_are_finished(saved, tmp_path):
+    for taken, kept in ((2, 0), (3, 1)):
+        events = run_bench(*pair_and_request(tmp_path))
+        assert [next(events) for _ in range(taken)] == STEPS[:taken]
+        events.close()
+        assert len(saved) == kept

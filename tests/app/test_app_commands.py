@@ -8,47 +8,33 @@ from dflash_chat.commands import COMMANDS, completions
 from dflash_chat.conversation import code_blocks
 from dflash_chat.mentions import attached, mentions
 from dflash_mlx import DFlashError
-from support.app_scripts import (
-    ANSWER,
-    ScriptedBackend,
-    answered,
-    in_chat,
-    notices,
-    say,
-    screen_text,
-    until,
-)
-
-# Copying
+from support.app_scripts import ANSWER, ScriptedBackend, in_chat
 
 
 @in_chat(lambda: ScriptedBackend(["<think>hm</think>" + ANSWER + "\n\n~~~\nmore\n~~~\n"]))
-async def test_an_answer_or_one_of_its_code_blocks_is_copied(app, pilot, backend):
-    await say(app, pilot, "/copy")
-    assert "ask something first" in notices(app)[-1]
-    await answered(app, pilot)
-    await say(app, pilot, "/copy")
+async def test_an_answer_or_one_of_its_code_blocks_is_copied(chat, app, backend):
+    await chat.say("/copy")
+    assert "ask something first" in chat.notices[-1]
+    await chat.answered()
+    await chat.say("/copy")
     assert app.clipboard == ANSWER + "\n\n~~~\nmore\n~~~"
-    await say(app, pilot, "/copy 1")
+    await chat.say("/copy 1")
     assert app.clipboard == 'def rivers() -> list[str]:\n    return ["Rhine", "Main"]\n'
-    await say(app, pilot, "/copy 2")
+    await chat.say("/copy 2")
     assert app.clipboard == "more\n"
     for wrong in ("3", "0", "x", "9" * 5000):
-        await say(app, pilot, f"/copy {wrong}")
-        assert "has 2 code blocks" in notices(app)[-1]
+        await chat.say(f"/copy {wrong}")
+        assert "has 2 code blocks" in chat.notices[-1]
     assert app.clipboard == "more\n"
     backend.answers = ["a\x1b[201~b\ud800"]
-    await answered(app, pilot)
-    await say(app, pilot, "/copy")
+    await chat.answered()
+    await chat.say("/copy")
     assert app.clipboard == "a[201~b?", "it commands no terminal that it is pasted into"
 
 
 def test_code_blocks_are_found_wherever_markdown_has_them():
     text = "1. a\n   ```py\n   x\n   ```\n\n````\n```\nin\n```\n````\n\n    indented\n\n```\nopen\n"
     assert code_blocks(text) == ["x\n", "```\nin\n```\n", "indented\n", "open\n"]
-
-
-# Completing commands
 
 
 @pytest.mark.parametrize(
@@ -66,27 +52,27 @@ def test_a_beginning_is_completed_to_the_commands_that_have_it(typed, names):
 
 
 @in_chat()
-async def test_commands_are_offered_while_they_are_typed_and_tab_completes(app, pilot, backend):
-    await pilot.press("/", "r")
-    assert "/race" in screen_text(app) and "/rename" in screen_text(app)
-    await pilot.press("e", "n")
-    assert "/rename title  name this conversation" in screen_text(app)
-    await pilot.press("tab")
+async def test_commands_are_offered_while_they_are_typed_and_tab_completes(chat, app):
+    await chat.press("/", "r")
+    assert "/race" in chat.text and "/rename" in chat.text
+    await chat.press("e", "n")
+    assert "/rename title  name this conversation" in chat.text
+    await chat.press("tab")
     assert app.prompt.text == "/rename ", "and goes on to what it needs"
     assert app.prompt.has_focus
     app.prompt.text, before = "", app.theme
-    await pilot.press(*"/the", "tab", "enter")
-    await until(lambda: app.theme != before, pilot)
+    await chat.press(*"/the", "tab", "enter")
+    await chat.until(lambda: app.theme != before)
     assert app.prompt.text == ""
-    await pilot.press("h", "i")
+    await chat.press("h", "i")
     assert not app.prompt.suggestion
-    assert "Tab completes" not in screen_text(app)
+    assert "Tab completes" not in chat.text
     app.prompt.text = ""
-    await pilot.press(*"/expo")
+    await chat.press(*"/expo")
     assert app.prompt.suggestion == "rt", "shown behind the cursor alone"
-    await pilot.press("left")
-    await until(lambda: not app.prompt.suggestion, pilot)
-    await pilot.press("end", "right")
+    await chat.press("left")
+    await chat.until(lambda: not app.prompt.suggestion)
+    await chat.press("end", "right")
     assert app.prompt.text == "/export"
 
 
@@ -114,6 +100,10 @@ def here(tmp_path, monkeypatch):
         ('read @"my notes.txt"', ["my notes.txt:\n```\nwith a mark\n```"]),
         ("@./notes.md", ["notes.md:\n```\nTwo rivers.\n```"]),
         ("@code.py", ["code.py:\n````\nx = '```'\n````"]),
+        (
+            "compare @code.py with @notes.md",
+            ["code.py:\n````\nx = '```'\n````", "notes.md:\n```\nTwo rivers.\n```"],
+        ),
         ("ask @anna, mail a@b.md, or @types/node", []),
         ("@app.get('/x')\n@functools.cache\ndef f(): ...", []),
         ("@ notes.md", []),
@@ -122,11 +112,6 @@ def here(tmp_path, monkeypatch):
 )
 def test_the_text_of_each_file_goes_behind_the_question(here, line, files):
     assert attached(line, 1000) == "".join(f"\n\n{file}" for file in files)
-
-
-def test_several_files_go_in_the_order_they_are_named(here):
-    text = attached("compare @code.py with @notes.md", 1000)
-    assert text.index("code.py:") < text.index("notes.md:")
 
 
 @pytest.mark.parametrize(
@@ -152,45 +137,33 @@ def test_a_file_that_cannot_go_along_is_named_with_what_to_do(here, name, proble
     assert len(str(refused.value)) < 500
 
 
-def test_files_share_the_room(here):
+def test_files_share_the_room_and_only_words_that_begin_with_the_sign_may_be_some(here):
+    assert mentions("a @b") and not mentions("a@b") and not mentions("a @ b")
     assert attached("@large.txt", 6000)
     with pytest.raises(DFlashError, match=r"notes.md has 12 bytes.*about 0 are left"):
         attached("@large.txt @notes.md", 5000)
 
 
-@pytest.mark.parametrize(("line", "may"), [("a @b", True), ("a@b", False), ("a @ b", False)])
-def test_only_a_word_that_begins_with_the_sign_may_be_a_file(line, may):
-    assert mentions(line) == may
-
-
 @in_chat()
-async def test_a_file_goes_with_the_question_and_what_was_typed_comes_back(
-    app, pilot, backend, here
-):
-    await answered(app, pilot, "What says @notes.md?")
+async def test_a_file_goes_with_the_question_or_leaves_it_in_the_line(chat, app, backend, here):
+    await chat.answered("What says @notes.md?")
     (message,) = backend.requests[0].messages
     assert message["content"] == "What says @notes.md?\n\nnotes.md:\n```\nTwo rivers.\n```"
     assert app.prompt.text == ""
-    await pilot.press("up")
+    await chat.press("up")
     assert app.prompt.text == "What says @notes.md?"
     (here / "notes.md").write_text("Three rivers.")
-    await pilot.press("enter")
-    await until(lambda: len(backend.requests) == 2, pilot)
+    await chat.press("enter")
+    await chat.until(lambda: len(backend.requests) == 2)
     assert "Three rivers." in backend.requests[1].messages[-1]["content"], "read anew"
-    await until(lambda: app.listener.job is None, pilot)
-
-
-@in_chat()
-async def test_a_file_that_cannot_go_along_leaves_the_question_in_the_line(
-    app, pilot, backend, here
-):
-    await say(app, pilot, "What says @missing.md?")
-    await until(lambda: notices(app), pilot)
-    assert "no file missing.md" in notices(app)[0]
+    await chat.is_over()
+    await chat.say("What says @missing.md?")
+    await chat.until(lambda: chat.notices)
+    assert "no file missing.md" in chat.notices[0]
     assert app.prompt.text == "What says @missing.md?"
-    await say(app, pilot, "What says @large.txt?")  # the scripted model holds 8192 tokens
-    await until(lambda: len(backend.requests) == 1, pilot)
-    await until(lambda: app.listener.job is None, pilot)
-    await say(app, pilot, "And again @large.txt?")
-    await until(lambda: "are left in the context" in screen_text(app), pilot)
-    assert len(backend.requests) == 1
+    await chat.say("What says @large.txt?")  # the scripted model holds 8192 tokens
+    await chat.until(lambda: len(backend.requests) == 3)
+    await chat.is_over()
+    await chat.say("And again @large.txt?")
+    await chat.shows("are left in the context")
+    assert len(backend.requests) == 3

@@ -5,19 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from dflash_chat import figures, tree_view
 from dflash_chat.commands import parse
 from dflash_chat.draft_panel import round_sentence, style_of, styled
-from dflash_chat.figures import (
-    MEANINGS,
-    bars,
-    figures_of,
-    fit,
-    position_parts,
-    read_figures,
-    speed_line,
-    speed_parts,
-    statistics_rows,
-)
 from dflash_chat.labels import label_of
 from dflash_chat.naming import TARGET, legend, pair_line
 from dflash_chat.pace import Pace
@@ -25,20 +15,6 @@ from dflash_chat.settings_screen import settings_of
 from dflash_chat.speeds import Earlier, SpeedLog, Speeds, Timing
 from dflash_chat.status import Progress, read_progress
 from dflash_chat.themes import DARK, LIGHT
-from dflash_chat.tree_view import (
-    ACCEPTED,
-    BOUNDARY,
-    END,
-    LINES,
-    REJECTED,
-    SPECIAL,
-    DrawnTree,
-    draw,
-    sources,
-    symbol,
-    tint,
-    visible,
-)
 from dflash_chat.welcome import speed_here
 from dflash_chat.window import Window
 from dflash_mlx import DecodeConfig, SamplingConfig, Statistics
@@ -46,8 +22,6 @@ from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.pair import Capabilities
 from support.app_scripts import ANSWER, WORDS, pair_of, rounds_of, statistics_of
 from support.decoding import tree_of
-
-# Commands
 
 
 @pytest.mark.parametrize(
@@ -65,71 +39,72 @@ def test_a_command_is_read_with_its_argument_and_what_looks_like_one_goes_to_the
     assert (call and (call.command.name, call.argument)) == read
 
 
-# Figures
+FIGURES = figures.figures_of(statistics_of(20, 8, 30, 10), 8192)
+AGAINST = "against plain decoding"
 
 
-FIGURES = figures_of(statistics_of(20, 8, 30, 10), 8192)
+def rows(**changed):
+    """What the table says of an answer whose figures are as usual, but for these."""
+    return dict(figures.statistics_rows({**FIGURES, **changed}))
 
 
-def test_the_first_figures_are_the_speed_and_what_drafts_make_of_it():
+def parts(**changed):
+    """What the line of figures says of it."""
+    return figures.speed_parts({**FIGURES, **changed})
+
+
+def test_the_first_figures_are_the_speed_and_what_drafts_make_of_it_and_the_last_the_room():
     for width, shown in ((26, "40.0 tok/s · ~2.0x plain"), (8, "40.0 tok")):
-        assert fit(speed_parts(FIGURES), width) == shown
-    measured = {**FIGURES, "modes": "5 tree, 8 plain"}
-    assert speed_parts(measured)[0] == "40.0 tok/s · 2.0x plain", "some of its rounds were plain"
-    assert dict(statistics_rows(FIGURES))["against plain decoding"].startswith("~2.0 times as fast")
-    alone = dict(statistics_rows({**FIGURES, "method": "none"}))
-    assert alone["against plain decoding"] == "it is plain decoding"
+        assert figures.fit(parts(), width) == shown
+    assert parts(modes="5 tree, 8 plain")[0] == "40.0 tok/s · 2.0x plain", "some were measured"
+    assert rows()[AGAINST].startswith("~2.0 times as fast")
+    assert rows(method="none")[AGAINST] == "it is plain decoding"
+    assert parts()[-1] == "20 tokens"
+    assert parts(context_length=55)[-1] == "context 91% full"
+    assert parts(context_length=0)[-1] == "20 tokens", "nobody knows it"
+    assert figures.position_parts(FIGURES)[:2] == ["accepted by position  1 ▇ 80%", "2 ▅ 60%"]
+    assert figures.position_parts({**FIGURES, "accepted_by_position": []}) == []
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.003, -2.0, 4000.0, 1e-320])
-def test_a_ratio_without_any_ground_is_shown_nowhere(ratio):
-    figures = {**FIGURES, "times_plain": ratio}
-    assert "plain" not in " ".join(speed_parts(figures))
-    assert bars(figures, 80) == []
-    assert "not known" in dict(statistics_rows(figures))["against plain decoding"]
+def test_a_ratio_without_any_ground_is_shown_nowhere():
+    for ratio in (0.0, 0.003, -2.0, 4000.0, 1e-320):
+        assert "plain" not in " ".join(parts(times_plain=ratio))
+        assert figures.bars({**FIGURES, "times_plain": ratio}, 80) == []
+        assert "not known" in rows(times_plain=ratio)[AGAINST]
 
 
 def test_both_speeds_are_bars_on_one_scale():
-    drafted, plain = bars(FIGURES, 80)
+    drafted, plain = figures.bars(FIGURES, 80)
     assert drafted.count("█") == pytest.approx(2 * plain.count("█"), abs=1)
     assert drafted.endswith(" 40.0 tok/s") and plain.endswith(" ~20.0 tok/s estimated")
-    slower = bars({**FIGURES, "times_plain": 0.5}, 80)
+    slower = figures.bars({**FIGURES, "times_plain": 0.5}, 80)
     assert slower[0].count("█") < slower[1].count("█"), "and nobody hides that it is slower"
-    assert all(len(line) <= 30 for line in bars(FIGURES, 30))
+    assert all(len(line) <= 30 for line in figures.bars(FIGURES, 30))
 
 
-def test_a_context_that_is_nearly_full_takes_the_place_of_the_length():
-    assert speed_parts(FIGURES)[-1] == "20 tokens"
-    assert speed_parts({**FIGURES, "context_length": 55})[-1] == "context 91% full"
-    assert speed_parts({**FIGURES, "context_length": 0})[-1] == "20 tokens", "nobody knows it"
-
-
-def test_acceptance_is_shown_with_its_position_and_its_share():
-    assert position_parts(FIGURES)[:2] == ["accepted by position  1 ▇ 80%", "2 ▅ 60%"]
-    assert position_parts({**FIGURES, "accepted_by_position": []}) == []
-
-
-def test_every_figure_has_a_name_and_those_of_the_trade_are_explained():
-    names = [name for name, _ in statistics_rows(FIGURES)]
+def test_every_figure_has_a_name_and_says_what_there_is_to_say():
+    names = [name for name, _ in figures.statistics_rows(FIGURES)]
     assert len(set(names)) == len(names)
-    assert set(names) >= MEANINGS.keys() >= {"rounds", "tokens per round", "drafts accepted"}
+    explained = figures.MEANINGS.keys()
+    assert set(names) >= explained >= {"rounds", "tokens per round", "drafts accepted"}
+    statistics = Statistics("dflash", rounds=3)
+    assert rows(**figures.figures_of(statistics, 100))["rounds"] == "3"
+    statistics.modes.update(plain=1, tree=2)
+    assert rows(**figures.figures_of(statistics, 100))["rounds"] == "3 (2 tree, 1 plain)"
+    told = {"80% 0% 50%": [0.8, 0.0, 0.5, 0.0, 0.0], "0%": [0.0, 0.0], "nothing drafted": []}
+    for shown, shares in told.items():
+        assert rows(accepted_by_position=shares)["accepted by position"] == shown
 
 
-# Speed over time
-
-
-def test_the_speed_over_an_answer_has_a_scale_and_shows_where_it_was_slow():
+def test_the_speed_over_an_answer_has_a_scale_and_keeps_its_shape_in_little_memory():
     speeds = Speeds()
-    assert speed_line(speeds.over_time(8)) == ""
+    assert figures.speed_line(speeds.over_time(8)) == ""
     for second in range(9):
         speeds.add(float(second), 1 + (20 * second if second < 5 else 80 + 5 * (second - 4)))
     assert speeds.over_time(2) == [20.0, 5.0]
-    assert speed_line(speeds.over_time(8)) == "speed ████▃▃▃▃ up to 20.0 tok/s"
+    assert figures.speed_line(speeds.over_time(8)) == "speed ████▃▃▃▃ up to 20.0 tok/s"
     speeds.add(8.0, 500)
     assert max(speeds.over_time(8)) == 20.0, "no time passed, so it says nothing"
-
-
-def test_a_long_answer_keeps_its_shape_in_little_memory():
     speeds = Speeds()
     for second in range(20_000):
         speeds.add(float(second), second + max(0, second - 10_000))
@@ -167,9 +142,6 @@ def test_what_the_machine_does_is_marked_and_dated_or_not_said():
     assert speed_here(None, Timing()) == speed_here(None, Timing(14.0, "")) == ""
 
 
-# Settings
-
-
 def test_every_setting_has_a_label_of_its_own_in_words():
     names = [f.name for config in (DecodeConfig(), SamplingConfig()) for f in settings_of(config)]
     labels = [label_of(name) for name in names]
@@ -177,25 +149,15 @@ def test_every_setting_has_a_label_of_its_own_in_words():
     assert not [label for label in labels if "_" in label]
 
 
-def test_rounds_are_counted_by_their_mode_where_one_was_chosen():
-    statistics = Statistics("dflash", rounds=3)
-    assert ("rounds", "3") in statistics_rows(figures_of(statistics, 100))
-    statistics.modes.update(plain=1, tree=2)
-    assert ("rounds", "3 (2 tree, 1 plain)") in statistics_rows(figures_of(statistics, 100))
-
-
 def test_stored_figures_come_back_and_damaged_ones_are_left_out():
-    assert read_figures(json.loads(json.dumps(FIGURES))) == FIGURES
-    nothing = read_figures({})
-    assert dict(statistics_rows(nothing))["speed"] == "0.00 tokens per second"
+    assert figures.read_figures(json.loads(json.dumps(FIGURES))) == FIGURES
+    nothing = figures.read_figures({})
+    assert rows(**nothing)["speed"] == "0.00 tokens per second"
     bad = {"rounds": "many", "tokens_per_second": None, "prompt_tokens": True, "other": 1}
-    assert read_figures(bad) == nothing
+    assert figures.read_figures(bad) == nothing
     for figure in ("x", float("nan"), float("inf"), 10**400):
         endless = {"accepted_by_position": [figure], "tokens_per_second": figure}
-        assert read_figures(endless) == nothing
-
-
-# Redrawing
+        assert figures.read_figures(endless) == nothing
 
 
 def test_redraws_are_spaced_by_what_they_cost():
@@ -222,9 +184,6 @@ def test_paging_back_and_forth_reaches_both_ends_and_never_shows_more():
     assert (window.start, window.end, window.at_end) == (470, 500, True)
 
 
-# Progress
-
-
 @pytest.mark.parametrize(
     ("output", "progress"),
     [
@@ -241,22 +200,19 @@ def test_progress_is_read_from_what_is_printed(output, progress):
     assert read_progress(output) == progress
 
 
-# Drafts
-
-
 def labels(lines):
     return ["".join(text for text, _ in line) for line in lines]
 
 
 def test_a_chain_is_drawn_on_one_line_with_a_tick_or_a_cross_before_each_token():
     origins = ("", "first", "second", "first")
-    tree = DrawnTree((" a", " b", "c", "d"), (-1, 0, 1, 2), (0, 1), "x", origins)
-    lines = draw(tree, 10)
+    tree = tree_view.DrawnTree((" a", " b", "c", "d"), (-1, 0, 1, 2), (0, 1), "x", origins)
+    lines = tree_view.draw(tree, 10)
     assert labels(lines) == ["·a─✓·b─✗c─✗d", "then x"]
-    assert lines[0][2:4] == [("✓", ACCEPTED), ("·b", "first")]
-    assert lines[0][5:7] == [("✗", REJECTED), ("c", "second")]
+    assert lines[0][2:4] == [("✓", tree_view.ACCEPTED), ("·b", "first")]
+    assert lines[0][5:7] == [("✗", tree_view.REJECTED), ("c", "second")]
     assert lines[-1][-1] == ("x", TARGET)
-    assert labels(draw(tree, 10, 9)) == ["·a─✓·b─✗c", "  ─✗d", "then x"]
+    assert labels(tree_view.draw(tree, 10, 9)) == ["·a─✓·b─✗c", "  ─✗d", "then x"]
 
 
 CUT = ["a", "├─✗b", "├─✗c", "├─✗d", "… 4 more lines", "then t"]
@@ -277,10 +233,10 @@ CUT = ["a", "├─✗b", "├─✗c", "├─✗d", "… 4 more lines", "then 
     ids=["plain decoding", "the accepted branch first", "too large a tree is cut"],
 )
 def test_branches_are_drawn_below_each_other(texts, parents, path, lines):
-    assert labels(draw(DrawnTree(tuple(texts), parents, path, "t"), 6)) == lines
+    assert labels(tree_view.draw(tree_view.DrawnTree(tuple(texts), parents, path, "t"), 6)) == lines
 
 
-def test_a_round_is_told_in_words():
+def test_a_round_is_told_in_words_and_its_tokens_come_from_their_nodes_and_the_target():
     sentences = [round_sentence(delta) for delta in rounds_of(ANSWER)]
     drafted = len(rounds_of(ANSWER)[0].accepted.tree) - 1
     assert f"checked {drafted} drafted tokens" in sentences[0]
@@ -288,40 +244,36 @@ def test_a_round_is_told_in_words():
     assert "one token" in round_sentence(alone)
     kept = len(rounds_of(ANSWER)[0].accepted.path)
     assert f"so {kept} tokens for one pass" in sentences[0]
-
-
-def test_the_answer_shows_where_its_tokens_meet_and_reads_as_before():
-    line = tint(
-        [(" Ma", "first"), ("inz", TARGET), (" is\n", "first"), ("", TARGET), ("\x1c", "x")]
-    )
-    assert line[:4] == [(" ", LINES), ("Ma", "first"), (BOUNDARY, LINES), ("inz", TARGET)]
-    text = "".join(text for text, _ in line)
-    assert text.replace(BOUNDARY, "").replace("↵", "") == " Mainz is\n "
-    assert not [c for c in text if not c.isprintable() and c != "\n"]
-
-
-@pytest.mark.parametrize(
-    ("text", "ends", "sign"),
-    [
-        ("<|im_end|>", True, END),
-        ("</s>", True, END),
-        ("<|im_start|>", False, SPECIAL),
-        ("<|", False, None),
-        ("<div>", False, None),
-    ],
-)
-def test_tokens_that_are_no_text_are_signs(text, ends, sign):
-    assert symbol(text, ends) == sign
-
-
-def test_the_tokens_of_a_round_come_from_their_nodes_and_the_last_from_the_target():
     for delta in rounds_of(ANSWER):
-        read = list(sources(delta))
+        read = list(tree_view.sources(delta))
         assert WORDS.decode([token for token, _ in read]) == delta.text
         tree, path = delta.accepted.tree, delta.accepted.path
         assert [source for _, source in read] == [*(tree.sources[n] for n in path[1:]), TARGET]
         cut = replace(delta, tokens=delta.tokens[:1])  # behind a stop
-        assert list(sources(cut)) == read[:1]
+        assert list(tree_view.sources(cut)) == read[:1]
+
+
+def test_the_answer_shows_where_its_tokens_meet_and_reads_as_before():
+    line = tree_view.tint(
+        [(" Ma", "first"), ("inz", TARGET), (" is\n", "first"), ("", TARGET), ("\x1c", "x")]
+    )
+    assert line[:4] == [
+        (" ", tree_view.LINES),
+        ("Ma", "first"),
+        (tree_view.BOUNDARY, tree_view.LINES),
+        ("inz", TARGET),
+    ]
+    text = "".join(text for text, _ in line)
+    assert text.replace(tree_view.BOUNDARY, "").replace("↵", "") == " Mainz is\n "
+    assert not [c for c in text if not c.isprintable() and c != "\n"]
+
+
+def test_every_token_is_visible_and_harmless_and_what_is_no_text_a_sign():
+    assert tree_view.symbol("<|im_end|>", True) == tree_view.symbol("</s>", True) == tree_view.END
+    assert tree_view.symbol("<|im_start|>", False) == tree_view.SPECIAL
+    assert tree_view.symbol("<|", False) is tree_view.symbol("<div>", False) is None
+    for text, shown in {" a": "·a", "\n": "↵", "": "∅", "\x1b[1m": "�[1m"}.items():
+        assert tree_view.visible(text) == shown
 
 
 def test_a_source_that_nobody_described_has_a_style_and_is_drawn():
@@ -350,13 +302,6 @@ def test_text_can_be_read_on_every_background_of_a_theme(theme):
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"), [(" a", "·a"), ("\n", "↵"), ("", "∅"), ("\x1b[1m", "�[1m")]
-)
-def test_every_token_is_visible_and_harmless(text, shown):
-    assert visible(text) == shown
-
-
-@pytest.mark.parametrize(
     ("method", "drafters", "line"),
     [
         ("d2sd", 2, "M <- DFlash + variable-prefix"),
@@ -371,12 +316,3 @@ def test_the_head_line_names_the_pair(method, drafters, line):
     assert pair_line(None, config) == ""
     for name, shown in (("M", line), ("/some/where/M", line), ("owner/M", f"owner/{line}")):
         assert pair_line(pair_of(name, capabilities), config) == shown
-
-
-@pytest.mark.parametrize(
-    ("shares", "told"),
-    [([0.8, 0.0, 0.5, 0.0, 0.0], "80% 0% 50%"), ([0.0, 0.0], "0%"), ([], "nothing drafted")],
-)
-def test_positions_that_nothing_reached_are_not_listed(shares, told):
-    rows = dict(statistics_rows({**FIGURES, "accepted_by_position": shares}))
-    assert rows["accepted by position"] == told

@@ -21,7 +21,7 @@ from dflash_mlx.client import (
     PairConfig,
     memory_needed,
 )
-from support.app_scripts import drive, in_chat, notices, say, screen_text, until
+from support.app_scripts import drive, in_chat
 
 GB = 10**9
 LISTED = [
@@ -65,97 +65,91 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[FakeDownload]:
     return FakeDownload.made
 
 
-async def open_picker(app: Any, pilot: Any) -> OptionList:
-    await say(app, pilot, "/model")
-    await until(lambda: len(options(app)) == len(LISTED), pilot)
-    return app.screen.query_one(OptionList)
+async def open_picker(chat) -> OptionList:
+    await chat.say("/model")
+    await chat.until(lambda: len(options(chat.app)) == len(LISTED))
+    return chat.app.screen.query_one(OptionList)
 
 
 def options(app: Any) -> list[Any]:
     return list(app.screen.query_one(OptionList).options) if app.screen.query(OptionList) else []
 
 
-async def open_offers(app: Any, pilot: Any) -> DownloadScreen:
-    await open_picker(app, pilot)
-    await pilot.press("end", "enter")
-    await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)
-    return app.screen
+async def open_offers(chat) -> DownloadScreen:
+    await open_picker(chat)
+    await chat.press("end", "enter")
+    await chat.until(lambda: isinstance(chat.app.screen, DownloadScreen))
+    await chat.until(lambda: len(options(chat.app)) == 2)
+    return chat.app.screen
 
 
 @in_chat(size=(80, 24))
-async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(app, pilot, backend, downloads):
-    await open_picker(app, pilot)
-    assert "needs 1.00 GB, fits" in screen_text(app)
-    assert "needs 5.00 GB, does not fit" in screen_text(app)
-    assert "to download, about 4.00 GB at 4 bits" in screen_text(app)
-    assert "2.00 GB of memory" in screen_text(app)
-    await pilot.press("down", "enter")
-    await until(lambda: len(backend.loaded) == 2, pilot)
+async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(chat, app, backend, downloads):
+    await open_picker(chat)
+    assert "needs 1.00 GB, fits" in chat.text
+    assert "needs 5.00 GB, does not fit" in chat.text
+    assert "to download, about 4.00 GB at 4 bits" in chat.text
+    assert "2.00 GB of memory" in chat.text
+    await chat.press("down", "enter")
+    await chat.until(lambda: len(backend.loaded) == 2)
     assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
     assert downloads == []
     app.push_screen(DownloadScreen(PairConfig("[/x]")))
-    await pilot.pause()
-    assert "[/x]" in screen_text(app), "names are no markup"
+    await chat.pause()
+    assert "[/x]" in chat.text, "names are no markup"
 
 
 @in_chat()
-async def test_a_model_to_download_is_offered_with_its_quantisations_and_fetched(
-    app, pilot, backend, downloads
-):
-    await open_offers(app, pilot)
-    assert "8.00 GB to download; needs 9.00 GB, does not fit" in screen_text(app)
-    assert "2.00 GB to download; needs 1.00 GB, fits" in screen_text(app)
-    await pilot.press("down", "enter")
+async def test_quantisations_are_offered_and_fetched(chat, app, backend, downloads):
+    await open_offers(chat)
+    assert "8.00 GB to download; needs 9.00 GB, does not fit" in chat.text
+    assert "2.00 GB to download; needs 1.00 GB, fits" in chat.text
+    await chat.press("down", "enter")
     (download,) = downloads
     assert download.config == FOUR
     download.done = GB
-    await until(lambda: "1.00 GB of 2.00 GB" in screen_text(app), pilot)
+    await chat.shows("1.00 GB of 2.00 GB")
     download.ended.set()
-    await until(lambda: len(backend.loaded) == 2, pilot)
+    await chat.until(lambda: len(backend.loaded) == 2)
     assert backend.loaded[1].model == FOUR.model
     assert app.screen is app.base
 
 
 @in_chat()
-async def test_a_download_stops_with_escape_and_goes_on_with_enter(app, pilot, backend, downloads):
-    screen = await open_offers(app, pilot)
-    await pilot.press("enter", "escape")
+async def test_a_download_stops_with_escape_and_goes_on_with_enter(chat, app, backend, downloads):
+    screen = await open_offers(chat)
+    await chat.press("enter", "escape")
     assert downloads[0].stopped and app.screen is screen
-    await pilot.press("enter")
-    await until(lambda: len(downloads) == 2, pilot)
+    await chat.press("enter")
+    await chat.until(lambda: len(downloads) == 2)
     assert downloads[1].config == downloads[0].config
-    await pilot.press("enter")
+    await chat.press("enter")
     assert len(downloads) == 2, "one at a time"
-    await pilot.press("escape", "escape")
-    await until(lambda: isinstance(app.screen, PickerScreen), pilot)
+    await chat.press("escape", "escape")
+    await chat.until(lambda: isinstance(app.screen, PickerScreen))
     assert downloads[1].stopped and len(backend.loaded) == 1
 
 
 @in_chat()
-async def test_a_download_that_is_ending_has_no_other_beside_it_and_one_that_fails_says_why(
-    app, pilot, backend, downloads, monkeypatch
-):
-    def stop(download):
-        download.stopped = True
-
-    monkeypatch.setattr(FakeDownload, "stop", stop)
-    await open_offers(app, pilot)
-    await pilot.press("enter", "escape", "enter")
-    assert len(downloads) == 1 and "is being stopped" in screen_text(app)
+async def test_downloads_that_end_or_fail(chat, downloads, monkeypatch):
+    monkeypatch.setattr(FakeDownload, "stop", lambda download: setattr(download, "stopped", True))
+    await open_offers(chat)
+    await chat.press("enter", "escape", "enter")
+    assert len(downloads) == 1 and "is being stopped" in chat.text
     downloads[0].ended.set()
-    await pilot.press("enter")
+    await chat.press("enter")
     assert len(downloads) == 2
     downloads[1].error = DFlashError("the hub refuses", "try later")
     downloads[1].ended.set()
-    await until(lambda: "the hub refuses; try later" in screen_text(app), pilot)
-    await pilot.press("enter")
-    await until(lambda: len(downloads) == 3, pilot)
+    await chat.shows("the hub refuses; try later")
+    await chat.press("enter")
+    await chat.until(lambda: len(downloads) == 3)
 
 
 def test_leaving_the_chat_stops_a_download(downloads, tmp_path):
-    async def leave(app: Any, pilot: Any, backend: Any) -> None:
-        await open_offers(app, pilot)
-        await pilot.press("enter")
+    async def leave(chat) -> None:
+        await open_offers(chat)
+        await chat.press("enter")
         assert not downloads[0].stopped
 
     drive(leave, tmp_path)
@@ -163,9 +157,7 @@ def test_leaving_the_chat_stops_a_download(downloads, tmp_path):
 
 
 @in_chat()
-async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading(
-    app, pilot, backend, downloads, monkeypatch
-):
+async def test_typed_names_are_offered(chat, app, backend, downloads, monkeypatch):
     asked = []
 
     def offered(config, everything):
@@ -173,17 +165,26 @@ async def test_a_typed_name_is_offered_and_what_cannot_be_had_is_left_to_loading
         yield DownloadPlan(config, problem="the hub cannot be reached")
 
     monkeypatch.setattr(download_screen, "download_plans", offered)
-    await open_picker(app, pilot)
-    await pilot.press("tab")
+    await open_picker(chat)
+    await chat.press("tab")
     app.screen.query_one(Input).value = "typed/name"
-    await pilot.press("enter")
-    await until(lambda: len(backend.loaded) == 2, pilot)
+    await chat.press("enter")
+    await chat.until(lambda: len(backend.loaded) == 2)
     assert asked == ["typed/name"] and backend.loaded[1] == PairConfig("typed/name")
     assert app.screen is app.base
+    here = [DownloadPlan(PairConfig("./own"), GB), DownloadPlan(FOUR, GB, 2 * GB)]
+    monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(here))
+    await open_picker(chat)
+    await chat.press("down", "v")
+    await chat.until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2)
+    assert "on this machine" in chat.text, "of one that is here, with V"
+    await chat.press("enter")
+    await chat.until(lambda: len(backend.loaded) == 3)
+    assert chat.notices == []
 
 
 @in_chat()
-async def test_a_model_is_removed_after_a_question(app, pilot, backend, downloads, monkeypatch):
+async def test_a_model_is_removed_after_a_question(chat, app, downloads, monkeypatch):
     def refuse(kept: CacheEntry) -> None:
         raise DFlashError("a cannot be removed", "make it writable")
 
@@ -194,38 +195,23 @@ async def test_a_model_is_removed_after_a_question(app, pilot, backend, download
     removed = []
     monkeypatch.setattr(picker_screen, "cache_entries", lambda here: there)
     monkeypatch.setattr(picker_screen, "remove_entry", removed.append)
-    await open_picker(app, pilot)
-    await pilot.press("d")
-    await until(lambda: "nothing of this model" in screen_text(app), pilot)
-    await pilot.press("down", "d")
-    await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
-    assert "./own (3.00 GB)" in screen_text(app)
-    await pilot.press("n", "d")
-    await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
+    await open_picker(chat)
+    await chat.press("d")
+    await chat.shows("nothing of this model")
+    await chat.press("down", "d")
+    await chat.until(lambda: isinstance(app.screen, ConfirmScreen))
+    assert "./own (3.00 GB)" in chat.text
+    await chat.press("n", "d")
+    await chat.until(lambda: isinstance(app.screen, ConfirmScreen))
     assert removed == []
-    await pilot.press("y")
-    await until(lambda: removed == there[:1], pilot)
-    await until(lambda: len(options(app)) == len(LISTED), pilot)
+    await chat.press("y")
+    await chat.until(lambda: removed == there[:1])
+    await chat.until(lambda: len(options(app)) == len(LISTED))
     monkeypatch.setattr(picker_screen, "remove_entry", refuse)
-    await pilot.press("home", "down", "delete")
-    await until(lambda: isinstance(app.screen, ConfirmScreen), pilot)
-    await pilot.press("y")
-    await until(lambda: "a cannot be removed; make it writable" in screen_text(app), pilot)
-
-
-@in_chat()
-async def test_quantisations_of_a_model_that_is_here_are_offered_with_v(
-    app, pilot, backend, downloads, monkeypatch
-):
-    here = [DownloadPlan(PairConfig("./own"), GB), DownloadPlan(FOUR, GB, 2 * GB)]
-    monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(here))
-    await open_picker(app, pilot)
-    await pilot.press("down", "v")
-    await until(lambda: isinstance(app.screen, DownloadScreen) and len(options(app)) == 2, pilot)
-    assert "on this machine" in screen_text(app)
-    await pilot.press("enter")
-    await until(lambda: len(backend.loaded) == 2, pilot)
-    assert notices(app) == []
+    await chat.press("home", "down", "delete")
+    await chat.until(lambda: isinstance(app.screen, ConfirmScreen))
+    await chat.press("y")
+    await chat.shows("a cannot be removed; make it writable")
 
 
 def test_memory_says_whether_a_model_fits():

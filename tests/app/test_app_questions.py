@@ -1,55 +1,25 @@
 """Questions that wait, are asked again or changed; answers that are kept while they grow."""
 
-import threading
-
 import pytest
 
 from dflash_chat.conversation import UNFINISHED, Conversation, Turn
 from dflash_chat.keeper import Keeper
 from dflash_chat.prompt import Prompt
 from dflash_chat.store import Store
-from support.app_scripts import (
-    ANSWER,
-    ScriptedBackend,
-    answered,
-    begun,
-    goes_on,
-    in_chat,
-    notices,
-    rounds_of,
-    say,
-    screen_text,
-    until,
-)
+from support.app_scripts import ANSWER, ScriptedBackend, fill_disk, gated, in_chat, rounds_of
 
 
-def gated():
-    return ScriptedBackend(gate=threading.Semaphore(1))
-
-
-def saved(app):
-    """The turns of the conversation on screen, as they are on disk."""
-    store = Store(app.store.folder)
-    if not store.holds(app.conversation):
-        return []
-    return store.read(store.file_of(app.conversation)).conversation.turns
-
-
-def asked(backend):
-    """The last question of every request."""
-    return [request.messages[-1]["content"] for request in backend.requests]
-
-
-async def settled(app, pilot, backend, requests):
+async def settled(chat, requests):
     """Wait until so many questions were answered and what is on screen is on disk."""
+    app, backend = chat.app, chat.backend
 
     def there():
         turns = app.conversation.turns
-        same = [(t.content, t.ending) for t in saved(app)] == [(t.content, t.ending) for t in turns]
+        same = [(t.content, t.ending) for t in chat.saved] == [(t.content, t.ending) for t in turns]
         over = app.listener.job is None and turns and turns[-1].role == "assistant"
         return len(backend.requests) == requests and over and same
 
-    await until(there, pilot)
+    await chat.until(there)
 
 
 BROKEN = [*rounds_of(ANSWER)[:2], MemoryError()]
@@ -58,71 +28,67 @@ BROKEN = [*rounds_of(ANSWER)[:2], MemoryError()]
 # A question waits while an answer is written
 
 
-@in_chat(gated)
-async def test_questions_asked_meanwhile_wait_are_shown_and_sent_one_after_the_other(
-    app, pilot, backend
-):
-    await begun(app, pilot, "first")
+@in_chat(lambda: gated(1))
+async def test_questions_asked_meanwhile_wait_and_are_sent_in_order(chat, app, backend):
+    await chat.begun("first")
     for question in ("second", "third"):
-        await say(app, pilot, question)
+        await chat.say(question)
         assert app.prompt.text == ""
     for command in ("/retry", "/edit"):
-        await say(app, pilot, command)
-    assert all("Esc" in notice for notice in notices(app)) and len(notices(app)) == 2
-    assert "waiting: second and 1 more" in screen_text(app)
-    assert asked(backend) == ["first"]
+        await chat.say(command)
+    assert all("Esc" in notice for notice in chat.notices) and len(chat.notices) == 2
+    assert "waiting: second and 1 more" in chat.text
+    assert backend.asked == ["first"]
     backend.gate.release(1000)
-    await until(lambda: len(app.conversation.turns) == 6, pilot)
-    assert asked(backend) == ["first", "second", "third"]
+    await chat.until(lambda: len(app.conversation.turns) == 6)
+    assert backend.asked == ["first", "second", "third"]
     assert len(backend.requests[2].messages) == 5, "each with the answers before it"
-    assert "waiting" not in screen_text(app)
+    assert "waiting" not in chat.text
 
 
-@in_chat(gated)
-async def test_up_takes_waiting_questions_back_in_front_of_what_is_typed(app, pilot, backend):
-    await begun(app, pilot, "first", "second", "third")
-    await pilot.press("x", "up")
+@in_chat(lambda: gated(1))
+async def test_up_takes_waiting_questions_back_in_front_of_what_is_typed(chat, app, backend):
+    await chat.begun("first", "second", "third")
+    await chat.press("x", "up")
     assert app.prompt.text == "second\nthird\nx"
-    assert "waiting" not in screen_text(app)
-    await goes_on(app, pilot, backend)
-    assert asked(backend) == ["first"]
+    assert "waiting" not in chat.text
+    await chat.goes_on()
+    assert backend.asked == ["first"]
     assert app.prompt.text == "second\nthird\nx"
 
 
-@in_chat(gated)
-async def test_escape_stops_the_answer_and_sends_nothing_that_waits(app, pilot, backend):
-    await begun(app, pilot, "first", "second")
-    await pilot.press("escape")
-    await until(lambda: "stopping" in screen_text(app), pilot)
+@in_chat(lambda: gated(1))
+async def test_escape_stops_the_answer_and_sends_nothing_that_waits(chat, app, backend):
+    await chat.begun("first", "second")
+    await chat.press("escape")
+    await chat.shows("stopping")
     backend.gate.release(1000)
-    await until(lambda: app.listener.job is None and app.prompt.text, pilot)
+    await chat.until(lambda: app.listener.job is None and app.prompt.text)
     assert app.conversation.turns[-1].ending == "stopped"
-    assert "stopping" not in screen_text(app)
+    assert "stopping" not in chat.text
     assert app.prompt.text == "second"
-    assert asked(backend) == ["first"]
+    assert backend.asked == ["first"]
 
 
-@in_chat(lambda: ScriptedBackend([BROKEN, ANSWER], gate=threading.Semaphore(1)))
-async def test_an_answer_that_breaks_keeps_what_was_said_and_gives_back_what_waits(
-    app, pilot, backend
-):
-    await begun(app, pilot, "first", "second")
+@in_chat(lambda: gated(1, answers=[BROKEN, ANSWER]))
+async def test_an_answer_that_breaks_gives_back_what_waits(chat, app, backend):
+    await chat.begun("first", "second")
     backend.gate.release(1000)
-    await until(lambda: notices(app), pilot)
-    assert "there is not enough memory" in notices(app)[0]
+    await chat.until(lambda: chat.notices)
+    assert "there is not enough memory" in chat.notices[0]
     assert app.conversation.turns[-1].ending == "failed" and app.conversation.turns[-1].content
     assert app.prompt.text == "second"
-    assert asked(backend) == ["first"]
-    await answered(app, pilot, "again")
+    assert backend.asked == ["first"]
+    await chat.answered("again")
 
 
-@in_chat(gated)
-async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(app, pilot, backend):
-    await begun(app, pilot, "first", "second", "third")
+@in_chat(lambda: gated(1))
+async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(chat, app, backend):
+    await chat.begun("first", "second", "third")
     kept = [turn.content for turn in app.listener.unfinished[-2:]]
     assert kept == ["second", "third"], "and what is saved meanwhile has them, too"
     app.run_worker(app.action_quit())
-    await until(lambda: app._exit, pilot)
+    await chat.until(lambda: app._exit)
     backend.gate.release(1000)
     store = Store(app.store.folder)
     conversation = store.open(store.entries()[0].file).conversation
@@ -131,36 +97,34 @@ async def test_what_waits_when_the_user_leaves_is_in_the_line_the_next_time(app,
 
 
 @in_chat(lambda: ScriptedBackend(prefills=[(10, 100), (20, 100)]))
-async def test_stopping_is_said_until_the_prompt_is_left(app, pilot, backend):
-    await say(app, pilot, "long prompt")
-    await until(lambda: "10 of 100 tokens" in screen_text(app), pilot)
-    await say(app, pilot, "and more")
-    await pilot.press("ctrl+c")
-    await until(lambda: "stopping" in screen_text(app), pilot)
+async def test_stopping_is_said_until_the_prompt_is_left(chat, app):
+    await chat.say("long prompt")
+    await chat.shows("10 of 100 tokens")
+    await chat.say("and more")
+    await chat.press("ctrl+c")
+    await chat.shows("stopping")
     assert app.listener.job is not None
-    await goes_on(app, pilot, backend)
+    await chat.goes_on()
     assert app.conversation.turns == []
-    assert "stopping" not in screen_text(app) and "of 100 tokens" not in screen_text(app)
+    assert "stopping" not in chat.text and "of 100 tokens" not in chat.text
     assert app.prompt.text == "long prompt\nand more"
 
 
 # An answer is saved while it grows
 
 
-@in_chat(gated)
-async def test_an_answer_is_on_disk_while_it_is_written_and_whole_at_its_end(
-    app, pilot, backend, monkeypatch
-):
+@in_chat(lambda: gated(1))
+async def test_an_answer_is_on_disk_while_it_is_written(chat, app, backend, monkeypatch):
     monkeypatch.setattr("dflash_chat.listener.SAVE_EVERY", 0.0)
-    await say(app, pilot, "What meets?")
-    await until(lambda: len(saved(app)) == 2, pilot)
-    assert saved(app)[1] == Turn("assistant", rounds_of(ANSWER)[0].text, UNFINISHED)
+    await chat.say("What meets?")
+    await chat.until(lambda: len(chat.saved) == 2)
+    assert chat.saved[1] == Turn("assistant", rounds_of(ANSWER)[0].text, UNFINISHED)
     assert app.conversation.turns == [Turn("user", "What meets?")]
-    await say(app, pilot, "/rename Rivers")
-    assert len(saved(app)) == 2, "whatever else is saved meanwhile"
+    await chat.say("/rename Rivers")
+    assert len(chat.saved) == 2, "whatever else is saved meanwhile"
     backend.gate.release(1000)
-    await settled(app, pilot, backend, 1)
-    assert (saved(app)[1].content, saved(app)[1].ending) == (ANSWER, "stop")
+    await settled(chat, 1)
+    assert (chat.saved[1].content, chat.saved[1].ending) == (ANSWER, "stop")
 
 
 @pytest.fixture
@@ -171,44 +135,40 @@ def killed(tmp_path):
 
 
 @in_chat(lambda killed: None, resume=True)
-async def test_an_answer_that_was_broken_off_says_so_and_can_be_asked_for_again(
-    app, pilot, backend
-):
-    assert "It is" in screen_text(app)
-    assert "broken off here; /retry" in screen_text(app)
-    await say(app, pilot, "/retry")
-    await settled(app, pilot, backend, 1)
-    assert asked(backend) == ["one"]
+async def test_an_answer_that_was_broken_off_says_so_and_can_be_asked_for_again(chat, app, backend):
+    assert "It is" in chat.text
+    assert "broken off here; /retry" in chat.text
+    await chat.say("/retry")
+    await settled(chat, 1)
+    assert backend.asked == ["one"]
     assert app.conversation.turns[1].content == ANSWER
 
 
-@in_chat(gated)
-async def test_two_windows_part_once_though_an_answer_is_saved_often(
-    app, pilot, backend, monkeypatch
-):
+@in_chat(lambda: gated(1))
+async def test_two_windows_part_once(chat, app, backend, monkeypatch):
     monkeypatch.setattr("dflash_chat.listener.SAVE_EVERY", 0.0)
-    await say(app, pilot, "mine")
-    await until(lambda: len(saved(app)) == 2, pilot)
+    await chat.say("mine")
+    await chat.until(lambda: len(chat.saved) == 2)
     other = Store(app.store.folder)
     theirs = other.open(other.file_of(app.conversation)).conversation
     theirs.turns.append(Turn("user", "theirs"))
     other.save(theirs)
     backend.gate.release(1000)
-    await settled(app, pilot, backend, 1)
+    await settled(chat, 1)
     questions = sorted(other.read(e.file).conversation.questions for e in other.entries())
     assert questions == [["mine"], ["mine", "theirs"]]
-    assert saved(app)[1].content == ANSWER
+    assert chat.saved[1].content == ANSWER
 
 
 # The last question again
 
 
 @in_chat(lambda: ScriptedBackend(["one", "two", "three"]))
-async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(app, pilot, backend):
-    await answered(app, pilot, "first")
-    await answered(app, pilot, "second")
-    await say(app, pilot, "/retry")
-    await settled(app, pilot, backend, 3)
+async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(chat, app, backend):
+    await chat.answered("first")
+    await chat.answered("second")
+    await chat.say("/retry")
+    await settled(chat, 3)
     assert backend.requests[2].messages == backend.requests[1].messages
     assert [turn.content for turn in app.conversation.turns] == ["first", "one", "second", "three"]
     stored = {e.title: app.store.read(e.file).conversation for e in app.store.entries()}
@@ -216,22 +176,22 @@ async def test_retry_answers_again_and_keeps_the_old_answer_as_a_conversation(ap
         "first": "two",
         "first (2)": "three",
     }
-    assert "/temperature" in notices(app)[-1], "greedy answers do not change"
-    await say(app, pilot, "/temperature 0.7")
-    await say(app, pilot, "/retry")
-    await settled(app, pilot, backend, 4)
-    assert notices(app) == [], "and sampled ones do"
+    assert "/temperature" in chat.notices[-1], "greedy answers do not change"
+    await chat.say("/temperature 0.7")
+    await chat.say("/retry")
+    await settled(chat, 4)
+    assert chat.notices == [], "and sampled ones do"
     app.system = "\ud800"
-    await say(app, pilot, "/retry")
-    assert app.prompt.text == "second" and notices(app), "it can no longer be sent"
+    await chat.say("/retry")
+    assert app.prompt.text == "second" and chat.notices, "it can no longer be sent"
 
 
 @in_chat(lambda: ScriptedBackend(["one", "two"]))
-async def test_a_line_that_was_sent_is_not_sent_again_by_the_same_key(app, pilot, backend):
+async def test_a_line_that_was_sent_is_not_sent_again_by_the_same_key(chat, app):
     app.prompt.put("first")
     for _ in range(2):
         app.prompt.post_message(Prompt.Sent("first", "first"))
-    await settled(app, pilot, backend, 1)
+    await settled(chat, 1)
     assert [turn.content for turn in app.conversation.turns] == ["first", "one"]
     assert app.prompt.waiting == []
 
@@ -250,14 +210,14 @@ def test_a_conversation_that_another_window_answered_is_not_deleted(tmp_path):
 
 
 @in_chat()
-async def test_edit_puts_the_last_question_back_and_what_followed_stays(app, pilot, backend):
+async def test_edit_puts_the_last_question_back_and_what_followed_stays(chat, app):
     for number, (wrong, right) in enumerate((("frst", "first"), ("secnd", "second")), start=1):
-        await answered(app, pilot, wrong)
-        await say(app, pilot, "/edit")
-        await until(lambda w=wrong: app.prompt.text == w, pilot)
+        await chat.answered(wrong)
+        await chat.say("/edit")
+        await chat.until(lambda w=wrong: app.prompt.text == w)
         assert wrong not in "".join(turn.content for turn in app.conversation.turns)
-        await say(app, pilot, right)
-        await settled(app, pilot, backend, 2 * number)
+        await chat.say(right)
+        await settled(chat, 2 * number)
     assert app.conversation.questions == ["first", "second"]
     kept = {e.title: app.store.read(e.file).conversation.questions for e in app.store.entries()}
     assert sorted(kept.values()) == [["first", "secnd"], ["first", "second"], ["frst"]]
@@ -265,18 +225,15 @@ async def test_edit_puts_the_last_question_back_and_what_followed_stays(app, pil
 
 
 @in_chat()
-async def test_nothing_is_asked_again_that_cannot_be_kept(app, pilot, backend, monkeypatch):
-    await say(app, pilot, "/retry")
-    assert "ask something first" in notices(app)[-1]
-    await answered(app, pilot, "first")
+async def test_nothing_is_asked_again_that_cannot_be_kept(chat, app, monkeypatch):
+    await chat.say("/retry")
+    assert "ask something first" in chat.notices[-1]
+    await chat.answered("first")
 
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
+    fill_disk(monkeypatch)
     for number, command in enumerate(("/retry", "/edit"), start=1):
-        await say(app, pilot, command)
-        await until(lambda n=number: str(notices(app)).count("No space left") == n, pilot)
+        await chat.say(command)
+        await chat.until(lambda n=number: str(chat.notices).count("No space left") == n)
     monkeypatch.undo()
     assert [turn.content for turn in app.conversation.turns] == ["first", ANSWER]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
 from pathlib import Path
 from xml.etree import ElementTree
@@ -21,15 +20,7 @@ from pictures import moving, picture
 
 from dflash_chat.race_screen import RaceScreen
 from dflash_mlx.client import DFlashError, RaceResult
-from support.app_scripts import (
-    ANSWER,
-    ScriptedBackend,
-    answered,
-    drive,
-    race_of,
-    say,
-    until,
-)
+from support.app_scripts import ANSWER, ScriptedBackend, drive, race_of
 
 PICTURES = Path(__file__).parents[1] / "snapshots"
 PATIENCE = 15.0  # seconds until a screen that looks otherwise is taken for changed
@@ -42,55 +33,55 @@ RESULT = RaceResult(
 )
 
 
-async def stream(app, pilot, rounds):
+async def stream(chat, rounds):
     """Ask, and stop the scripted engine after so many rounds."""
-    app.backend.gate = threading.Semaphore(0)
-    await say(app, pilot, QUESTION)
-    app.backend.gate.release(rounds)
-    await until(lambda: app.status.figures and app.status.figures["rounds"] == rounds, pilot)
-    await until(lambda: not app.listener.dirty, pilot)
+    chat.backend.hold(0)
+    await chat.say(QUESTION)
+    chat.backend.gate.release(rounds)
+    await chat.reaches(rounds)
+    await chat.until(lambda: not chat.app.listener.dirty)
 
 
-async def idle(app, pilot):
+async def idle(chat):
     pass
 
 
-async def streaming(app, pilot):
-    await answered(app, pilot, "Hello!")
-    await stream(app, pilot, 5)
+async def streaming(chat):
+    await chat.answered("Hello!")
+    await stream(chat, 5)
 
 
-async def draft_view(app, pilot):
-    await pilot.press("f2")
-    await stream(app, pilot, 4)
+async def draft_view(chat):
+    await chat.press("f2")
+    await stream(chat, 4)
 
 
-async def race(app, pilot):
-    app.backend.race_steps = [*race_of(ANSWER, 19), RESULT]
-    await say(app, pilot, f"/race {QUESTION}")
-    await until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over, pilot)
+async def race(chat):
+    chat.backend.race_steps = [*race_of(ANSWER, 19), RESULT]
+    await chat.say(f"/race {QUESTION}")
+    await chat.until(lambda: isinstance(chat.app.screen, RaceScreen) and chat.app.screen.over)
 
 
-async def error(app, pilot):
-    await answered(app, pilot, QUESTION)
-    app.backend.loads = [
+async def error(chat):
+    await chat.answered(QUESTION)
+    chat.backend.loads = [
         DFlashError(
             "'Qwen/Qwen3-4b' is neither a folder nor a public model",
             "give a local folder or a Hugging Face id like owner/name with --model",
         )
     ]
-    await say(app, pilot, "/model Qwen/Qwen3-4b")
-    await until(lambda: app.query(".notice"), pilot)
+    await chat.say("/model Qwen/Qwen3-4b")
+    await chat.until(lambda: chat.app.query(".notice"))
 
 
-async def prefill(app, pilot):
-    app.backend.prefills = [(1536, 4096)]
-    await say(app, pilot, QUESTION)
-    await until(lambda: app.query_one("#progress").display, pilot)
+async def prefill(chat):
+    chat.backend.prefills = [(1536, 4096)]
+    await chat.say(QUESTION)
+    await chat.until(lambda: chat.app.query_one("#progress").display)
 
 
-async def settings(app, pilot):
-    await say(app, pilot, "/settings")
+async def settings(chat):
+    await chat.say("/settings")
 
 
 # name, size, what to do and theme
@@ -108,24 +99,24 @@ CASES = [
 ]
 
 
-async def settled_picture(app, pilot, expected: str | None) -> str:
+async def settled_picture(chat, expected: str | None) -> str:
     """The picture with every text scrolled to its end: the expected one, or what is left.
 
     A busy machine can make the screen rest half-way, so another picture gets more time.
     """
 
     def at_end():
-        scrolls = app.screen.query(".side VerticalScroll")
+        scrolls = chat.app.screen.query(".side VerticalScroll")
         return all(scroll.scroll_y >= scroll.max_scroll_y for scroll in scrolls)
 
     late = time.monotonic() + (PATIENCE if expected else SETTLED)
     while True:
-        await until(at_end, pilot)
-        await pilot.wait_for_animation()
-        now = picture(app)
+        await chat.until(at_end)
+        await chat.wait_for_animation()
+        now = picture(chat.app)
         if now == expected or time.monotonic() > late:
             return now
-        await pilot.pause(0.05)
+        await chat.pause(0.05)
 
 
 @pytest.mark.parametrize(("name", "size", "steps", "theme"), CASES)
@@ -136,15 +127,12 @@ def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, 
     expected = None if writes else file.read_text(encoding="utf-8")
     pictures = []
 
-    async def take(app, pilot, backend):
+    async def take(chat, app):
         app.prompt.cursor_blink = False
-        await steps(app, pilot)
-        pictures.append(await settled_picture(app, pilot, expected))
+        await steps(chat)
+        pictures.append(await settled_picture(chat, expected))
         await app.action_stop()
-        backend.held.set()
-        if backend.gate is not None:
-            backend.gate.release(1000)
-        await until(lambda: app.listener.job is None, pilot)
+        await chat.goes_on()
 
     drive(take, tmp_path / "talks", ScriptedBackend([THOUGHT + ANSWER]), size, theme=theme)
     (now,) = pictures

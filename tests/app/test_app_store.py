@@ -12,7 +12,7 @@ from dflash_chat.keeper import Keeper
 from dflash_chat.store import Store, export
 from dflash_mlx import DFlashError
 from dflash_mlx.system.files import replace_text
-from support.app_scripts import ANSWER, answered, in_chat, notices, say, screen_text, until
+from support.app_scripts import ANSWER, fill_disk, in_chat
 
 
 def talk(*pairs):
@@ -53,6 +53,8 @@ def test_the_newest_conversation_is_listed_first_under_its_title(store):
     assert [entry.title for entry in store.entries()] == ["renamed", "two"]
     store.delete(store.file_of(first))
     assert [entry.title for entry in store.entries()] == ["two"]
+    store.save(first)
+    assert [entry.title for entry in store.entries()] == ["renamed", "two"], "it was open elsewhere"
 
 
 def damaged(store, change):
@@ -94,9 +96,7 @@ def test_a_damaged_file_gives_what_stands_before_the_damage_and_is_kept(store, c
     ("error", "step"),
     [("ENOSPC", "free some space"), ("EROFS", "make it writable"), ("EACCES", "make it writable")],
 )
-def test_a_full_disk_and_a_locked_folder_are_told_apart_and_leave_the_old_file(
-    store, monkeypatch, error, step
-):
+def test_full_disks_and_locked_folders_leave_the_old_file(store, monkeypatch, error, step):
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
@@ -148,14 +148,6 @@ def test_a_conversation_of_a_newer_version_is_called_that_and_kept(store):
     assert file.with_suffix(".damaged").read_bytes() == newer
 
 
-def test_a_conversation_that_another_window_deleted_is_saved_again(store):
-    conversation = talk(("a", "b"))
-    store.save(conversation)
-    store.delete(store.file_of(conversation))
-    store.save(conversation)
-    assert [entry.title for entry in store.entries()] == ["a"]
-
-
 def test_an_export_is_markdown_without_thoughts(tmp_path):
     export(talk(("Why?", "<think>hm</think>Because.")), str(tmp_path / "talk.md"))
     text = (tmp_path / "talk.md").read_text()
@@ -167,12 +159,9 @@ def test_an_export_is_markdown_without_thoughts(tmp_path):
         export(talk(("a", "b")), str(tmp_path / "none" / "talk.md"))
 
 
-@pytest.mark.parametrize(
-    ("text", "title"),
-    [("Why?\nmore", "Why?"), ("x" * 90, "x" * 59 + "…"), ("", UNTITLED), ("\n\n", UNTITLED)],
-)
-def test_a_title_is_the_first_line_of_the_first_question(text, title):
-    assert title_of([Turn("user", text)]) == title
+def test_a_title_is_the_first_line_of_the_first_question():
+    told = {"Why?\nmore": "Why?", "x" * 90: "x" * 59 + "…", "": UNTITLED, "\n\n": UNTITLED}
+    assert {text: title_of([Turn("user", text)]) for text in told} == told
 
 
 class Hung:
@@ -213,11 +202,8 @@ def test_of_what_waits_to_be_saved_the_newest_is_written_once_and_in_order(tmp_p
 
 
 def test_what_the_disk_refuses_stays_unsaved_until_it_takes_it(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     keeper, conversation = Keeper(Store(tmp_path)), talk(("one", ""))
-    monkeypatch.setattr("dflash_chat.store.replace_text", full)
+    fill_disk(monkeypatch)
     with pytest.raises(DFlashError, match="free some space"):
         keeper.save(conversation).result(60)
     assert keeper.unsaved == ["one"] and "No space" in keeper.problem
@@ -227,24 +213,22 @@ def test_what_the_disk_refuses_stays_unsaved_until_it_takes_it(tmp_path, monkeyp
 
 
 @in_chat()
-async def test_a_folder_that_hangs_blocks_no_key_and_gets_the_newest_state(
-    app, pilot, backend, hung
-):
-    await answered(app, pilot, "first")
+async def test_a_folder_that_hangs_blocks_no_key(chat, app, backend, hung):
+    await chat.answered("first")
     assert hung.begun.is_set() and hung.written == []
-    await pilot.press("h", "i")
+    await chat.press("h", "i")
     assert app.prompt.text == "hi"
     app.prompt.text = ""
-    await answered(app, pilot, "second")
-    await say(app, pilot, "/retry")
-    await say(app, pilot, "/open")
-    await pilot.press("escape")
+    await chat.answered("second")
+    await chat.say("/retry")
+    await chat.say("/open")
+    await chat.press("escape")
     assert [turn.content for turn in app.conversation.turns] == ["first", ANSWER, "second", ANSWER]
     hung.goes.set()
-    await until(lambda: len(backend.requests) == 3 and app.listener.job is None, pilot)
+    await chat.until(lambda: len(backend.requests) == 3 and app.listener.job is None)
     assert await app.keeper.finish(60)
     kept = {e.title: app.store.read(e.file).conversation for e in app.store.entries()}
     assert kept["first"].turns[-1].content == ANSWER and len(kept["first"].turns) == 4
     assert len(kept["first (2)"].turns) == 4
-    assert not [notice for notice in notices(app) if "saved" in notice]
-    assert "first" in screen_text(app)
+    assert not [notice for notice in chat.notices if "saved" in notice]
+    assert "first" in chat.text

@@ -31,12 +31,9 @@ dflash_first_token_seconds_sum 1.5
 """
 
 
-def test_a_page_is_read_and_labels_are_added_up():
+def test_a_page_is_read_and_its_figures_are_sums_shares_and_rates():
     found = read_metrics(PAGE)
     assert found["dflash_answers_total"] == 3 and found["dflash_memory_bytes"] == 3e6
-
-
-def test_figures_are_shares_and_rates():
     before, now = Look(1.0, {"dflash_tokens_total": 10.0}), Look(3.0, read_metrics(PAGE))
     assert now.rate("tokens_total", before) == 10.0
     assert before.rate("tokens_total", now) == 0.0

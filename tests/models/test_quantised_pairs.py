@@ -23,7 +23,7 @@ from dflash_mlx.drafters.networks.tensors import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
-from support.app_scripts import ScriptedBackend, drive, notices, until
+from support.app_scripts import ScriptedBackend, drive
 from support.drafter_formats import case, version_1
 from support.drafting import Blocks, cut, difference, grow
 from support.families import FAMILIES, make_model
@@ -212,12 +212,12 @@ def test_what_loading_changed_is_said_everywhere(folders, monkeypatch, capsys, t
     generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
     assert f"{NOTE}\n" in capsys.readouterr().err
 
-    async def steps(app, pilot, backend):
-        assert notices(app) == [f"{NOTE}."]
+    async def steps(chat, app, backend):
+        assert chat.notices == [f"{NOTE}."]
         app.pair_config = PairConfig(kv_bits=4, draft_window=64, kernels="off")
         given = replace(app.pair_config, model="owner/other", drafter="owner/drafter")
         app.load(PairConfig("owner/other", "owner/drafter"))
-        await until(lambda: app.pair.target.name == "owner/other", pilot)
+        await chat.until(lambda: app.pair.target.name == "owner/other")
         assert backend.loaded[-1] == given
 
     drive(steps, tmp_path, Noting())

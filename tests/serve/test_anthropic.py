@@ -5,7 +5,7 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from support.serving import MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
+from support.serving import COUNT, MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
 
 
 def ask(other, text="hello", **more):
@@ -43,15 +43,12 @@ def test_an_answer_says_what_ended_it(other):
     assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "Once")
 
 
-def test_thoughts_are_blocks_of_their_own(other):
-    thought, answer = ask(other, "think", thinking={"type": "adaptive"}).content
-    assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
+def test_thoughts_are_blocks_of_their_own_and_turned_on_through_the_template(other, server):
     with other.messages.stream(model=MODEL, max_tokens=200, messages=user("think")) as stream:
-        thought, answer = stream.get_final_message().content
-    assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
-
-
-def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(other, server):
+        streamed = stream.get_final_message()
+    for found in (ask(other, "think", thinking={"type": "adaptive"}), streamed):
+        thought, answer = found.content
+        assert (thought.thinking, answer.text) == ("Let me see.", "It is blue.")
     on = server.message(thinking={"type": "enabled"})
     assert [block["type"] for block in on.json()["content"]] == ["thinking"]
     assert ask(other, thinking={"type": "disabled"}).content[0].text == WORDS
@@ -59,13 +56,10 @@ def test_thinking_is_turned_on_through_the_template_and_off_where_there_is_none(
         ask(other, thinking={"type": "enabled", "budget_tokens": 1024})
 
 
-def test_the_beginning_of_an_answer_is_gone_on_with(other):
+def test_the_beginning_of_an_answer_is_gone_on_with_and_tokens_are_counted_as_read(other):
     talk = [*user("hello"), {"role": "assistant", "content": "Once upon"}]
     answer = other.messages.create(model=MODEL, max_tokens=200, messages=talk)
     assert answer.content[0].text == WORDS.removeprefix("Once upon")
-
-
-def test_tokens_are_counted_as_they_will_be_read(other):
     counted = other.messages.count_tokens(model=MODEL, messages=user("hello"), system="be short")
     usage = ask(other, system="be short").usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
@@ -103,3 +97,23 @@ def test_errors_have_the_shape_of_the_api(other, server):
         other.messages.create(model="claude", max_tokens=9, messages=user("a"))
     assert found.value.body["error"]["type"] == "not_found_error"
     assert server.get(MESSAGES).json()["type"] == "error"
+
+
+def test_tools_go_round_in_the_other_api(other):
+    tool = {"name": "add", "input_schema": COUNT}
+    usual = {"model": MODEL, "max_tokens": 200, "tools": [tool]}
+    first = other.messages.create(messages=user("what is 1 + 2"), **usual)
+    assert first.stop_reason == "tool_use"
+    text, call = first.content
+    assert (text.text, call.name, call.input) == ("Let me see.", "add", {"a": 1, "b": "2"})
+    said = {"role": "assistant", "content": first.content}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
+    talk = [*user("what is 1 + 2"), said, {"role": "user", "content": [result]}]
+    assert other.messages.create(messages=talk, **usual).content[0].text == "It is 3."
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    alone = other.messages.create(messages=user("two"), tool_choice=one, **usual)
+    assert [block.type for block in alone.content] == ["text", "tool_use"]
+    with other.messages.stream(messages=user("two"), **usual) as stream:
+        last = stream.get_final_message()
+    assert [block.type for block in last.content] == ["text", "tool_use", "tool_use"]
+    assert last.content[2].input == {"a": 1, "b": "2"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,41 +23,28 @@ def model(tmp_path_factory) -> Path:
     return write_endless_model(tmp_path_factory.mktemp("command") / "endless")
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        yield place.getsockname()[1]
-
-
 def refused(*argv: object) -> DFlashError:
     with pytest.raises(DFlashError) as found:
         command.main([*map(str, argv)])
     return found.value
 
 
-def test_a_port_that_is_in_use_is_refused_before_anything_is_loaded(port):
-    error = refused("--port", port, *NO_MODEL)
+def test_a_place_to_listen_on_that_cannot_be_is_refused_before_anything_is_loaded(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        port = place.getsockname()[1]
+        error = refused("--port", port, *NO_MODEL)
     assert error.setting == "port" and str(port) in str(error)
-
-
-def test_a_host_that_others_reach_needs_a_key(monkeypatch):
+    assert refused("--host", "no.such.host.invalid", "--key", "k").setting == "host"
+    assert refused("--host", "192.0.2.1", "--key", "k", "--port", 0).setting == "port"
     monkeypatch.delenv(command.KEY, raising=False)
-    assert refused("--host", "0.0.0.0").setting == "host"
+    assert refused("--host", "0.0.0.0").setting == "host", "which others reach, so it needs a key"
     monkeypatch.setenv(command.KEY, "secret")
     assert "/no/such/model" in str(refused("--host", "0.0.0.0", "--port", 0, *NO_MODEL))
 
 
-def test_a_host_that_is_none_and_one_of_another_machine_are_refused():
-    assert refused("--host", "no.such.host.invalid", "--key", "k").setting == "host"
-    assert refused("--host", "192.0.2.1", "--key", "k", "--port", 0).setting == "port"
-
-
-def test_a_model_that_does_not_fit_is_refused(monkeypatch, model):
+def test_too_little_memory_and_packages_that_are_missing_are_named(monkeypatch, model):
     monkeypatch.setattr("dflash_mlx.models.downloads.available_memory", lambda: 1000)
     assert "1.0 kB" in str(refused("--model", model, "--port", 0))
-
-
-def test_packages_that_are_missing_are_named(monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "fastapi" else object())
     assert "fastapi" in str(refused())
 

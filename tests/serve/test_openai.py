@@ -1,4 +1,4 @@
-"""The openai package against the server: answers, streams, stops, figures, refusals."""
+"""The openai package against the server: answers, streams, stops, figures, tools, refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import openai
 import pytest
 
-from support.serving import CHAT, MODEL, ROLE, WORDS, ask, serving, user
+from support.models import TEMPLATE as PLAIN_TEMPLATE
+from support.serving import CHAT, MODEL, ROLE, TOOL, WORDS, actor_pair, ask, serving, speak, user
 
 PROMPT = "[user]a" + ROLE
 
@@ -25,6 +26,7 @@ def test_an_answer_comes_whole_with_its_usage_and_figures(client):
     assert (metrics["method"], metrics["rounds"]) == ("none", len(WORDS))
     assert metrics["acceptance_length"] == 1.0 and metrics["parked"] is None
     assert metrics["tokens_per_second"] > 0 < metrics["time_to_first_token"]
+    assert ask(client, "").choices[0].message.content == "", "which may be empty"
 
 
 def test_a_stream_is_the_same_answer(client):
@@ -36,10 +38,7 @@ def test_a_stream_is_the_same_answer(client):
     assert metrics.model_extra["dflash"]["rounds"] == len(WORDS)
     assert usage.choices == [] and usage.usage.completion_tokens == len(WORDS) + 1
     assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_every_chunk_has_a_choice_where_nobody_asked_for_usage(client):
-    assert all(len(chunk.choices) == 1 for chunk in ask(client, stream=True))
+    assert all(len(c.choices) == 1 for c in ask(client, stream=True)), "nobody asked for usage"
 
 
 def test_stop_texts_and_lengths_end_an_answer(client):
@@ -52,7 +51,7 @@ def test_stop_texts_and_lengths_end_an_answer(client):
         assert cut.choices[0].finish_reason == "length"
 
 
-def test_thoughts_are_split_off(client):
+def test_thoughts_are_split_off_where_the_model_or_the_template_began_them(client):
     message = ask(client, "think").choices[0].message
     assert message.content == "It is blue."
     assert message.model_extra["reasoning_content"] == "Let me see."
@@ -60,9 +59,6 @@ def test_thoughts_are_split_off(client):
     assert "".join(d.content or "" for d in deltas) == "It is blue."
     thoughts = [(d.model_extra or {}).get("reasoning_content", "") for d in deltas]
     assert "".join(thoughts) == "Let me see."
-
-
-def test_a_thought_that_the_template_opened_is_one(client):
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     message = ask(client, extra_body=extra).choices[0].message
     assert (message.content, message.model_extra["reasoning_content"]) == ("", WORDS)
@@ -95,11 +91,7 @@ def test_log_probabilities_are_those_of_the_model(client):
     assert "".join(law.token for law in laws) == WORDS
 
 
-def test_an_answer_may_be_empty(client):
-    assert ask(client, "").choices[0].message.content == ""
-
-
-def test_texts_go_on_without_a_template(client):
+def test_texts_and_tokens_go_on_without_a_template(client, server):
     answer = client.completions.create(model=MODEL, prompt=[PROMPT + "Once"], logprobs=1)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (WORDS.removeprefix("Once"), "stop")
@@ -112,9 +104,6 @@ def test_texts_go_on_without_a_template(client):
     assert both.usage.prompt_tokens == 2 * len(PROMPT) + 4
     stream = client.completions.create(model=MODEL, prompt=PROMPT, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == WORDS
-
-
-def test_tokens_go_on_too(client, server):
     tokens = server.pair.tokenizer.encode(PROMPT)
     answer = client.completions.create(model=MODEL, prompt=tokens, max_tokens=4)
     assert answer.choices[0].text == "Once"
@@ -157,3 +146,38 @@ def test_messages_of_all_roles_reach_the_template():
         assert server.post(CHAT, {"model": MODEL, "messages": messages}).status_code == 200
     expected = "[system]be short[user]ab[assistant]<think>hm</think><tool_call>f</tool_call>[tool]2"
     assert seen[0] == expected
+
+
+def test_a_call_and_its_result_go_round(client):
+    choice = ask(client, "what is 1 + 2", tools=[TOOL]).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 1, "b": "2"}
+    said = choice.message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    talk = [*user("what is 1 + 2"), said, result]
+    again = client.chat.completions.create(model=MODEL, messages=talk, tools=[TOOL]).choices[0]
+    assert (again.finish_reason, again.message.content) == ("stop", "It is 3.")
+
+
+def test_a_stream_has_calls_whole_and_by_number(client):
+    chunks = [*ask(client, "two", tools=[TOOL], stream=True)]
+    calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+    assert [(call.index, call.function.name) for call in calls] == [(0, "add"), (1, "add")]
+    assert calls[0].id != calls[1].id
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "First.\n"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_one_call_ends_the_answer_where_one_is_wanted_and_none_comes_of_tools_not_to_use(client):
+    choice = ask(client, "two", tools=[TOOL], parallel_tool_calls=False).choices[0]
+    assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "tool_calls"
+    choice = ask(client, "what is 1 + 2", tools=[TOOL], tool_choice="none").choices[0]
+    assert (choice.message.content, choice.finish_reason) == (WORDS, "stop")
+
+
+def test_a_model_whose_template_knows_no_tools_refuses_them():
+    with serving(actor_pair(speak, PLAIN_TEMPLATE)) as server:
+        found = server.chat("a", tools=[TOOL])
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")

@@ -15,15 +15,7 @@ from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
-from support.serving import (
-    MODEL,
-    TEMPLATE,
-    actor_pair,
-    ask,
-    said,
-    serving,
-    user,
-)
+from support.serving import MODEL, TEMPLATE, actor_pair, ask, said, serving, user
 
 WORDS = "Once upon a time."
 # As Qwen's template has it: the call as JSON, on a line between the tags.
@@ -94,12 +86,10 @@ def test_an_answer_follows_its_schema_strict_or_not(client, schema, strict, stre
     assert is_valid(schema, json.loads(text)) and (calls, reason) == ([], "stop")
 
 
-def test_an_object_of_any_kind_can_be_asked_for(client):
+def test_several_answers_at_once_each_have_their_own_schema_or_are_any_object(client):
     content = ask(client, response_format={"type": "json_object"}, max_tokens=40).choices[0]
     assert content.message.content.startswith("{")
 
-
-def test_several_answers_at_once_each_have_their_own_schema(client):
     def one(i):
         schema = SCHEMAS[i % 3]
         if i % 4 == 3:
@@ -127,7 +117,7 @@ def is_right(call):
     return is_valid(parameters, json.loads(call.function.arguments))
 
 
-def test_several_calls_may_come_where_one_must(client):
+def test_several_calls_may_come_where_one_must_and_a_tool_may_have_no_parameters(client):
     """Ends and next calls are equally likely to the toy where a call is over."""
     numbers = set()
     for seed in range(8):
@@ -136,9 +126,6 @@ def test_several_calls_may_come_where_one_must(client):
         assert not message.content
         numbers.add(len(message.tool_calls))
     assert max(numbers) > 1
-
-
-def test_a_tool_without_parameters_is_called_with_none(client):
     nothing = {"type": "function", "function": {"name": "now"}}
     message = ask(client, tools=[nothing], tool_choice="required", parallel_tool_calls=False)
     (call,) = message.choices[0].message.tool_calls
@@ -227,34 +214,29 @@ CHAT_REFUSED = [  # the field, what is said of it, and the request
     (TOOL.format(0), "string", {"tools": [tool("b", {"type": "string"}, strict=True)]}),
     (TOOL.format(0), "numbre", {"tools": [tool("b", BAD, strict=True)]}),
     ("tool_choice", "'no'", {"tools": TOOLS, "tool_choice": NAMED}),
+    ("tool_choice", "without tools", {"tool_choice": "required"}),
     ("chat_template_kwargs.enable_thinking", "", {"response_format": form(COUNT), **THINKS}),
 ]
 SAID = [*user("a"), {"role": "assistant", "content": "b"}]
 WRONG, RIGHT = ({"name": "a", "input_schema": schema} for schema in (BAD, COUNT))
 MESSAGE_REFUSED = [
-    ("output_config.format.schema", {"output_config": format_of(BAD)}),
-    ("tools[0].input_schema", {"tools": [WRONG], "tool_choice": {"type": "any"}}),
-    ("tool_choice", {"tools": [RIGHT], "tool_choice": {"type": "tool"}}),
-    ("tool_choice", {"tool_choice": {"type": "any"}}),
-    ("thinking", {"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}),
-    ("messages", {"output_config": format_of(COUNT), "messages": SAID}),
+    ("output_config.format.schema", "", {"output_config": format_of(BAD)}),
+    ("tools[0].input_schema", "", {"tools": [WRONG], "tool_choice": {"type": "any"}}),
+    ("tool_choice", "", {"tools": [RIGHT], "tool_choice": {"type": "tool"}}),
+    ("tool_choice", "without tools", {"tool_choice": {"type": "any"}}),
+    ("thinking", "", {"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}),
+    ("messages", "", {"output_config": format_of(COUNT), "messages": SAID}),
 ]
+REFUSED = [("chat", *c) for c in CHAT_REFUSED] + [("message", *c) for c in MESSAGE_REFUSED]
 
 
-@pytest.mark.parametrize(("field", "told", "more"), CHAT_REFUSED)
-def test_what_is_no_schema_is_refused_by_its_field(server, field, told, more):
-    found = server.chat(**more)
+@pytest.mark.parametrize(("api", "field", "told", "more"), REFUSED)
+def test_what_is_no_schema_is_refused_by_its_field_in_both_apis(server, api, field, told, more):
+    found = getattr(server, api)(**more)
     error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, field), error
-    assert field in error["message"] and told in error["message"]
+    assert found.status_code == 400 and error.get("param", field) == field, error
+    assert error["message"].startswith(field) and told in error["message"]
     assert len(error["message"]) < 700
-
-
-@pytest.mark.parametrize(("field", "more"), MESSAGE_REFUSED)
-def test_the_other_api_refuses_by_its_own_fields(server, field, more):
-    found = server.message(**more)
-    assert found.status_code == 400
-    assert found.json()["error"]["message"].startswith(field), found.text
 
 
 def test_without_llguidance_the_extra_is_named(monkeypatch):

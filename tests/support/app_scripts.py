@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -12,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from textual import _wait
+from textual.pilot import Pilot
 from textual.widgets import Markdown, Static
 
 from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
 from dflash_chat.speeds import Timing
+from dflash_chat.store import Store
 from dflash_mlx.client import DecodeConfig, Delta, PairConfig, RaceStep, Statistics
 from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.drafter import Proposal
@@ -156,6 +160,15 @@ class ScriptedBackend:
     rounds_run: int = 0
     forgotten: int = 0
 
+    @property
+    def asked(self):
+        """The last question of every request."""
+        return [request.messages[-1]["content"] for request in self.requests]
+
+    def hold(self, rounds):
+        """Let so many rounds through from now on."""
+        self.gate = threading.Semaphore(rounds)
+
     def load(self, config):
         self._wait_in("load")
         self.loaded.append(config)
@@ -213,6 +226,20 @@ class ScriptedBackend:
             yield event
 
 
+def gated(rounds, **more):
+    """A backend that lets so many rounds through, until it is told to go on."""
+    return ScriptedBackend(gate=threading.Semaphore(rounds), **more)
+
+
+def fill_disk(monkeypatch):
+    """Nothing can be written any more, until the patch is undone."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+
+
 def race_of(text, tokens):
     """Both sides take turns; the drafted one is twice as fast."""
     words = [word + " " for word in text.split(" ")][:tokens]
@@ -233,25 +260,93 @@ async def until(condition, pilot, most=60.0):
     await pilot.pause()
 
 
-def screen_text(app):
-    """What is on screen, line by line."""
-    lines = app.screen._compositor.render_strips()
-    return "\n".join(strip.text.rstrip() for strip in lines)
+class Chat(Pilot):
+    """A user of a running chat: types, waits, and reads the screen."""
+
+    def __init__(self, app, backend=None):
+        super().__init__(app)
+        self.backend = backend
+
+    @property
+    def text(self):
+        """What is on screen, line by line."""
+        lines = self.app.screen._compositor.render_strips()
+        return "\n".join(strip.text.rstrip() for strip in lines)
+
+    @property
+    def notices(self):
+        return [str(notice.render()) for notice in self.app.query(".notice").results(Static)]
+
+    @property
+    def saved(self):
+        """The turns of the conversation on screen, as they are on disk."""
+        store, talk = Store(self.app.store.folder), self.app.conversation
+        return store.read(store.file_of(talk)).conversation.turns if store.holds(talk) else []
+
+    @property
+    def shown_answer(self):
+        return self.app.query(Markdown).last().source
+
+    async def until(self, condition):
+        await until(condition, self)
+
+    async def shows(self, text):
+        """Wait until a text is on screen."""
+        await self.until(lambda: text in self.text)
+
+    async def say(self, text):
+        self.app.prompt.text = text
+        await self.press("enter")
+        await self.pause()
+
+    async def is_over(self):
+        """Wait until nothing is being answered."""
+        await self.until(lambda: self.app.listener.job is None)
+
+    async def answered(self, text="What meets?"):
+        """Ask and wait for the whole answer."""
+        app, whole = self.app, len(self.app.conversation.turns) + 2
+        await self.say(text)
+        await self.until(lambda: app.listener.job is None and len(app.conversation.turns) == whole)
+
+    async def begun(self, first, *others):
+        """Ask, wait for the first words of the answer, and ask what has to wait behind it."""
+        await self.say(first)
+        await self.until(lambda: self.app.status.figures)
+        for question in others:
+            await self.say(question)
+
+    async def reaches(self, rounds):
+        """Wait until so many rounds of the answer are counted on screen."""
+        status = self.app.status
+        await self.until(lambda: status.figures and status.figures["rounds"] == rounds)
+
+    async def goes_on(self):
+        """Let everything through, and wait until nothing is being answered."""
+        self.backend.held.set()
+        if self.backend.gate is not None:
+            self.backend.gate.release(1000)
+        await self.is_over()
 
 
 def drive(steps, folder, backend=None, size=(100, 30), decode=None, **chat):
-    """Run `steps(app, pilot, backend)` on a loaded app; nothing may have gone wrong inside."""
+    """Run `steps` on a loaded app; nothing may have gone wrong inside.
+
+    steps: takes chat, app and backend, or those of them that it needs.
+    """
 
     async def run():
         used = backend or ScriptedBackend()
         config = replace(ChatConfig(conversations=folder), **chat)
         app = ChatApp(PairConfig(), decode or DecodeConfig("d2sd"), config, used)
-        async with app.run_test(size=size) as pilot:
-            await until(lambda: used.waits or not app.listener.waiting, pilot)
+        async with app.run_test(size=size):
+            user = Chat(app, used)
+            await user.until(lambda: used.waits or not app.listener.waiting)
             assert await app.keeper.finish(60)
-            await pilot.pause()
-            await steps(app, pilot, used)
-            await pilot.pause()
+            await user.pause()
+            given = {"chat": user, "app": app, "backend": used}
+            await steps(**{n: given[n] for n in signature(steps).parameters if n in given})
+            await user.pause()
         assert app.return_code in (0, None)
         assert app.clean
 
@@ -259,13 +354,14 @@ def drive(steps, folder, backend=None, size=(100, 30), decode=None, **chat):
 
 
 def in_chat(make=lambda: ScriptedBackend(), size=(100, 30), **chat):
-    """Makes a test of steps(app, pilot, backend, *fixtures), which are driven on a loaded app.
+    """Makes a test of steps(chat, app, backend, *fixtures), of which it takes what it needs.
 
     make: the backend, for each run of the test; its arguments are fixtures, too.
     """
 
     def decorate(steps):
-        asked, needed = list(signature(steps).parameters)[3:], list(signature(make).parameters)
+        own, needed = ("chat", "app", "backend"), [*signature(make).parameters]
+        asked = [name for name in signature(steps).parameters if name not in own]
         names = dict.fromkeys([*asked, *needed, "tmp_path"])
 
         @wraps(steps)
@@ -278,43 +374,3 @@ def in_chat(make=lambda: ScriptedBackend(), size=(100, 30), **chat):
         return test
 
     return decorate
-
-
-async def say(app, pilot, text):
-    app.prompt.text = text
-    await pilot.press("enter")
-    await pilot.pause()
-
-
-async def answered(app, pilot, text="What meets?"):
-    """Ask and wait for the whole answer."""
-    before = len(app.conversation.turns)
-    await say(app, pilot, text)
-    await until(
-        lambda: app.listener.job is None and len(app.conversation.turns) == before + 2, pilot
-    )
-
-
-async def begun(app, pilot, *questions):
-    """Ask, wait for the first words of the answer, and ask what has to wait behind it."""
-    first, *others = questions or ("What meets?",)
-    await say(app, pilot, first)
-    await until(lambda: app.status.figures, pilot)
-    for question in others:
-        await say(app, pilot, question)
-
-
-async def goes_on(app, pilot, backend):
-    """Let everything through, and wait until nothing is being answered."""
-    backend.held.set()
-    if backend.gate is not None:
-        backend.gate.release(1000)
-    await until(lambda: app.listener.job is None, pilot)
-
-
-def notices(app):
-    return [str(notice.render()) for notice in app.query(".notice").results(Static)]
-
-
-def shown_answer(app):
-    return app.query(Markdown).last().source

@@ -26,9 +26,8 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.request_queue import RequestQueue
-from dflash_mlx.serve.running import Stop, serve
+from dflash_mlx.serve.running import serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.scheduler import Scheduler
@@ -60,6 +59,8 @@ TEMPLATE = (
 
 WORDS = "Once upon a time there was an answer."
 THOUGHT = "<think>\nLet me see.</think>\n\nIt is blue."
+COUNT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": COUNT}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "2"}}</tool_call>'
 
 Act = Callable[[str], str]
@@ -129,17 +130,16 @@ class Server:
     """What runs on a thread of its own, at `url`."""
 
     def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
-        metrics = Metrics()
         self.pair, self.faults = pair, []
-        self.queue = RequestQueue(metrics, config.parallel, config.queue, self._fault)
+        self.queue = RequestQueue(config, self._fault)
         self.worker = self.queue.worker
         make = partial(Scheduler, pair, most=config.parallel)
         self.worker.serve(lambda: make(prefixes=PrefixCache(10**8))).result()
-        self.service = Service(pair, usual, config, self.queue, metrics, (model, *config.name))
+        self.service = Service(pair, usual, config, self.queue, (model, *config.name))
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.loop, self.stop = asyncio.new_event_loop(), Stop()
+        self.loop, self.ends = asyncio.new_event_loop(), asyncio.Queue()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -149,14 +149,13 @@ class Server:
         return ApiError(500, f"fault: {error!r}")
 
     def _run(self) -> None:
-        work = serve(self.service, self.place, self._fault, self.stop)
-        self.loop.run_until_complete(work)
+        self.loop.run_until_complete(serve(self.service, self.place, self.ends))
         self.loop.close()
 
     def end(self) -> None:
         """As a signal to end."""
         with suppress(RuntimeError):  # it has ended before
-            self.loop.call_soon_threadsafe(self.stop.asked.set)
+            self.loop.call_soon_threadsafe(self.ends.put_nowait, None)
 
     def until(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
         """Return when something holds; the event loop looks after every turn."""
