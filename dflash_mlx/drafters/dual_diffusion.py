@@ -32,7 +32,7 @@ from dflash_mlx.drafters.method import (
     branches_option,
     check_block_size,
 )
-from dflash_mlx.drafters.networks.context import DualContext
+from dflash_mlx.drafters.networks.model import DualContext
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 

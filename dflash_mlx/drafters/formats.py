@@ -7,7 +7,7 @@ is read.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,20 +50,19 @@ class FileFormat:
     model: ClassVar[type[BoundModel[Any]]]
     known: ClassVar[tuple[str, ...]]  # `architectures` of a config.json in our words
     speculators: ClassVar[tuple[str, ...]] = ()  # types of vLLM's library
+    # What its classes are called, each a pattern with a field that has to be there, "" for none
+    classes: ClassVar[tuple[tuple[str, str], ...]]
+    marks: ClassVar[tuple[str, ...]] = ()  # fields by which it refuses what no family recognises
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family, readable or not."""
         if (kind := raw.get(SPECULATORS)) is not None:
             return kind in self.speculators
-        return self.describes(architecture(raw), raw)
-
-    @abstractmethod
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
-        """Whether a config.json that describes a class of this name is of this family."""
-
-    def resembles(self, raw: Mapping[str, Any]) -> bool:
-        """Whether this family refuses a config.json that no family recognises."""
-        return False
+        name = architecture(raw)
+        return any(
+            re.fullmatch(pattern, name) and (not field or field in raw)
+            for pattern, field in self.classes
+        )
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         """A config.json in our words; one that is in them already stays as it is.

@@ -19,7 +19,14 @@ from dflash_mlx.core.text import amount
 from dflash_mlx.models import default_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.load import check_named
-from dflash_mlx.models.names import DEFAULT_MODEL, Names, find_names, find_source, inherited
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    Names,
+    existing,
+    find_names,
+    find_source,
+    inherited,
+)
 from dflash_mlx.models.registry import same_weights, without_quantisation
 from dflash_mlx.models.source import (
     CONFIG,
@@ -32,7 +39,6 @@ from dflash_mlx.models.source import (
 )
 from dflash_mlx.models.weight_files import HEADROOM, check_weights
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import available_memory
 
 FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet

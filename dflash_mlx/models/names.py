@@ -22,7 +22,6 @@ from dflash_mlx.engine.pair import Preset
 from dflash_mlx.models.registry import Entry, preset_for, registered
 from dflash_mlx.models.source import CARD, DRAFTER, MODEL, SECOND_DRAFTER, Source, how_to_name
 from dflash_mlx.models.weight_files import is_whole
-from dflash_mlx.system.files import existing
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SHIPPED = Path(__file__).parents[1] / "data"  # drafters that come with the package
@@ -116,6 +115,18 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
     if not update:
         return copy or there
     return there if copy is None and there.answers() else there.fetch()
+
+
+def existing(name: str) -> Path | None:
+    """The file or folder that a user has named, `~` understood; None where there is none.
+
+    Names that nothing can have (too long, a zero byte, the home of no user) are of nothing.
+    """
+    try:
+        path = Path(name or "no name").expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def whole_copy(name: str, option: str = MODEL) -> Source | None:

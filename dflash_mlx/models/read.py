@@ -77,10 +77,11 @@ def read_target(
     share: leaves of a model the part that this process computes, before weights are read. make:
     the target, of model, context length and name. DFlashError for what mlx-lm cannot load.
     """
-    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
 
     def begin(model: nn.Module) -> nn.Module:
         if on_cpu():
+            from mlx_lm.utils import dequantize_model  # takes seconds
+
             model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
             model = dequantize_model(model)
             model.set_dtype(mx.float32)  # of formats whose scales are no floats
@@ -91,11 +92,16 @@ def read_target(
 
     if facts.source is None:
         from dflash_mlx.models.default_model import fetch
-        from dflash_mlx.models.gguf_target import load_gguf
+        from dflash_mlx.models.gguf_target import load_gguf, load_plain
 
-        dtype = mx.float32 if on_cpu() else None
-        model, tokenizer, config = load_gguf(facts.file or fetch(), dtype, begin)
+        file = facts.file or fetch()
+        if on_cpu() and share is None:
+            model, tokenizer, config = load_plain(file)
+        else:
+            model, tokenizer, config = load_gguf(file, mx.float32 if on_cpu() else None, begin)
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
+    from mlx_lm.utils import load_model, load_tokenizer
+
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
         model, config = load_model(folder, lazy=share is not None)

@@ -115,15 +115,3 @@ def is_locked(path: Path) -> bool:
         return error.errno in (errno.EAGAIN, errno.EACCES)
     finally:
         os.close(descriptor)
-
-
-def existing(name: str) -> Path | None:
-    """The file or folder that a user has named, `~` understood; None where there is none.
-
-    Names that nothing can have (too long, a zero byte, the home of no user) are of nothing.
-    """
-    try:
-        path = Path(name or "no name").expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):
-        return None

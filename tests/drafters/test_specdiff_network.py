@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.drafters.networks.context import MOST_WAITING
+from dflash_mlx.drafters.networks.model import MOST_WAITING
 from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import written

@@ -129,7 +129,7 @@ class ToyConfig:
 
 
 class ToyFiles(FileFormat):
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "toy"
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = ()) -> ToyConfig:

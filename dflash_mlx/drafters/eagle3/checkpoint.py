@@ -12,8 +12,7 @@ files, are layers whose output is read, as SGLang takes them. The same field out
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from dflash_mlx.drafters.eagle3.model import EagleConfig, EagleModel, Network
 from dflash_mlx.drafters.formats import (
@@ -58,9 +57,7 @@ class EagleFiles(FileFormat):
     config, network, model = EagleConfig, Network, EagleModel
     known = (RAW, "Eagle3LlamaForCausalLM", _FIRST)
     speculators = ("eagle3",)
-
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
-        return "Eagle3" in name or (name == _FIRST and "draft_vocab_size" in raw)
+    classes = ((".*Eagle3.*", ""), (_FIRST, "draft_vocab_size"))
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if SPECULATORS not in raw:
