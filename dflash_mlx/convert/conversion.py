@@ -25,8 +25,7 @@ from dflash_mlx.models.downloads import stored_bytes
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
-from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES, Source
-from dflash_mlx.models.weight_files import quantisation
+from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES, Source, quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine

@@ -18,14 +18,14 @@ import numpy as np
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.networks.fields import DraftConfig, Fields, architecture
-from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.model import BoundModel
-from dflash_mlx.drafters.networks.tensors import (
+from dflash_mlx.drafters.networks.files import (
     DOWNLOAD_AGAIN,
     FLAGS,
     FLOATING,
     Arrays,
+    DraftConfig,
+    Fields,
+    architecture,
     check_vocabulary,
     in_words,
     parameters_of,
@@ -34,6 +34,8 @@ from dflash_mlx.drafters.networks.tensors import (
     read_json,
     stored_config,
 )
+from dflash_mlx.drafters.networks.layers import limit_windows
+from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.model import Target

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
-from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
-from dflash_mlx.models.weight_files import (
+from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
+from dflash_mlx.models.source import (
     BY_LAYER,
+    CONFIG,
+    DRAFTER,
+    MODEL,
+    Source,
     Weights,
     check_weights,
     too_large,
@@ -28,7 +31,6 @@ from dflash_mlx.verifier.model import ONE_OFFSET, Target
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
-CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
@@ -158,7 +160,7 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
         has, wanted = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
         what = f"token {token[:40]!r} has the id {has} in {drafter.place(TOKENIZER)}"
         what += f", but {wanted} in {target.place(TOKENIZER)}"
-        yield Finding("error", what, CHOOSE_DRAFTER)
+        yield Finding("error", what, CHOOSE_ANOTHER)
 
 
 def _vocabulary(source: Source) -> dict[str, int]:

@@ -20,8 +20,15 @@ from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Preset
 from dflash_mlx.models.registry import Entry, preset_for, registered
-from dflash_mlx.models.source import CARD, DRAFTER, MODEL, SECOND_DRAFTER, Source, how_to_name
-from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.models.source import (
+    CARD,
+    DRAFTER,
+    MODEL,
+    SECOND_DRAFTER,
+    Source,
+    how_to_name,
+    is_whole,
+)
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SHIPPED = Path(__file__).parents[1] / "data"  # drafters that come with the package

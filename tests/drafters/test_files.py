@@ -21,7 +21,7 @@ from dflash_mlx.drafters.dflash import checkpoint as dflash
 from dflash_mlx.drafters.eagle3 import checkpoint as eagle3
 from dflash_mlx.drafters.eagle3.model import usual_layers
 from dflash_mlx.drafters.methods import family_of, format_of
-from dflash_mlx.drafters.networks.tensors import quantization_of
+from dflash_mlx.drafters.networks.files import quantization_of
 from dflash_mlx.drafters.specdiff import checkpoint as specdiff
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.verifier.model import Target

@@ -15,7 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, NetworkConfig
-from dflash_mlx.drafters.networks.tensors import parameters_of
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import check_drafter
 from support import reference_dflash2
 from support.converted import assert_same_tensors

@@ -12,7 +12,7 @@ import pytest
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import Network
-from dflash_mlx.drafters.networks.tensors import (
+from dflash_mlx.drafters.networks.files import (
     KEPT,
     Quantization,
     parameters_of,

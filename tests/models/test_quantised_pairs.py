@@ -18,8 +18,8 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.networks.files import Quantization, quantization_of
 from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.tensors import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target

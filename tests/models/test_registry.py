@@ -14,7 +14,7 @@ from dflash_mlx import DFlashError, PairConfig, load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
-from dflash_mlx.drafters.networks.tensors import read_json
+from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
 from dflash_mlx.models import registry
 from dflash_mlx.models.check import check_drafter

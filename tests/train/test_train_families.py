@@ -16,7 +16,7 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, load_pair
 from dflash_mlx.drafters.eagle3.drafter import Chain
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.tensors import parameters_of, quantize_network
+from dflash_mlx.drafters.networks.files import parameters_of, quantize_network
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train import compare

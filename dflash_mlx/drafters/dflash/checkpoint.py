@@ -31,7 +31,7 @@ from dflash_mlx.drafters.formats import (
     layers_of_speculators,
     left_by_training,
 )
-from dflash_mlx.drafters.networks.fields import (
+from dflash_mlx.drafters.networks.files import (
     Fields,
     architecture,
     flag,

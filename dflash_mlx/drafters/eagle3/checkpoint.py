@@ -21,9 +21,12 @@ from dflash_mlx.drafters.formats import (
     layers_of_speculators,
     left_by_training,
 )
-from dflash_mlx.drafters.networks.fields import (
+from dflash_mlx.drafters.networks.files import (
+    FLAGS,
+    WHOLE,
     Fields,
     flag,
+    in_words,
     layer_windows,
     layers_of_states,
     listed,
@@ -32,7 +35,6 @@ from dflash_mlx.drafters.networks.fields import (
     size_or_none,
     whole,
 )
-from dflash_mlx.drafters.networks.tensors import FLAGS, WHOLE, in_words
 
 RAW = "LlamaForCausalLMEagle3"
 DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be

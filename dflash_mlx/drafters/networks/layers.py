@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.networks.fields import DraftConfig
+from dflash_mlx.drafters.networks.files import DraftConfig
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.hooks import rotate_by_row
