@@ -15,6 +15,7 @@ from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
+from dflash_mlx.models.names import instead_of
 from dflash_mlx.models.source import (
     BY_LAYER,
     CONFIG,
@@ -84,7 +85,7 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
-    weights = check_weights(source, raw, found, CHOOSE_TARGET)
+    weights = check_weights(source, raw, found, CHOOSE_TARGET, instead_of(source.name))
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
         found.attempt(found.add, check_family(source, raw))
     return ModelFacts(found.result(), name or source.name, source, weights, config)
@@ -99,7 +100,7 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
-    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN)
+    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN, instead_of(source.name))
     if readable and not any(too_large(source, raw, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:

@@ -30,8 +30,9 @@ from dflash_mlx.models.names import (
     find_names,
     find_source,
     inherited,
+    same_weights,
+    without_quantisation,
 )
-from dflash_mlx.models.registry import same_weights, without_quantisation
 from dflash_mlx.models.source import (
     CONFIG,
     HEADROOM,

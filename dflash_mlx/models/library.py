@@ -33,12 +33,14 @@ from dflash_mlx.models.downloads import (
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
+    Entry,
+    entries,
     find_names,
     is_pair_folder,
     parent_of,
+    registered,
     shipped_folder,
 )
-from dflash_mlx.models.registry import Entry, entries, registered
 from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked

@@ -30,7 +30,6 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
 from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import Collector, DFlashError, Finding, in_one_line
-from dflash_mlx.models.registry import instead_of
 from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
@@ -259,7 +258,11 @@ class Weights:
 
 
 def check_weights(
-    source: Source, raw: Mapping[str, Any], found: Collector, next_step: str
+    source: Source,
+    raw: Mapping[str, Any],
+    found: Collector,
+    next_step: str,
+    other: str | None = None,  # to choose in place of one that can run code
 ) -> Weights:
     """The tensors in a model's weight files; what does not fit them, or `raw`, goes to `found`."""
     there = found.attempt(lambda: source.files)
@@ -267,7 +270,7 @@ def check_weights(
         return Weights({})
     files = [name for name in there if fnmatch(name, source.weights)]
     if not files:
-        found.add([_no_weights(source, next_step)])
+        found.add([_no_weights(source, next_step, other)])
         return Weights({})
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
     wrong = (Finding("error", what, next_step) for what in _misplaced(source, headers))
@@ -326,12 +329,12 @@ def is_whole(source: Source) -> bool:
         return False
 
 
-def _no_weights(source: Source, next_step: str) -> Finding:
+def _no_weights(source: Source, next_step: str, other: str | None) -> Finding:
     pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
     if pickled:
         what = f"{source.name} has no .safetensors files, and files like {pickled[0]} can run code"
         step = "choose a folder or a revision with .safetensors files"
-        if (other := instead_of(source.name)) is not None:
+        if other is not None:
             step = f"choose {other}, which is for the same model and has .safetensors files"
         return Finding("error", what, step)
     others = [name for name in source.files if name.endswith(".safetensors")]

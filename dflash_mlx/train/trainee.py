@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.drafters.networks.files import parameters_of, save_network
-from dflash_mlx.drafters.networks.head import capped
+from dflash_mlx.drafters.networks.model import capped
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig

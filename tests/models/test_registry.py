@@ -16,7 +16,7 @@ from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
-from dflash_mlx.models import registry
+from dflash_mlx.models import names
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.load import load_pair
@@ -24,13 +24,16 @@ from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
     SHIPPED,
+    Entry,
     Names,
+    entries,
     find_names,
+    instead_of,
     is_pair_folder,
     read_pair,
+    registered,
     write_pair,
 )
-from dflash_mlx.models.registry import Entry, entries, instead_of, registered
 from dflash_mlx.session.session import generate
 from support.models import write_drafter, write_model
 
@@ -253,7 +256,7 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
 def with_second(monkeypatch):
     """The registry has a second drafter for the pair."""
     entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second")
-    monkeypatch.setattr(registry, "entries", lambda: (entry,))
+    monkeypatch.setattr(names, "entries", lambda: (entry,))
 
 
 @pytest.fixture(params=["missing", "of another target"])
