@@ -249,7 +249,7 @@ def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
     pairs = []
     for merge in array(metadata, Keys.Tokenizer.MERGES):
         left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= ids.keys():
+        if left not in ids or right not in ids or left + right not in ids:
             raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")
         pairs.append((left, right))
     return pairs

@@ -25,14 +25,8 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what programs that were killed while writing into `folder` have left of that."""
-    for file in folder.glob(".new-*"):
-        file.unlink(missing_ok=True)
-
-
 def remove_abandoned(folder: Path) -> None:
-    """`remove_partial`, but for what programs that still run may be writing."""
+    """Remove what programs that were killed while writing into `folder` have left of that."""
     for file in folder.glob(".new-*"):
         try:
             os.kill(int(file.name.split("-")[1]), 0)

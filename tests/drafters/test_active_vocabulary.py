@@ -12,7 +12,7 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks import head as heads
+from dflash_mlx.drafters.networks import model as heads
 from dflash_mlx.drafters.networks.model import ActiveVocabulary, PartialHead
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.read import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
