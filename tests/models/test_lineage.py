@@ -131,7 +131,6 @@ def test_without_a_hub_a_model_that_is_here_loads_as_before(hub, monkeypatch):
     pair = load_pair(PairConfig("owner/tuned"), DecodeConfig("none"))
     assert not pair.drafters
     hub.repositories.clear()
-    monkeypatch.setattr("dflash_mlx.models.source.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pair = load_pair(PairConfig("owner/tuned"))
     assert not pair.drafters and pair.undrafted
