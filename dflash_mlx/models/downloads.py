@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_session
+from huggingface_hub import constants
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError
@@ -36,9 +36,7 @@ from dflash_mlx.models.names import (
 from dflash_mlx.models.source import (
     CONFIG,
     HEADROOM,
-    HUB_ERRORS,
     MODEL,
-    SECONDS,
     NoBar,
     Source,
     check_weights,
@@ -130,16 +128,7 @@ def needed(source: Source) -> int:
     return 0
 
 
-# The hub, and the disk
-
-
-def published(author: str, text: str) -> list[str]:
-    """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
-    try:  # the first request fails at once where the second would try again for 20 seconds
-        get_session().head(constants.ENDPOINT, timeout=SECONDS)
-        return [found.id for found in HfApi().list_models(author=author, search=text, limit=100)]
-    except HUB_ERRORS:
-        return []
+# The disk
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, get_session, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError, of its HTTP client
     GatedRepoError,
     HfHubHTTPError,
@@ -40,7 +40,7 @@ MODEL, DRAFTER, SECOND_DRAFTER = "model", "drafter", "second-drafter"  # options
 HUB_ERRORS = (OSError, HTTPError, ValueError)
 
 _MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
-SECONDS = 20  # until a hub that is silent is given up
+_SECONDS = 20  # until a hub that is silent is given up
 _COMPLETE = "choose a complete model folder in Hugging Face format"
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
@@ -82,7 +82,7 @@ class Source:
         """Names and sizes of the files at its top; DFlashError where they cannot be listed."""
         if self.folder is None:
             with self._asking():
-                found = HfApi().model_info(self.name, files_metadata=True, timeout=SECONDS)
+                found = HfApi().model_info(self.name, files_metadata=True, timeout=_SECONDS)
             listed = found.siblings or ()
             return {f.rfilename: f.size or 0 for f in listed if "/" not in f.rfilename}
         try:
@@ -134,7 +134,7 @@ class Source:
         place = self.place(file)
         try:
             with self._asking():
-                head = HfApi().parse_safetensors_file_metadata(self.name, file, timeout=SECONDS)
+                head = HfApi().parse_safetensors_file_metadata(self.name, file, timeout=_SECONDS)
         except (SafetensorsParsingError, AttributeError, TypeError, RecursionError) as error:
             raise DFlashError(f"{place} is damaged ({in_one_line(error)})", next_step) from None
         entries = {name: vars(tensor) for name, tensor in head.tensors.items()}
@@ -208,6 +208,15 @@ class Source:
             what += f"cannot be reached ({reason})"
             step = f"check the network connection and the name, or {step}"
         return DFlashError(what, step)
+
+
+def published(author: str, text: str) -> list[str]:
+    """Ids of an author's repositories with `text` in their names; [] where the hub says nothing."""
+    try:  # the first request fails at once where the second would try again for 20 seconds
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+        return [found.id for found in HfApi().list_models(author=author, search=text, limit=100)]
+    except HUB_ERRORS:
+        return []
 
 
 def how_to_name(option: str) -> str:
