@@ -40,6 +40,7 @@ from dflash_mlx.models.source import (
     NoBar,
     Source,
     check_weights,
+    published,
 )
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import available_memory
