@@ -191,12 +191,11 @@ class FileFormat:
                 what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
                 yield Finding("error", what, DOWNLOAD_AGAIN)
 
-    def read_tensors(self, folder: Path, config: DraftConfig, has_values: bool = True) -> Arrays:
+    def read_tensors(self, folder: Path, config: DraftConfig) -> Arrays:
         """The tensors that the network needs, by its names, lazy.
 
-        has_values: whether there is anything behind the heads of the files. Raises DFlashError,
-        before any weight is read, for damaged files, for missing, unexpected or misshapen tensors;
-        and for a draft vocabulary that contradicts itself.
+        Raises DFlashError, before any weight is read, for damaged files, for missing, unexpected or
+        misshapen tensors; and for a draft vocabulary that contradicts itself.
         """
         for finding in self.check_tensors(read_headers(folder), config, str(folder)):
             raise DFlashError(finding.what, finding.next_step)
@@ -206,17 +205,16 @@ class FileFormat:
         tensors = {ours: tensors[name] for name, ours in self.our_names(tensors).items()}
         if config.draft_vocab_size is not None:
             tensors["d2t"] = tensors["d2t"].astype(mx.int64)
-            if has_values:
-                offsets, marked = np.array(tensors["d2t"]), tensors.get("t2d")
-                check_vocabulary(folder, config.vocab_size, offsets, marked)
+            offsets, marked = np.array(tensors["d2t"]), tensors.get("t2d")
+            check_vocabulary(folder, config.vocab_size, offsets, marked)
         return {name: tensors[name] for name in parameters_of(self.build(config, str(folder)))}
 
-    def read_drafter(self, folder: Path, has_values: bool = True) -> DrafterFolder:
+    def read_drafter(self, folder: Path) -> DrafterFolder:
         """A folder of any format; raises as `parse_config` and `read_tensors` do."""
         raw, source, names = _contents(folder)
         config = self.parse_config(raw, source, names)
         told = {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
-        return DrafterFolder(self, config, self.read_tensors(folder, config, has_values), told)
+        return DrafterFolder(self, config, self.read_tensors(folder, config), told)
 
     def load_network(
         self, folder: Path, config: DraftConfig, dtype: mx.Dtype, bits: int | None = None
