@@ -60,10 +60,13 @@ class Backend:
     def measure(self, again: bool) -> Events:
         """Time the passes of this pair before anybody waits for them: a Timing.
 
-        again: though this machine was measured before.
+        It ends without one where another pair is loaded meanwhile. again: though this machine was
+        measured before.
         """
         responder = self._loaded()
         for done, total in responder.pair.calibrating(again):
+            if responder is not self._responder:
+                return
             _show_timing(done, total)
             yield done
         yield Timing(*responder.plain_speed())

@@ -311,6 +311,8 @@ class DecodeConfig:
             raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
         require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         require("" not in self.stop, "stop", "", "a text of at least one character")
+        counts = self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 0)
+        require(counts, "logprobs", self.logprobs, "how many tokens each delta tells, 0 or more")
 
     @property
     def guarded(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import Field, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,14 +80,25 @@ def values_given(settings: Any) -> dict[str, Any]:
 
 
 def check_values(settings: Any) -> None:
-    """`require` that every value is among its option's choices, or in its range, or not given."""
+    """`require` that every value is among its option's choices, or in its range.
+
+    None is right where it stands for a value that was not given.
+    """
     for each in fields(settings):
         value, said = getattr(settings, each.name), each.metadata
-        if (choices := said.get("argparse", {}).get("choices")) is not None and value is not None:
+        bounds = said.get("range", (None, None))
+        if value is None and each.default is None:
+            continue
+        if (choices := said.get("argparse", {}).get("choices")) is not None:
             known = ", ".join(map(str, choices))
             require(value in choices, each.name, value, f"one of {known}")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            _check_range(each.name, value, *said.get("range", (None, None)))
+        elif _is_number(each.default) or bounds != (None, None):
+            require(_is_number(value), each.name, value, "a number")
+            _check_range(each.name, value, *bounds)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_range(name: str, value: float, least: float | None, most: float | None) -> None:

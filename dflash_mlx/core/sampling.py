@@ -20,16 +20,10 @@ class Sampler:
 
     def __init__(self, config: SamplingConfig) -> None:
         self.config = config.with_seed()
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a draw depends on the tokens before it, beyond the logits."""
-        return self.config.repetition_penalty != 1.0
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether the draw is the argmax of the logits, row by row."""
-        return self.config.temperature == 0 and not self.needs_history
+        # Whether a draw depends on the tokens before it, beyond the logits.
+        self.needs_history = config.repetition_penalty != 1.0
+        # Whether it is the argmax of the logits, row by row.
+        self.is_argmax = config.temperature == 0 and not self.needs_history
 
     def sample(self, logits: mx.array, position: int, history: Sequence[int]) -> mx.array:
         """Draw the token [1] at `position` from logits [V]; `history`: the tokens before it."""

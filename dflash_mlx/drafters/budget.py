@@ -82,7 +82,7 @@ class BatchBudget:
         self.drafter, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
         self._scope, self.clock = scope, clock
         self.newest: Callable[[], PassTimes | None] = lambda: times  # may have been timed since
-        self._times, rounds = times, RoundTimes(times)
+        rounds = RoundTimes(times)
         one_row = rounds.plain(1, ())
         arms = [Arm(_PLAIN, 1.0, one_row)]
         if scope.drafts:
@@ -134,10 +134,8 @@ class BatchBudget:
 
     def _begin_answer(self, known: Experience, states: Sequence[State]) -> None:
         """Expect what other answers taught, but not for long; while parked, try a draft at once."""
-        if (times := self.newest()) is not self._times and times is not None:
-            self._times = times
-            for each in (self.experience, *self._together.values()):
-                each.times.retime(times)
+        for each in (self.experience, *self._together.values()):
+            each.retime(self.newest())
         plain, *drafts = known.arms
         contexts = _contexts(states)
         plain.planned = Average(known.times.plain(len(states), contexts))

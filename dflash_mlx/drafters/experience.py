@@ -98,7 +98,7 @@ class RoundTimes:
 
     def retime(self, timed: PassTimes | None) -> None:
         """Take other times of passes; None until a round tells, where none was timed."""
-        self.timed = timed
+        self.timed = self.given = timed
         self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
         self._plain = deque[float](maxlen=_RECENT)  # seconds beyond the pass
         self._drafted = deque[tuple[int, float]](maxlen=_DRAFTED)  # sizes, and the same
@@ -318,10 +318,29 @@ class Experience:
                 return arm, rates, True
         return best, rates, False
 
+    def retime(self, timed: PassTimes | None) -> None:
+        """Take times of passes that were measured since it took the last."""
+        if timed is None or timed is self.times.given:
+            return
+        guessed = self.times.timed is None
+        self.times.retime(timed)
+        if guessed:
+            self._plan_in_seconds()
+
+    def _plan_in_seconds(self) -> None:
+        """Until a pass is timed plans are in passes over one row, which is what `GUESS` tells."""
+        one_row = self.times.plain(1, ())
+        for arm in self.arms:
+            arm.planned = Average(arm.planned.mean * one_row)
+
     def spent(self, arm: Arm, cut: Cut, took: float) -> None:
+        guessed = self.times.timed is None
         drafted, machine = cut.drafts or arm is not self.arms[0], self.times.machine.mean
         seconds = self.times.learn(cut.rows, drafted, cut.before, took, cut.seconds)
-        arm.bias.add(seconds / (cut.seconds * machine))
+        if not guessed:
+            arm.bias.add(seconds / (cut.seconds * machine))
+        elif self.times.timed is not None:
+            self._plan_in_seconds()
         self.second.waited += took
         for other in self.arms:
             other.waited = 0.0 if other is arm else other.waited + took

@@ -137,10 +137,7 @@ class MaskedSampler(Sampler):
     def __init__(self, sampler: Sampler, constraint: Constraint) -> None:
         super().__init__(sampler.config)
         self._constraint = constraint
-
-    @property
-    def needs_history(self) -> bool:
-        return True
+        self.needs_history, self.is_argmax = True, False
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
         mask = self._constraint.mask(history, logits.shape[-1])

@@ -112,7 +112,8 @@ class Pair:
     def calibrate(self, again: bool = False) -> None:
         """Time passes of the target, so that a budget need not learn from its rounds what pays.
 
-        What this machine took before is read from the disk. again: measure all the same.
+        What this machine took before is read from the disk. again: measure all the same, once in a
+        program.
         """
         for _ in self.calibrating(again):
             pass

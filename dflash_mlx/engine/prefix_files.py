@@ -38,7 +38,7 @@ WORTH = 256  # tokens that are faster read from a disk than by the model
 SPARE = 10**9  # bytes of the disk that are left to others
 _SUFFIX = ".safetensors"
 _TOKENS = "0"  # the name of the tokens, which states save first
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, DFlashError)
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, DFlashError)
 
 Keys = npt.NDArray[np.int64]  # of tokens, see `Prompt.key_at`
 

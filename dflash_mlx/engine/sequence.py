@@ -40,17 +40,12 @@ class Sequence:
     """A prompt, what was read and decoded of it, and the answer so far."""
 
     def __init__(
-        self,
-        state: State,
-        drafter: Drafter,
-        prompt: Prompt,
-        config: DecodeConfig,
-        rule: TargetSampling,
-        text: StopText | None = None,
+        self, pair: Pair, state: State, drafter: Drafter, prompt: Prompt, config: DecodeConfig
     ) -> None:
-        self.state, self.drafter, self.prompt = state, drafter, prompt
-        self.config, self.rule = config, rule
-        self.text = text  # reads the answer and looks for its end
+        self.state, self.drafter, self.prompt, self.config = state, drafter, prompt, config
+        self.target = pair.target
+        self.rule = acceptance_rule(pair.target, state, config)
+        self.text = StopText(pair.tokenizer, config.stop)  # reads the answer, looks for its end
         self.status = Status.WAITING
         self.chunk_limit = sys.maxsize  # prompt tokens in the next pass, at most; 0: it waits
         self.looked_for_prefix = False  # that another has read
@@ -65,7 +60,7 @@ class Sequence:
 
     @property
     def is_reading(self) -> bool:
-        return self.state.position < len(self.prompt)
+        return self.state.position < len(self.prompt.tokens)
 
     @property
     def is_full(self) -> bool:
@@ -99,14 +94,14 @@ class Sequence:
         if self._preempted_at is None:
             self.statistics.reused_tokens = length
 
-    def preempt(self, target: Target) -> None:
+    def preempt(self) -> None:
         """Give up all caches; what they held is read again, as a prompt."""
         self.status, self.preempted_nbytes = Status.PREEMPTED, self.state.nbytes
         if self.state.has_begun:
             *tokens, newest = self.state.tokens
             self.prompt = Prompt(tuple(tokens), self.prompt.pieces)
             self._preempted_at = Accepted(Tree.chain(), (0,), newest)
-        self.state.restore_from(State(target.new_cache(), self.drafter.new_context()))
+        self.state.restore_from(State(self.target.new_cache(), self.drafter.new_context()))
         self.looked_for_prefix = False
 
     def end_prompt(self, logits: mx.array) -> Round | None:
@@ -135,12 +130,12 @@ class Sequence:
         """What the oldest unread round adds; tokens behind a stop are left out. Waits for it."""
         round_, text = self.rounds.popleft(), self.text
         accepted = round_.accepted.wait()
-        kept = accepted.tokens if text is None else text.take(accepted.tokens)
+        kept = text.take(accepted.tokens)
         self._count(round_, len(kept))
         anchor, self._anchor = self._anchor, kept[-1]
         ended = accepted.ends and kept == accepted.tokens
-        self.finish_reason = reason = self._reason(ended or (text is not None and text.stopped))
-        said = text.read(reason is not None) if text is not None else ""
+        self.finish_reason = reason = self._reason(ended or text.stopped)
+        said = text.read(reason is not None)
         self.statistics.decode_seconds += time.perf_counter() - self._resumed
         return Delta(
             said,
@@ -150,7 +145,7 @@ class Sequence:
             self.statistics,
             anchor,
             replace(round_.proposal, q=None),
-            text.found if text is not None else None,
+            text.found,
             logprobs_of(kept, accepted.logits, self.config.logprobs or 0),
         )
 
@@ -195,8 +190,7 @@ def make_sequence(
     state = State(target.new_cache(), drafter.new_context())
     state.constraint = constraint_of(pair, config, len(prompt))
     state.end = min(len(prompt) - 1 + config.max_tokens, target.context_length - 1)
-    rule, text = acceptance_rule(target, state, config), StopText(pair.tokenizer, config.stop)
-    return Sequence(state, drafter, prompt, config, rule, text)
+    return Sequence(pair, state, drafter, prompt, config)
 
 
 def check_length(target: Target, prompt: Prompt) -> None:

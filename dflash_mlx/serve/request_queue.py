@@ -29,6 +29,7 @@ class Reply(Request):
     """One answer: what the worker is asked for, and what has come of it."""
 
     index: int = 0  # among the answers of its HTTP request
+    behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
     # Where it goes on with a text: whether a token begins with a space. mlx-lm cuts that off at
     # the beginning of an answer.

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import mlx.core as mx
@@ -57,10 +58,11 @@ def run(
     method, memory = settle(usual, pair.capabilities).method, memory_for(config)
     make = partial(Scheduler, pair, memory, most=config.parallel)
     worker.serve(lambda: make(prefixes=prefix_cache(kept))).result()
-    service = Service(pair, usual, config, queue, metrics, names)
+    asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
+    service = Service(pair, asked, config, queue, metrics, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
-        worker.run(lambda job: pair.calibrating(), idle=True)
+        worker.run(lambda job: pair.calibrating(usual.recalibrate), idle=True)
     told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, noted, told))
     if problem := worker.call(worker.save).result():

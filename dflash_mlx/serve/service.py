@@ -85,7 +85,7 @@ class Service:
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                reply = Reply(tokens, config, first, index=len(replies), is_spaced=spaced)
+                reply = Reply(tokens, config, behind=first, index=len(replies), is_spaced=spaced)
                 reply.reader = reader()
                 replies.append(reply)
                 first = first or reply

@@ -118,43 +118,34 @@ class Scheduler:
         self.running: list[Sequence] = []  # the oldest first
         self.observer = observer or Observer()
         self._drafters = {} if drafters is None else drafters
-        self._behind: dict[Sequence, list[Sequence]] = {}  # by that whose prompt they share
         self._rows = 1  # of trees in the last step
 
     def __len__(self) -> int:
         """Sequences that are not finished, those that wait included."""
-        return len(self.running) + len(self.waiting) + sum(map(len, self._behind.values()))
+        return len(self.running) + len(self.waiting)
 
     @property
     def used(self) -> int:
         return self.memory.used(self.running)
 
     def submit(
-        self,
-        prompt: Prompt | Iterable[int],
-        config: DecodeConfig | None = None,
-        behind: Sequence | None = None,
+        self, prompt: Prompt | Iterable[int], config: DecodeConfig | None = None
     ) -> Sequence:
         """Take in a prompt, the whole conversation so far; `step` brings its answer.
 
-        behind: a sequence with the same prompt, which is read once where prefixes are kept. Raises
-        DFlashError where the prompt is empty or does not fit the context or the memory, and where
-        the method or the grammar does not fit the pair.
+        Raises DFlashError where the prompt is empty or does not fit the context or the memory, and
+        where the method or the grammar does not fit the pair.
         """
         config = settle(config or DecodeConfig(), self.pair.capabilities)
         drafter, alone = self.drafter(config), self.most == 1
         sequence = make_sequence(self.pair, Prompt.of(prompt), config, drafter, alone)
-        self.add(sequence, behind)
+        self.add(sequence)
         return sequence
 
-    def add(self, sequence: Sequence, behind: Sequence | None = None) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Take in a sequence that was made elsewhere; DFlashError where the memory is too small."""
         self.memory.check(sequence)
-        shares = behind is not None and not behind.statistics.generated_tokens
-        if behind and shares and self.prefixes is not None and behind.status != Status.FINISHED:
-            self._behind.setdefault(behind, []).append(sequence)
-        else:
-            self.waiting.append(sequence)
+        self.waiting.append(sequence)
 
     def drafter(self, config: DecodeConfig) -> Drafter:
         """One for all that draft alike; of those that nobody uses, the newest few are kept."""
@@ -169,14 +160,17 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
-        if self._remove(sequence):
+        if self.drop(sequence):
             self._keep_prefix(sequence)
-        self._begin_those_behind(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Give up a sequence whose caches cannot be trusted any more."""
-        self._remove(sequence)
-        self._begin_those_behind(sequence)
+    def drop(self, sequence: Sequence) -> bool:
+        """Give up a sequence whose caches cannot be trusted any more; whether it was there."""
+        sequence.status = Status.FINISHED
+        for place in (self.waiting, self.running):
+            if sequence in place:
+                place.remove(sequence)
+                return True
+        return False
 
     def step(self) -> Said:
         """One pass; what it added to answers, and what failed, which is over then."""
@@ -251,11 +245,12 @@ class Scheduler:
             if not each.config.exact
             and CacheKey.of(self.target, each.drafter, each.state) == cache_key
         ]
-        recurrent = sequence.state.cache.is_recurrent  # whose ways back are few
-        if not recurrent and any(_reads_for(each, sequence.prompt) for each in alike):
+        prompt = sequence.prompt
+        if any(_reads_for(each, prompt) for each in alike):
             return False
-        shared = [e.state for e in alike if e.state.match_length(sequence.prompt) >= _WORTH_SHARING]
-        found = self.prefixes.take(sequence.prompt, self.target, sequence.drafter, shared)
+        least = min(_WORTH_SHARING, len(prompt) - 1)
+        shared = [each.state for each in alike if each.state.match_length(prompt) >= least]
+        found = self.prefixes.take(prompt, self.target, sequence.drafter, shared)
         sequence.restore_from(found)
         sequence.looked_for_prefix = True
         return True
@@ -287,25 +282,11 @@ class Scheduler:
                 sequence.rounds.clear()
                 sequence.state.trim(sequence.length - 1)
                 self.cancel(sequence)
-            elif sequence in self._behind:  # its prompt has just been read
-                self._keep_prefix(sequence)
-                self._begin_those_behind(sequence)
         return said
 
     def _keep_prefix(self, sequence: Sequence) -> None:
         if self.prefixes is not None and not sequence.config.exact:
             guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
-
-    def _begin_those_behind(self, sequence: Sequence) -> None:
-        self.waiting.extend(self._behind.pop(sequence, ()))
-
-    def _remove(self, sequence: Sequence) -> bool:
-        sequence.status = Status.FINISHED
-        for place in (self.waiting, self.running, *self._behind.values()):
-            if sequence in place:
-                place.remove(sequence)
-                return True
-        return False
 
     def _make_room_for_running(self) -> None:
         left = self.memory.left(self.running)
@@ -321,12 +302,15 @@ class Scheduler:
                 return
             youngest = again[-1]
             self.running.remove(youngest)
-            youngest.preempt(self.target)
+            youngest.preempt()
             self.waiting.appendleft(youngest)
 
 
 def _reads_for(sequence: Sequence, prompt: Prompt) -> bool:
     """Whether it is about to read more of what `prompt` begins with, and that is worth a wait."""
+    if not sequence.is_reading:
+        return False
+    if sequence.prompt == prompt or sequence.state.cache.is_recurrent:  # whose ways back are few
+        return sequence.prompt == prompt
     end = sequence.state.position + _WORTH_SHARING
-    alike = len(prompt) > end and [*sequence.prompt.keys[:end]] == [*prompt.keys[:end]]
-    return sequence.is_reading and alike
+    return len(prompt) > end and [*sequence.prompt.keys[:end]] == [*prompt.keys[:end]]

@@ -24,7 +24,6 @@ class Request:
 
     tokens: tuple[int, ...]
     config: DecodeConfig
-    behind: Request | None = None  # another request with the same prompt, which is read once
     sequence: Sequence | None = field(default=None, repr=False)
 
 
@@ -119,6 +118,8 @@ class Worker:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except Exception as error:
@@ -176,6 +177,9 @@ class Worker:
                 self._step()
             elif self._idle and self._idle[0].advance():
                 self._idle.popleft()
+        for job in self._idle:
+            job.cancelled.set()
+            job.advance()
         if self._last is not None:
             self._last()
 
@@ -194,9 +198,8 @@ class Worker:
 
     def _submit(self, request: Request) -> None:
         assert self._scheduler is not None
-        behind = None if request.behind is None else request.behind.sequence
         try:
-            sequence = self._scheduler.submit(request.tokens, request.config, behind)
+            sequence = self._scheduler.submit(request.tokens, request.config)
         except Exception as error:  # of any kind: the others go on
             self._post([(request, error)])
             return

@@ -63,6 +63,7 @@ class Target:
         self._turns_rows = False
         self._threads = threads()
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
+        self.was_timed = False  # by this program
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
         self.kernels = Kernels(name, self.parameters)
@@ -121,6 +122,7 @@ class Target:
                 self.kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
         self._hook()
         self.pass_times = self.noise = None
+        self.was_timed = False
 
     def widen(self, dtype: mx.Dtype) -> None:
         """Cast what is float16, whose numbers do not fit."""

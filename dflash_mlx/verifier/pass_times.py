@@ -142,7 +142,7 @@ def stored_times(target: Target, folder: Path | None = None) -> PassTimes | None
 
 def keep_times(target: Target, times: PassTimes, folder: Path | None = None) -> None:
     """For `stored_times`, and the target's from now on; a file that cannot be written is not."""
-    target.pass_times = times
+    target.pass_times, target.was_timed = times, True
     keep_text(_file(target, folder), json.dumps({"model": target.name, **asdict(times)}))
 
 
@@ -153,7 +153,7 @@ def calibrating(target: Target, again: bool = False) -> Generator[int, None, Non
     """
     if target.pass_times is None and not again:
         target.pass_times = stored_times(target)
-    if target.pass_times is None:
+    if target.pass_times is None or (again and not target.was_timed):
         keep_times(target, (yield from measuring(target)))
 
 

@@ -15,6 +15,7 @@ from dflash_mlx.client import (
     amount,
     prefix_cache,
 )
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models import downloads
 from dflash_mlx.models.names import find_names
 from support.models import write_drafter, write_model
@@ -91,3 +92,11 @@ def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folde
     assert not event.pair.drafters
     with pytest.raises(DFlashError, match=f", and {amount(target)} are there"):
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))
+
+
+def test_the_timing_of_a_pair_ends_where_another_one_is_loaded(backend, folders, monkeypatch):
+    monkeypatch.setattr(Pair, "calibrating", lambda pair, again: iter([(1, 3), (2, 3), (3, 3)]))
+    events = backend.measure(False)
+    assert next(events) == 1
+    [*backend.load(PairConfig(folders["model"]))]
+    assert [*events] == [], "it says nothing of the other pair"

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import dflash_mlx
+from dflash_mlx import DecodeConfig, DFlashError
 from dflash_mlx.client import amount
 
 COUNT = """import sys, dflash_mlx
@@ -44,3 +45,19 @@ def test_a_name_that_was_public_once_warns_and_another_one_is_an_error():
 )
 def test_bytes_are_told_in_thousands(count, shown):
     assert amount(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"max_tokens": None}, "max_tokens is None; choose a number"),
+        ({"max_tokens": "5"}, "max_tokens is '5'; choose a number"),
+        ({"acceptance": None}, "acceptance is None; choose one of"),
+        ({"budget": "8"}, "budget is '8'; choose a number"),
+        ({"logprobs": True}, "logprobs is True; choose how many"),
+        ({"logprobs": -1}, "logprobs is -1; choose how many"),
+    ],
+)
+def test_settings_of_the_wrong_kind_are_refused_at_once(settings, value):
+    with pytest.raises(DFlashError, match=value):
+        DecodeConfig(**settings)

@@ -272,3 +272,10 @@ def test_without_times_trees_are_narrow_until_a_round_tells():
     widths = [len(r.proposal.tree) for r in case.rounds]
     assert max(widths[:2]) == 4 and max(widths) > 4
     assert case.rounds[0].proposal.plain_seconds is None
+
+
+@pytest.mark.parametrize(("seconds", "sure"), [(0.5, 0.03), (8.0, 0.8)])
+def test_without_times_drafts_that_do_not_pay_are_parked_in_the_first_answer(seconds, sure):
+    brisk = PassTimes((1, 16, 96), (0.02, 0.032, 0.18))
+    case = Case(brisk, Honest(0.02 * seconds, lambda i: sure), 150, timed=False)
+    assert case.seconds < 1.2 * case.plain_seconds

@@ -100,7 +100,7 @@ def test_a_preempted_answer_reads_its_piece_again(pair):
     while sequence.statistics.generated_tokens < 4:
         said += [delta.tokens for each, delta in scheduler.step() if each is sequence]
     scheduler.running.remove(sequence)
-    sequence.preempt(pair.target)
+    sequence.preempt()
     scheduler.waiting.append(sequence)
     plain = Scheduler(pair)
     whole = said_of(plain, plain.submit(BRIGHT, config))

@@ -283,3 +283,14 @@ def test_where_nothing_can_be_kept_one_sentence_says_so(tmp_path, monkeypatch, w
     problem = prefixes.save()
     assert str(folder) in problem and problem.endswith("after a restart")
     assert prefixes.take([*prompt_of(0, 40), 1], target, NoDraft()).position == 40
+
+
+@pytest.mark.parametrize("about", ["[]", "[[1]]", "{}", "0", "[[1, [[0, 5]]]]"])
+def test_a_file_that_says_something_else_of_itself_is_removed(tmp_path, about):
+    target = llama()
+    kept(tmp_path, target)
+    (file,) = tmp_path.glob("*.safetensors")
+    arrays, said = mx.load(str(file), return_metadata=True)
+    mx.save_safetensors(str(file), dict(arrays), {**said, "about": about})
+    assert found(PrefixFiles(tmp_path, LIMIT, worth=8), target, prompt_of(0, 40)) is None
+    assert not file.exists()

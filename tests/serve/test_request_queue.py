@@ -98,8 +98,8 @@ def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
         scheduler = server.worker._scheduler
         submit = scheduler.submit
 
-        def failing(tokens, config, behind):
-            sequence = submit(tokens, config, behind)
+        def failing(tokens, config):
+            sequence = submit(tokens, config)
             sequence.rule.accept = lambda *_: 1 / 0
             return sequence
 

@@ -18,6 +18,7 @@ from dflash_mlx.client import (
     Worker,
     load,
 )
+from dflash_mlx.drafters.experience import Experience
 from dflash_mlx.verifier import pass_times
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import TEMPLATE, write_drafter, write_model
@@ -95,6 +96,28 @@ def test_the_worker_does_a_last_thing_when_it_ends():
     assert done == ["worker"]
 
 
+def test_a_call_that_is_given_up_and_an_idle_job_at_the_end_leave_nothing_open():
+    heard, held = [], threading.Event()
+    worker = Worker(heard.extend)
+    worker.call(held.wait)
+    given_up = worker.call(lambda: None)
+    assert given_up.cancel()
+    closed = []
+
+    def measure(job):
+        try:
+            while True:
+                yield "step"
+        finally:
+            closed.append(job)
+
+    idle = worker.run(measure, idle=True)
+    held.set()
+    assert idle.begun.wait(60) and worker.call(lambda: 5).result(60) == 5
+    assert worker.close(60) and closed == [idle]
+    assert heard[-1][0] is idle and isinstance(heard[-1][1], Ended)
+
+
 def test_a_thought_that_the_template_opens_is_opened_in_the_text(tmp_path):
     pair = load(str(write_model(tmp_path / "thinking", template=THINKING)))
     text, _ = answer(Responder(pair), request("hello", method="none"))
@@ -128,6 +151,23 @@ def test_passes_are_timed_once(pair, monkeypatch):
         heard += pair.calibrating(again)
         assert pair.target.pass_times is times
     assert len(measured) == 1 and heard == [(1, 2), (2, 2)]
+
+
+def test_what_is_asked_for_is_measured_though_the_disk_had_times_and_sessions_plan_with_it(
+    pair, monkeypatch
+):
+    pair, times = replace(pair, learned={}), PassTimes((1, 96), (0.25, 0.5))
+    asked = request("hello", method="ngram", max_tokens=4)
+    answer(Responder(pair), asked)  # learns from its own rounds
+    monkeypatch.setattr(pair.target, "pass_times", PassTimes((1, 2), (1.0, 1.0)))
+    monkeypatch.setattr(pair.target, "was_timed", False)
+    monkeypatch.setattr(pass_times, "keep_text", lambda file, text: None)
+    monkeypatch.setattr(pass_times, "measuring", lambda target: (yield 1) or times)
+    pair.calibrate(again=True)
+    assert pair.target.pass_times is times
+    answer(Responder(pair), asked)
+    (experience,) = (each for each in pair.learned.values() if isinstance(each, Experience))
+    assert experience.times.timed is times
 
 
 # The worker

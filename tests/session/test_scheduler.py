@@ -151,7 +151,7 @@ def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pa
     prompt = PROMPTS[4]
     scheduler = Scheduler(pair, observer=Strict(), prefixes=PrefixCache(10**9))
     first = scheduler.submit(prompt, configs[0])
-    asked = [first, *(scheduler.submit(prompt, c, first) for c in configs[1:])]
+    asked = [first, *(scheduler.submit(prompt, c) for c in configs[1:])]
     said = finish(scheduler)
     for answering, config in zip(asked, configs, strict=True):
         alone = collect(Session(pair, config).stream(prompt))
@@ -164,14 +164,13 @@ def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pa
 def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair, given_up):
     scheduler = Scheduler(pair, prefixes=PrefixCache(10**9))
     first = scheduler.submit(PROMPTS[0], configs()[1])
-    behind = [scheduler.submit(PROMPTS[0], configs()[1], first) for _ in range(2)]
-    assert len(scheduler.waiting) == 1
+    behind = [scheduler.submit(PROMPTS[0], configs()[1]) for _ in range(2)]
     gone = [first] if given_up == "the first" else behind
     for each in gone:
         scheduler.cancel(each)
     said = finish(scheduler)
     left = behind if given_up == "the first" else [first]
-    assert set(said) == set(left) and not scheduler._behind
+    assert set(said) == set(left) and not len(scheduler)
     assert all(len(collect(iter(said[each])).tokens) == 12 for each in left)
 
 
@@ -181,7 +180,7 @@ def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wai
     drafter = scheduler.waiting[0].drafter
     scheduler.memory.limit = scheduler.memory.bytes_of(drafter, len(PROMPTS[0]) + 13)
     with pytest.raises(DFlashError, match="more than the limit"):
-        scheduler.submit(PROMPTS[0], replace(configs()[1], method="dflash"), first)
+        scheduler.submit(PROMPTS[0], replace(configs()[1], method="dflash"))
     assert [*finish(scheduler)] == [first]
 
 

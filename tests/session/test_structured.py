@@ -216,7 +216,7 @@ def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
         if drops and running and rng.random() < 0.4:
             chosen = running[int(rng.integers(len(running)))]
             engine.cancel(chosen)
-            chosen.preempt(pair.target)
+            chosen.preempt()
             engine.waiting.append(chosen)
             dropped += 1
     for answering, (_, _, alone) in zip(answers, asked, strict=True):

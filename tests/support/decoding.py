@@ -18,12 +18,12 @@ from dflash_mlx.drafters.dflash.block_model import Ask
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.sequence import Sequence, acceptance_rule
+from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.sequence import Rows
-from support.toys import ToyCache
+from support.toys import Letters, ToyCache
 
 
 class Strict(Observer):
@@ -52,14 +52,15 @@ def sequence_of(
     config: DecodeConfig,
     state: State | None = None,
     in_company: bool = False,
-) -> Sequence:
+    kind: type[Sequence] = Sequence,
+) -> Any:
     """A sequence made by hand; in the company of others plain decoding has near-ties, too."""
     prompt = Prompt.of(prompt)
     config = replace(config, exact=config.exact if in_company else config.guarded)
     state = state or State(target.new_cache(), drafter.new_context())
     length = max(len(prompt), state.position)
     state.end = min(length - 1 + config.max_tokens, target.context_length - 1)
-    return Sequence(state, drafter, prompt, config, acceptance_rule(target, state, config))
+    return kind(Pair(target, Letters()), state, drafter, prompt, config)
 
 
 def answer_rounds(

@@ -90,9 +90,9 @@ class Watched(Sequence):
         self.drops = 0
         self.left = False
 
-    def preempt(self, target: Target) -> None:
+    def preempt(self) -> None:
         self.drops += 1
-        super().preempt(target)
+        super().preempt()
 
 
 class Ticks:
@@ -191,7 +191,8 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
             if key not in drafters:
                 drafters[key] = _drafter(pair, request.config, schedule.seed)
             drafter = drafters[key]
-        everyone.append(_sequence(target, request, drafter))
+        settings = (request.prompt, request.config, None, True, Watched)
+        everyone.append(sequence_of(target, drafter, *settings))
     engine = scheduler_of(target, observer=Strict())
     tight = max(engine.memory.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
     if schedule.seed % 4 < 2:
@@ -226,11 +227,6 @@ def _drafter(pair: Pair, config: DecodeConfig, seed: int) -> Drafter:
     if isinstance(drafter, BatchBudget):
         drafter.clock = Ticks(seed)
     return drafter
-
-
-def _sequence(target: Target, request: Request, drafter: Drafter) -> Watched:
-    made = sequence_of(target, drafter, request.prompt, request.config, in_company=True)
-    return Watched(made.state, drafter, made.prompt, made.config, made.rule)
 
 
 def problems(pair: Pair, schedule: Schedule) -> tuple[list[str], list[Watched]]:
