@@ -61,14 +61,14 @@ class Dispatch:
             raise ValueError(f"kernels is {mode!r}, but must be one of {', '.join(get_args(Mode))}")
         self.mode = mode
         self.table: dict[str, Choice] = {}
-        self._unraced: dict[str, Choice] = {}
+        self.unraced: dict[str, Choice] = {}
         self._family = gpu_family()
         self._clock, self._refusal = clock, refusal
 
     @property
     def choices(self) -> dict[str, Choice]:
         """All that was chosen so far: raced now or before, and not raced."""
-        return {**self.table, **self._unraced}
+        return {**self.table, **self.unraced}
 
     def choose(
         self, operation: Operation, args: Arguments, layers: Sequence[Arguments] = ()
@@ -79,7 +79,7 @@ class Dispatch:
         To be asked where `executor()` can run kernels and they are not switched off.
         """
         raced = self.mode == "auto" and executor() is metal
-        choices = self.table if raced else self._unraced
+        choices = self.table if raced else self.unraced
         rows, shape, bits, dtype = operation.case(*args)
         sizes = "x".join(map(str, shape))
         key = f"{operation.name}/{rows}/{sizes}/{bits}/{dtype}/{self._family}"
@@ -91,7 +91,7 @@ class Dispatch:
             found = Choice(False, str(error))
         else:
             if raced and (why := self._refusal(operation, args)):  # until it is tried again
-                choices, found = self._unraced, Choice(False, why)
+                choices, found = self.unraced, Choice(False, why)
             else:
                 found = self._decide(operation, args, layers, raced)
         choices[key] = found

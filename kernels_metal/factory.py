@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -93,6 +94,12 @@ class Launch:
     output_dtypes: tuple[mx.Dtype, ...]
     template: tuple[Setting, ...] = ()
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As MLX takes them."""
+        names = ("grid", "threadgroup", "output_shapes", "output_dtypes")
+        return {name: list(getattr(self, name)) for name in names}
+
 
 def settled(kernel: Kernel, template: tuple[Setting, ...]) -> tuple[str, str]:
     """The name of the kernel with these types and constants, and the lines that define them."""
@@ -132,20 +139,13 @@ def launch(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.
 
     Raises RuntimeError where nothing can run kernels: the caller was to take the reference.
     """
-    chosen = executor()
-    if chosen is None:
-        raise _nobody(kernel)
-    return chosen(kernel, inputs, plan)
+    return Prepared(kernel, plan)(list(inputs))
 
 
 def compact(source: str) -> str:
     """Source without comments, indentation and empty lines."""
     lines = (line.partition("//")[0].strip() for line in source.splitlines())
     return "".join(f"{line}\n" for line in lines if line)
-
-
-def _nobody(kernel: Kernel) -> RuntimeError:
-    return RuntimeError(f"kernel {kernel.name}: no Metal and no executor; take the reference")
 
 
 def metal(
@@ -156,12 +156,7 @@ def metal(
     verbose: print the text it generates; in a traced graph it does so even without Metal.
     """
     outputs: list[mx.array] = _compiled(kernel, plan.template)(
-        inputs=list(inputs),
-        grid=plan.grid,
-        threadgroup=plan.threadgroup,
-        output_shapes=list(plan.output_shapes),
-        output_dtypes=list(plan.output_dtypes),
-        verbose=verbose,
+        inputs=list(inputs), **plan.arguments, verbose=verbose
     )
     return outputs
 
@@ -173,13 +168,7 @@ class Prepared:
     """
 
     def __init__(self, kernel: Kernel, plan: Launch) -> None:
-        self.kernel, self.plan = kernel, plan
-        self._arguments = {
-            "grid": plan.grid,
-            "threadgroup": plan.threadgroup,
-            "output_shapes": list(plan.output_shapes),
-            "output_dtypes": list(plan.output_dtypes),
-        }
+        self.kernel, self.plan, self._arguments = kernel, plan, plan.arguments
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
         """The outputs for these inputs, as by `launch`."""
@@ -192,7 +181,8 @@ class Prepared:
     @functools.cached_property
     def _call(self) -> Callable[..., list[mx.array]]:
         if executor() is None:
-            raise _nobody(self.kernel)
+            problem = "no Metal and no executor; take the reference"
+            raise RuntimeError(f"kernel {self.kernel.name}: {problem}")
         return _compiled(self.kernel, self.plan.template)  # type: ignore[no-any-return]
 
 

@@ -27,12 +27,12 @@ def together(
 
     x: [..., K]. whole: as `verify_qmm` takes it, [N, K]. parts: [N_i, K], whose N_i add up to N.
     """
-    return mx.split(_product(x, whole, packing), bounds(parts), axis=-1)  # type: ignore[return-value]
+    return mx.split(product(x, whole, packing), bounds(parts), axis=-1)  # type: ignore[return-value]
 
 
 def apart(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> list[mx.array]:
     """As `together`, one product for each part."""
-    return [_product(x, part, packing) for part in parts]
+    return [product(x, part, packing) for part in parts]
 
 
 def side_by_side(parts: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
@@ -49,7 +49,8 @@ def bounds(parts: Sequence[Matrix]) -> list[int]:
     return [*accumulate(weights.shape[0] for weights, _, _ in parts)][:-1]
 
 
-def _product(x: mx.array, matrix: Matrix, packing: Packing) -> mx.array:
+def product(x: mx.array, matrix: Matrix, packing: Packing) -> mx.array:
+    """Of x and one matrix transposed, by MLX."""
     return mx.quantized_matmul(x, *matrix, group_size=packing.group, bits=packing.bits)
 
 

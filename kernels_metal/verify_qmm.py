@@ -107,49 +107,45 @@ class Product:
         rows = math.prod(x.shape[:-1])
         check_range("the rows of x", rows, 1, MAX_ROWS)
         plan = self._matrix if (way or self.way(rows)) == "matrix" else self._scalar
-        return plan(rows, (*x.shape[:-1], self.columns // self.halves), x.dtype)
+        return plan(rows, x)
 
-    def _scalar(
-        self, rows: int, shape: tuple[int, ...], dtype: mx.Dtype
-    ) -> tuple[Prepared, mx.array]:
+    def _scalar(self, rows: int, x: mx.array) -> tuple[Prepared, mx.array]:
         held = _columns_held(rows)
         check_range("the rows of x", rows, 1, MAX_ROWS // self.halves)
-        parts = _parts(
-            self.columns, self.depth, _columns_held(1) if self.packing.invariant else held
-        )
-        sizes = [rows, self.depth, shape[-1], self.packing.group.bit_length() - 1, parts]
-        plan = Launch(
-            grid=(_threads(shape[-1], SIMD_GROUPS // parts * held // self.halves), 1, 1),
-            threadgroup=(SIMD_GROUPS * 32, 1, 1),
-            output_shapes=(shape,),
-            output_dtypes=(dtype,),
-            template=(
-                *(("T", dtype), ("BITS", self.packing.bits), ("COLS", held)),
-                ("GATED", self.packing.gated),
-            ),
-        )
-        return Prepared(SCALAR, plan), mx.array(sizes)
+        each = _columns_held(1) if self.packing.invariant else held
+        parts = _parts(self.columns // each, WANTED, self.depth // RUN)
+        template = (("COLS", held),)
+        run = self._prepared(SCALAR, x, SIMD_GROUPS // parts * held, template)
+        return run, self._sizes(rows, self.packing.group.bit_length() - 1, parts)
 
-    def _matrix(
-        self, rows: int, shape: tuple[int, ...], dtype: mx.Dtype
-    ) -> tuple[Prepared, mx.array]:
+    def _matrix(self, rows: int, x: mx.array) -> tuple[Prepared, mx.array]:
         """As many parts for every number of rows, so that all are summed in one order."""
         tiles, group = -(-rows // TILE), self.packing.group
-        parts = _matrix_parts(self.columns, self.depth // group)
+        parts = _parts(self.columns, WANTED * 2 * TILE, self.depth // group)
         across = 4 if tiles <= 2 and self.columns * parts >= WANTED * 16 else 2
-        sizes = [rows, self.depth, shape[-1], parts]
-        held = across * TILE // self.halves
+        template = ("GROUP", group), ("TILES", tiles), ("COLS", across)
+        run = self._prepared(MATRIX, x, SIMD_GROUPS // parts * across * TILE, template)
+        return run, self._sizes(rows, parts)
+
+    def _prepared(
+        self, kernel: Kernel, x: mx.array, held: int, template: tuple[tuple[str, int], ...]
+    ) -> Prepared:
+        """held: rows of the weights for each threadgroup."""
+        columns, threads = self.columns // self.halves, SIMD_GROUPS * 32
         plan = Launch(
-            grid=(_threads(shape[-1], SIMD_GROUPS // parts * held), 1, 1),
-            threadgroup=(SIMD_GROUPS * 32, 1, 1),
-            output_shapes=(shape,),
-            output_dtypes=(dtype,),
+            grid=(-(-columns // (held // self.halves)) * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=((*x.shape[:-1], columns),),
+            output_dtypes=(x.dtype,),
             template=(
-                *(("T", dtype), ("BITS", self.packing.bits), ("GROUP", group)),
-                *(("TILES", tiles), ("COLS", across), ("GATED", self.packing.gated)),
+                *(("T", x.dtype), ("BITS", self.packing.bits)),
+                *(*template, ("GATED", self.packing.gated)),
             ),
         )
-        return Prepared(MATRIX, plan), mx.array(sizes)
+        return Prepared(kernel, plan)
+
+    def _sizes(self, rows: int, *more: int) -> mx.array:
+        return mx.array([rows, self.depth, self.columns // self.halves, *more])
 
 
 def verify_qmm(  # noqa: PLR0913  # the arrays of a quantised layer, and two choices
@@ -186,28 +182,15 @@ def swiglu(gates: mx.array, x: mx.array) -> mx.array:
     return gates * mx.sigmoid(gates) * x
 
 
-def _threads(columns: int, held: int) -> int:
-    """For threadgroups that take `held` columns each."""
-    return -(-columns // held) * SIMD_GROUPS * 32
-
-
 def _columns_held(rows: int) -> int:
     """Columns of one SIMD-group: rows times columns are sums in registers."""
     return 4 if rows <= 8 else 2 if rows <= 16 else 1
 
 
-def _parts(columns: int, depth: int, each: int) -> int:
-    """SIMD-groups that share the sum over K of the same columns."""
+def _parts(count: int, wanted: int, most: int) -> int:
+    """SIMD-groups that share the sum over K of the same columns, of which there are `count`."""
     parts = 1
-    while parts < SIMD_GROUPS and columns // each * parts < WANTED and parts * 2 * RUN <= depth:
-        parts *= 2
-    return parts
-
-
-def _matrix_parts(columns: int, groups: int) -> int:
-    """The same for two tiles of columns: no fewer than one quantisation group for each part."""
-    parts = 1
-    while parts < SIMD_GROUPS and columns * parts < WANTED * 2 * TILE and parts * 2 <= groups:
+    while parts < SIMD_GROUPS and count * parts < wanted and parts * 2 <= most:
         parts *= 2
     return parts
 

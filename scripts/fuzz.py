@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from tqdm import tqdm  # noqa: E402
 
-from support.fuzz_driver import GOOD, outcomes  # noqa: E402
+from support.fuzzing import GOOD, outcomes  # noqa: E402
 
 BATCH = 500  # cases of one process
 

@@ -10,8 +10,6 @@ from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.session.templates import prompt_tokens
 
-_TRIES = 8  # corrections until a padded prompt has its length
-
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
@@ -77,14 +75,8 @@ def pad(
     if len(tokens) >= length:
         return tokens
     filler, size = _filler(tokenizer, row, source, length), length - len(tokens)
-    for _ in range(_TRIES):
-        tokens = behind(tokenizer.decode(filler[:size]))
-        if len(tokens) == length:
-            return tokens
-        size = max(0, size + length - len(tokens))
-    while len(tokens) > length:  # texts can have no encoding of exactly this length
-        size -= 1
-        tokens = behind(tokenizer.decode(filler[:size]))
+    while len(tokens := behind(tokenizer.decode(filler[:size]))) > length:
+        size -= 1  # no text may have an encoding of exactly this length
     return tokens
 
 

@@ -16,6 +16,7 @@ from dflash_mlx.cli.options import import_pyplot
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.text import markdown
 from dflash_mlx.core.tree import NearTies
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Pair
@@ -167,10 +168,10 @@ def format_report(report: Report) -> str:
     tokens = max(map(list, counts.values()), key=len)
     by_tokens = [[name, *(str(found.get(n, 0)) for n in tokens)] for name, found in counts.items()]
     sections = [
-        _table(["category", "method", *_COLUMNS], rows),
+        markdown(["category", "method", *_COLUMNS], rows),
         "\n".join(_notes(report)),
         "Rounds by tokens committed:",
-        _table(["method", *tokens], by_tokens),
+        markdown(["method", *tokens], by_tokens),
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -180,11 +181,6 @@ def _readable(figures: MethodStats) -> MethodStats:
     found: dict[str, list[float]] = figures.get("intervals", {})
     words = {name: f"[{ends[0]:.2f}, {ends[1]:.2f}]" for name, ends in found.items() if ends}
     return {**figures, "intervals": defaultdict(str, words)}
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _notes(report: Report) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
@@ -21,6 +21,13 @@ def amount(count: float) -> str:
         if count >= size:
             return f"{count / size:.{2 if unit == 'GB' else 1}f} {unit}"
     return f"{count / 1000:.1f} kB" if count else "0 kB"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; rows that are shorter than the header end in empty cells."""
+    width = len(header)
+    lines = ([*cells, *[""] * (width - len(cells))] for cells in (header, ["---"] * width, *rows))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def parse_json(text: str) -> Any:

@@ -118,6 +118,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # the oldest first
         self.observer = observer or Observer()
         self._drafters = {} if drafters is None else drafters
+        self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows = 1  # of trees in the last step
 
     def __len__(self) -> int:
@@ -161,7 +162,15 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
         if self.drop(sequence):
-            self._keep_prefix(sequence)
+            self._finished.append(sequence)
+        self.keep_finished()
+
+    def keep_finished(self) -> None:
+        """Keep what finished sequences read, which may take time: their last deltas are told."""
+        while self._finished:
+            sequence = self._finished.popleft()
+            if self.prefixes is not None and not sequence.config.exact:
+                guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
 
     def drop(self, sequence: Sequence) -> bool:
         """Give up a sequence whose caches cannot be trusted any more; whether it was there."""
@@ -174,6 +183,7 @@ class Scheduler:
 
     def step(self) -> Said:
         """One pass; what it added to answers, and what failed, which is over then."""
+        self.keep_finished()
         batch, said = self._schedule()
         passing = [each for each in batch if not each.is_full]
         reading = [each for each in passing if each.is_reading]
@@ -193,7 +203,10 @@ class Scheduler:
         # A lone sequence whose next tree does not depend on what was said runs ahead of its reader.
         ahead = batch[0].rounds_ahead if len(batch) == 1 else 0
         for each in batch:
-            said += self._read(each, ahead)
+            failed = guarded(partial(self._read, each, ahead, said))
+            if failed is not None:
+                self.drop(each)
+                said.append((each, failed))
         self._preempt()
         return said
 
@@ -269,9 +282,8 @@ class Scheduler:
         most = bisect_right(range(1, 1024), LONGEST * seconds(0), key=seconds)
         return max(most, _LEAST_CHUNK)
 
-    def _read(self, sequence: Sequence, ahead: int) -> Said:
-        """The finished rounds of a sequence, but for the last few that may still be running."""
-        said: Said = []
+    def _read(self, sequence: Sequence, ahead: int, said: Said) -> None:
+        """Tell the finished rounds of a sequence, but for the last few that may still run."""
         while sequence.rounds and (len(sequence.rounds) > ahead or sequence.is_full):
             sequence.rounds[0].accepted.wait()
             self.observer.mark("verify")
@@ -281,12 +293,8 @@ class Scheduler:
             if delta.finish_reason is not None:
                 sequence.rounds.clear()
                 sequence.state.trim(sequence.length - 1)
-                self.cancel(sequence)
-        return said
-
-    def _keep_prefix(self, sequence: Sequence) -> None:
-        if self.prefixes is not None and not sequence.config.exact:
-            guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
+                self.drop(sequence)
+                self._finished.append(sequence)
 
     def _make_room_for_running(self) -> None:
         left = self.memory.left(self.running)

@@ -227,6 +227,7 @@ class Worker:
         self._look()
         if news:
             self._post(news)
+        self._scheduler.keep_finished()
 
     def _look(self) -> None:
         self.steps += 1

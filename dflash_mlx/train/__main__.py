@@ -99,7 +99,6 @@ def begin(config: TrainConfig, pair: Pair) -> Trainee:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(prog=PROGRAM, description="Train a drafter on its target's own answers.")
-    cli.add_options(result, DataConfig)
     result.add_argument(
         "--out",
         required=True,
@@ -112,8 +111,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--recipe", choices=tuple(RECIPES), help="settings of a paper, where others are not given"
     )
-    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
-    cli.add_options(result, TrainConfig)
+    cli.add_options(result, DataConfig, PairConfig, TrainConfig, without=ALL_BUT_MODEL)
     return result
 
 

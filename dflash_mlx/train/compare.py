@@ -14,6 +14,7 @@ import numpy as np
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.text import markdown
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
@@ -185,13 +186,17 @@ def table(figures: dict[str, Any]) -> str:
     """Markdown: a row per drafter and category."""
     width = max(len(part["all"]["by_prefix"]) for part in figures.values())
     head = ["drafter", "texts", "tokens/round", *(f"prefix {n}" for n in range(width))]
-    lines = [head, ["---"] * len(head)]
-    for name, parts in figures.items():
-        for category, part in parts.items():
-            cells = [f"{name} ({category})", str(part["texts"]), f"{part['tokens_per_round']:.3f}"]
-            cells += [f"{length:.2f}" for length in part["by_prefix"]]
-            lines.append(cells + [""] * (len(head) - len(cells)))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    rows = [
+        [
+            f"{name} ({category})",
+            str(part["texts"]),
+            f"{part['tokens_per_round']:.3f}",
+            *(f"{length:.2f}" for length in part["by_prefix"]),
+        ]
+        for name, parts in figures.items()
+        for category, part in parts.items()
+    ]
+    return markdown(head, rows)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -208,8 +213,7 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--held-out", type=int, default=50, help="as in training (default: 50)")
     rows.add_argument("--all-rows", action="store_true", help="use every row of the corpora")
     result.add_argument("--json", type=Path, help="write all figures to this file")
-    cli.add_options(result, DataConfig)
-    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, DataConfig, PairConfig, without=ALL_BUT_MODEL)
     return result
 
 

@@ -13,19 +13,20 @@ import fcntl
 import hashlib
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 import platformdirs
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import require
+from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
@@ -40,7 +41,7 @@ CHOICES = 8  # next tokens that are kept
 CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
 
 _VERSION = 3  # of the files
-_ROWS = 64  # of logits that are sorted at once
+_ROWS = 64  # logits ranked at once
 _BYTES = 2  # of a bfloat16
 _CHUNK = 512  # tokens per target pass
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
@@ -253,7 +254,7 @@ class FeatureCache:
             assert aux_layers is not None
             features.append(aux_layers.astype(mx.bfloat16).view(mx.uint16))
             mx.eval(features[-1], cache.arrays)
-            choices.append(likeliest(np.array(logits.astype(mx.float32))))
+            choices.append(likeliest(logits))
             cache.commit(range(piece.size))
         words = np.concatenate(choices).view(np.uint32)
         return {"features": mx.concatenate(features), "choices": mx.array(words)}
@@ -286,22 +287,24 @@ def target_fingerprint(target: Target) -> str:
     return digest.hexdigest()
 
 
-def likeliest(logits: npt.NDArray[np.float32]) -> Array:
+def likeliest(logits: mx.array) -> Array:
     """[T, CHOICES] of CHOICE for logits [T, V], likeliest first, the first the greedy choice.
 
-    Of equal ones the lowest token comes first; which of them stay at the far end is open. Of a
-    vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
+    Of a vocabulary smaller than CHOICES, the last ones are token 0 with probability 0.
     """
-    result = np.zeros((len(logits), CHOICES), CHOICE)
-    for start in range(0, len(logits), _ROWS):
-        part, kept = logits[start : start + _ROWS], result[start : start + _ROWS]
-        count, rows = min(CHOICES, part.shape[-1]), np.arange(len(part))[:, None]
-        best = part.argmax(axis=-1)
-        chosen = np.argpartition(part, -count, axis=-1)[:, -count:]
-        missing = (chosen != best[:, None]).all(axis=-1)  # where all that are kept equal it
-        chosen[missing, 0] = best[missing]
-        chosen = chosen[rows, np.lexsort((chosen, -part[rows, chosen]))]
-        powers = np.exp(part - part[rows, best[:, None]])
-        kept["token"][:, :count] = chosen
-        kept["probability"][:, :count] = powers[rows, chosen] / powers.sum(axis=-1, keepdims=True)
+    rows = np.array(logits.astype(mx.float32))
+    places = np.arange(len(rows)), rows.argmax(axis=-1)
+    rows[places] = np.nextafter(rows[places], np.float32(np.inf))  # of equal ones it is the first
+    ranked, result = rank_in_parts(mx.array, rows, CHOICES), np.zeros((len(rows), CHOICES), CHOICE)
+    count = ranked.tokens.shape[-1]
+    result["token"][:, :count] = ranked.tokens
+    result["probability"][:, :count] = np.exp(ranked.logprobs)
     return result
+
+
+def rank_in_parts(logits: Callable[[Any], mx.array], states: Any, k: int) -> Ranked:
+    """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
+    starts = range(0, len(states), _ROWS)
+    parts = [rank(logits(states[start : start + _ROWS]), k) for start in starts]
+    tokens = np.concatenate([part.tokens for part in parts])
+    return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))

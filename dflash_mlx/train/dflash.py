@@ -22,7 +22,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, through
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.data import Texts
+from dflash_mlx.train.data import Texts, rank_in_parts
 from dflash_mlx.train.trainee import (
     LAYERS,
     START_FROM,
@@ -30,7 +30,6 @@ from dflash_mlx.train.trainee import (
     Trainee,
     like_target,
     mask_token,
-    rank_in_parts,
     spread_aux_layers,
     take_layers,
 )

@@ -28,10 +28,9 @@ from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.compare import in_words, measure_drafts
 from dflash_mlx.train.config import DataConfig, SelectorTraining
-from dflash_mlx.train.data import Texts, read_texts
+from dflash_mlx.train.data import Texts, rank_in_parts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.loss import draft_size
-from dflash_mlx.train.trainee import rank_in_parts
 from dflash_mlx.train.trainer import Training
 
 PROGRAM = "dflash_mlx.train.selector"
@@ -194,9 +193,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--drafter", required=True, help="a DFlash drafter that fits the model")
     result.add_argument("--out", required=True, type=Path, help="new folder for both together")
-    cli.add_options(result, DataConfig)
-    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
-    cli.add_options(result, SelectorTraining)
+    cli.add_options(result, DataConfig, PairConfig, SelectorTraining, without=ALL_BUT_MODEL)
     return result
 
 

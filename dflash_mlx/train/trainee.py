@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -12,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.drafters.networks.files import parameters_of, save_network
 from dflash_mlx.drafters.networks.model import capped
 from dflash_mlx.engine.pair import Pair
@@ -25,7 +26,6 @@ from dflash_mlx.verifier.model import Target
 
 LAYERS, TAPS, BLOCK_SIZE = 3, 5, 8  # of a new drafter, unless asked for others
 _NOISE = 0.02  # standard deviation of fresh weights
-_ROWS = 256  # logits ranked at once
 _UNTRAINABLE = {  # by what a config has then
     "own_embedding": "an embedding of its own",
     "own_head": "a head of its own",
@@ -129,14 +129,6 @@ class Trainee(ABC):
     def multiplier(self) -> float:
         """What final states are multiplied by before the head."""
         return getattr(self.config, "output_multiplier", 1.0)
-
-
-def rank_in_parts(logits: Callable[[mx.array], mx.array], states: mx.array, k: int) -> Ranked:
-    """The k likeliest tokens of final states [N, d]; a part of their logits at a time."""
-    starts = range(0, len(states), _ROWS)
-    parts = [rank(logits(states[start : start + _ROWS]), k) for start in starts]
-    tokens = np.concatenate([part.tokens for part in parts])
-    return Ranked(tokens, np.concatenate([part.logprobs for part in parts]))
 
 
 def mask_token(tokenizer: Any) -> int:
@@ -251,10 +243,4 @@ def _ending_with(own: mx.array, theirs: mx.array) -> mx.array:
 
 def dense(layer: nn.Module) -> dict[str, mx.array]:
     """Arrays by name; a quantised matrix is given by the numbers it stands for."""
-    arrays: dict[str, Any] = dict(tree_flatten(layer.parameters()))
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.QuantizedLinear):
-            packed = (module.weight, module.scales, module.get("biases"))
-            kind = (module.group_size, module.bits, module.mode)
-            arrays[f"{name}.weight"] = mx.dequantize(*packed, *kind)
-    return arrays
+    return dict(tree_flatten(dequantize_model(deepcopy(layer)).parameters()))

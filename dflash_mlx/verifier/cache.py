@@ -43,6 +43,7 @@ class LayerCache(Cache):
         self.window = window  # positions that a query sees, itself included; None for all
         self.kernels = kernels  # of the model that writes here; None for stock MLX
         self.kv_bits = kv_bits  # 4 or 8 where what is stored is quantised, the block's rows too
+        self.kind = window, kv_bits
         self.length = 0
         self.offset: int | mx.array = 0  # of the block: its first row, or each row
         self.block = _NO_ROWS
@@ -55,10 +56,6 @@ class LayerCache(Cache):
     @property
     def attends(self) -> bool:
         return self.kernels is not None and self.kernels.mode != "off"
-
-    @property
-    def kind(self) -> tuple[int | None, int | None]:  # type: ignore[override]
-        return self.window, self.kv_bits
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -95,11 +92,16 @@ class LayerCache(Cache):
         rows, bits = keys.shape[2], self.kv_bits
         self._latest = None  # views, behind which the cache would be copied to be written to
         parts = [keys, values] if bits is None else [*pack(keys, bits), *pack(values, bits)]
+        end = self._write(rows, parts)
+        return self._seen(slice(self._first, end))
+
+    def _write(self, rows: int, parts: Sequence[mx.array]) -> int:
+        """Behind all that is there; the slot behind them."""
         self._reserve(rows, parts)
         at, end = self._end, self._end + rows
         for stored, part in zip(self._stored, parts, strict=True):
             stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
-        return self._seen(slice(self._first, end))
+        return end
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What `update_and_fetch` returned in this pass, for layers that share it."""
@@ -161,7 +163,10 @@ class LayerCache(Cache):
         own attention takes, which then computes it.
         """
         if self._plans is not None and queries.shape[2] == self.block.rows:
-            given = self._as_stored(queries, keys, values)
+            given: Attended = queries, keys, values
+            latest = self._latest
+            if latest is not None and keys is latest[0] and values is latest[1]:
+                given = queries, *latest[2:]  # what was unpacked is then never computed
             plan = self._plan(self._plans, given, keys.shape, scale, mask, sinks)
             if plan is not None:
                 return plan(*given, sinks)
@@ -171,13 +176,6 @@ class LayerCache(Cache):
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
-
-    def _as_stored(self, queries: mx.array, keys: mx.array, values: mx.array) -> Attended:
-        """Quantised, where the kernel reads them so; what was unpacked is then never computed."""
-        latest = self._latest
-        if latest is not None and keys is latest[0] and values is latest[1]:
-            return queries, latest[2], latest[3]
-        return queries, keys, values
 
     def _plan(  # noqa: PLR0913  # those of attention
         self, plans: Plans, given: Attended, shape: Any, scale: float, mask: Any, sinks: Any
@@ -238,10 +236,7 @@ class LayerCache(Cache):
     def lengthen(self, rows: int) -> None:
         last = slice(self.slots - 1, self.slots)
         more = [mx.repeat(stored[:, :, last], rows, axis=2) for stored in self._stored]
-        self._reserve(rows, more)
-        at, end = self.slots, self.slots + rows
-        for stored, part in zip(self._stored, more, strict=True):
-            stored[:, :, at:end] = part
+        self._write(rows, more)
         self.length += rows
 
     def _oldest(self, length: int) -> int:

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, NormRope
-from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
+from kernels_metal.shared_input import SHARED_INPUT, bounds, product, side_by_side
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
 
 Call = Callable[..., mx.array]
@@ -50,6 +50,15 @@ _ARRAYS = ("weight", "scales", "biases")
 def arrays_of(module: Any) -> tuple[mx.array, mx.array, mx.array]:
     """Of one quantised matrix."""
     return module["weight"], module["scales"], module["biases"]
+
+
+def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | None:
+    """The product of the first call, None for stock MLX; the same calls in other layers follow."""
+    choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
+    if choice is None:
+        return None
+    x, *matrix = calls[0]
+    return Product(*matrix).settled(x, choice.way or None)  # type: ignore[arg-type]
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -132,36 +141,25 @@ def _turn(
 def groups_in(module: nn.Module) -> Iterator[list[Any]]:
     """The members of each group of a module whose weights can stand side by side."""
     for names in GROUPS:
-        members = [module.get(name) for name in names]
-        if all(isinstance(member, nn.QuantizedLinear) for member in members) and _alike(members):
-            yield members
-
-
-def _alike(members: Sequence[Any]) -> bool:
-    forms = {
-        (m.mode, m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
-        for m in members
-    }
-    return len(forms) == 1 and members[0].mode == "affine"
+        members: list[Any] = [module.get(name) for name in names]
+        if all(isinstance(m, nn.QuantizedLinear) and m.mode == "affine" for m in members):
+            forms = {
+                (m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
+                for m in members
+            }
+            if len(forms) == 1:
+                yield members
 
 
 class Group:
     """Modules that are called with one input, one after the other, in any order."""
 
-    def __init__(
-        self,
-        members: Sequence[Any],
-        kernels: Kernels,
-        hook: Callable[[Any], None],
-        alike: list[Group],
-    ) -> None:
+    def __init__(self, members: Sequence[Any], kernels: Kernels, alike: list[Group]) -> None:
         self.members, self._kernels = members, kernels
-        self._hook = hook  # lets the module that multiplies by all their weights ask for kernels
         self._alike = alike  # the groups of this shape in the model, this one among them
         self.packing = Packing(members[0].bits, members[0].group_size)
-        self._whole: Any = None
-        self._views: list[Any] = []
-        self._bounds: list[int] = []
+        self._whole: Any = None  # weights, scales and biases of all members
+        self._views: list[Any] = []  # of each, in it
         self._plans = Plans(kernels)
         self._x: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
@@ -170,27 +168,20 @@ class Group:
 
     def part(self, i: int, x: mx.array) -> mx.array | None:
         """The product of member i, None where it is to be computed by itself."""
-        if x is self._x:
-            found = self._parts.pop(i, None)
-            if not self._parts:
-                self._x = None  # nothing of a pass is kept behind it
-            return found
-        if self._broken:
-            return None
-        if self._parts:  # somebody calls only some of them
-            self._broken, self._x, self._parts = True, None, {}
-            return None
-        products = self.products(x)
-        if products is None:
-            return None
-        self._x, self._parts = x, dict(enumerate(products))
-        return self._parts.pop(i)
+        if x is not self._x:
+            # Where somebody calls only some of them, each goes alone from then on
+            self._broken = self._broken or bool(self._parts)
+            products = None if self._broken else self.products(x)
+            self._x, self._parts = x, dict(enumerate(products or ()))
+        found = self._parts.pop(i, None)
+        if not self._parts:
+            self._x = None  # nothing of a pass is kept behind it
+        return found
 
     def products(self, x: mx.array) -> list[mx.array] | None:
         """Of all members, by one, None where each is to be computed by itself."""
-        if not self._find(x, self._pays):
-            return None
-        return mx.split(self._whole(x), self._bounds, axis=-1)  # type: ignore[return-value]
+        multiply = self._find(x, self._together)
+        return None if multiply is None else multiply(x)
 
     def gated(self, x: mx.array) -> mx.array | None:
         """Of gate and up: silu(gate x) * up x in one product, None where it is to be by parts."""
@@ -205,21 +196,31 @@ class Group:
         key = settle.__name__, x.shape, x.dtype
         return self._plans.find(key, partial(settle, x))
 
-    def _pays(self, x: mx.array) -> bool:
+    def _together(self, x: mx.array) -> Callable[[mx.array], list[mx.array]] | None:
         self._join_alike()
         calls = [group.call(x) for group in self._alike]
-        return self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is not None
+        if self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is None:
+            return None
+        multiply = self._settled(x, self.packing)
+        whole, packing, ends, bias = self._whole, self.packing, bounds(self._views), None
+        if "bias" in self.members[0]:
+            bias = mx.concatenate([member["bias"] for member in self.members])
+
+        def products(x: mx.array) -> list[mx.array]:
+            y = product(x, whole, packing) if multiply is None else multiply(x)
+            return mx.split(y if bias is None else y + bias, ends, axis=-1)  # type: ignore[return-value]
+
+        return products
 
     def _gate(self, x: mx.array) -> Multiply | None:
         if "bias" in self.members[0]:
             return None
         self._join_alike()
-        packing = replace(self.packing, gated=True)
+        return self._settled(x, replace(self.packing, gated=True))
+
+    def _settled(self, x: mx.array, packing: Packing) -> Multiply | None:
         calls = [(x, *group.call(x)[1], packing) for group in (self, *self._alike)]
-        choice = self._kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
-        if choice is None:
-            return None
-        return Product(*calls[0][1:]).settled(x, choice.way or None)  # type: ignore[arg-type]
+        return settled(self._kernels, calls)
 
     @property
     def _joined(self) -> bool:
@@ -231,7 +232,7 @@ class Group:
 
     def call(self, x: mx.array) -> tuple[Any, ...]:
         """The arguments of SHARED_INPUT."""
-        return x, arrays_of(self._whole), [*map(arrays_of, self.members)], self.packing
+        return x, self._whole, [*map(arrays_of, self.members)], self.packing
 
     def _join_alike(self) -> None:
         apart = [group for group in self._alike if not group._joined]
@@ -241,18 +242,7 @@ class Group:
             mx.clear_cache()  # of the weights' old places, which no new array would fit
 
     def _join(self) -> None:
-        arrays, views = side_by_side([*map(arrays_of, self.members)])
-        for member, view in zip(self.members, views, strict=True):
+        self._whole, self._views = side_by_side([*map(arrays_of, self.members)])
+        for member, view in zip(self.members, self._views, strict=True):
             for name, array in zip(_ARRAYS, view, strict=True):
                 member[name] = array
-        whole: Any = nn.QuantizedLinear.__new__(nn.QuantizedLinear)  # one without random weights
-        nn.Module.__init__(whole)
-        first = self.members[0]
-        whole.bits, whole.group_size, whole.mode = first.bits, first.group_size, first.mode
-        for name, array in zip(_ARRAYS, arrays, strict=True):
-            whole[name] = array
-        if "bias" in first:
-            whole["bias"] = mx.concatenate([member["bias"] for member in self.members])
-        whole.freeze()
-        self._hook(whole)
-        self._whole, self._views, self._bounds = whole, views, bounds(views)

@@ -23,11 +23,12 @@ from dflash_mlx.verifier.fusion import (
     is_gated_mlp,
     is_normed_attention,
     normed_attention,
+    settled,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing
 
-_ROUTE = "_routed_through"  # in the class of a hooked module: what its calls go through
+_MARK = "_changed_by"  # in the class of a hooked module: what changed its calls
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
 # MLX's own modules, and the method in which each multiplies by its quantised weights
 _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
@@ -35,11 +36,15 @@ _PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedd
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
     """Route calls of this one module through `call(module, original, *args, **kwargs)`, once."""
+    once(module, call, partial(through, call))
+
+
+def once(module: Any, mark: Any, change: Callable[[Any], Callable[..., Any]]) -> None:
+    """Change the calls of a module, unless something equal to `mark` has changed them before."""
     original = type(module)
-    if any(call in vars(kind).get(_ROUTE, ()) for kind in original.__mro__):
-        return
-    replace(module, "__call__", through(call, original.__call__))
-    setattr(type(module), _ROUTE, (call,))
+    if not any(vars(kind).get(_MARK) == mark for kind in original.__mro__):
+        replace(module, "__call__", change(original.__call__))
+        setattr(type(module), _MARK, mark)
 
 
 def through(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,19 +86,17 @@ def rotate_by_row(rope: nn.Module) -> None:
     sequences, as mlx-lm's own generators run, has one each. Every layer calls it twice a pass, so
     nothing stands between it and the rotation.
     """
-    original = type(rope)
-    if rotate_by_row in vars(original).get(_ROUTE, ()):
-        return
-    forward = original.__call__
 
-    def __call__(self: Any, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:
-        if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
-            return forward(self, x, offset, **kwargs)  # type: ignore[no-any-return]
-        turned = forward(self, x.swapaxes(0, 2), offset, **kwargs)
-        return turned.swapaxes(0, 2)  # type: ignore[no-any-return]
+    def by_row(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(self: Any, x: mx.array, offset: Any = 0, **kwargs: Any) -> mx.array:
+            if not isinstance(offset, mx.array) or offset.size == 1 or x.shape[0] > 1:
+                return forward(self, x, offset, **kwargs)  # type: ignore[no-any-return]
+            turned = forward(self, x.swapaxes(0, 2), offset, **kwargs)
+            return turned.swapaxes(0, 2)  # type: ignore[no-any-return]
 
-    replace(rope, "__call__", __call__)
-    setattr(type(rope), _ROUTE, (rotate_by_row,))
+        return __call__
+
+    once(rope, rotate_by_row, by_row)
 
 
 def route(model: nn.Module) -> None:
@@ -197,10 +200,8 @@ class KernelHooks(Hooks):
             packing = Packing(members[0].bits, members[0].group_size)
         except ValueError:  # which the products have noted
             return None
-
-        hook = partial(self._product, name="__call__", alike=alike)
         shapes = tuple(member["weight"].shape for member in members)
-        group = Group(members, self._kernels, hook, alike.setdefault((shapes, packing), []))
+        group = Group(members, self._kernels, alike.setdefault((shapes, packing), []))
         for i, member in enumerate(members):
             self.replace(member, "__call__", _part_of(group, i, type(member).__call__))
         return group
@@ -225,11 +226,7 @@ def _few_rows(
             return stock(self, x)
 
         def settle() -> Multiply | None:
-            calls = [(x, *arrays_of(module), packing) for module in (self, *alike)]
-            choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
-            if choice is None:
-                return None
-            return Product(*arrays_of(self), packing).settled(x, choice.way or None)  # type: ignore[arg-type]
+            return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
         multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
         if multiply is None:

@@ -149,10 +149,7 @@ class Call:
             return state if arg is STATE else arg
 
         with self.products.of_call(None, known=known):
-            self.on(part)
-
-    def on(self, change: Callable[[Any], Any]) -> Any:
-        return self.changed(change)()
+            self.changed(part)()
 
     def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:
         """The same call of other arguments, of which nothing is noted."""

@@ -265,7 +265,18 @@ class Target:
 
     @cached_property
     def _embedding(self) -> Any:
-        return _find_module(self.model, _EMBEDDINGS, self.name)
+        for name, module in self._named:
+            if name in _EMBEDDINGS:
+                return module
+        raise DFlashError(
+            f"{self.name} has no module called {' or '.join(_EMBEDDINGS)}",
+            "use --method none, or a model of another family",
+        )
+
+    @property
+    def _named(self) -> list[tuple[str, nn.Module]]:
+        """All modules, by the last parts of their names."""
+        return [(name.rpartition(".")[2], m) for name, m in self.model.named_modules()]
 
     def head(self) -> Callable[[mx.array], mx.array]:
         """The map from final hidden states [..., d] to logits [..., V], shared by the drafter."""
@@ -294,16 +305,14 @@ class Target:
     @cached_property
     def _head_module(self) -> Any:
         """The embedding where the two are tied."""
-        names = {name.rpartition(".")[2] for name, _ in self.model.named_modules()}
-        if names.isdisjoint(_HEADS):
-            return self.embedding()
-        return _find_module(self.model, _HEADS, self.name)
+        found = [module for name, module in self._named if name in _HEADS]
+        return found[0] if found else self.embedding()
 
     @cached_property
     def _heads(self) -> list[tuple[nn.Module, str]]:
         """What may give the model its logits, and by which method; others compute every row's."""
         methods = dict.fromkeys(_HEADS, "__call__") | dict.fromkeys(_EMBEDDINGS, "as_linear")
-        found = ((m, methods.get(n.rpartition(".")[2], "")) for n, m in self.model.named_modules())
+        found = ((module, methods.get(name, "")) for name, module in self._named)
         return [(module, method) for module, method in found if method and hasattr(module, method)]
 
     def _keep_output(
@@ -312,13 +321,3 @@ class Target:
         output = forward(layer, *args, **kwargs)
         self._outputs[i] = output[0] if isinstance(output, tuple) else output
         return output
-
-
-def _find_module(model: Any, names: tuple[str, ...], model_name: str) -> Any:
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in names:
-            return module
-    raise DFlashError(
-        f"{model_name} has no module called {' or '.join(names)}",
-        "use --method none, or a model of another family",
-    )

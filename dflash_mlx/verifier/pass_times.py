@@ -168,9 +168,7 @@ def timing_day(target: Target) -> str:
 
 def read_times(file: Path) -> PassTimes:
     """What `keep_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
-    stored = json.loads(file.read_text(encoding="utf-8"))
-    deeper, trees = tuple(map(_read, stored["deeper"])), stored["trees"]
-    times = replace(_read(stored), deeper=deeper, trees=trees and _read(trees))
+    times = _read(json.loads(file.read_text(encoding="utf-8")))
     if times.rows != ROWS or any(deep.rows != DEEP_ROWS for deep in times.deeper):
         raise ValueError("times of other rows")
     return times
@@ -180,7 +178,8 @@ def _read(stored: dict[str, Any]) -> PassTimes:
     rows, seconds = tuple(stored["rows"]), tuple(float(s) for s in stored["seconds"])
     if len(rows) != len(seconds) or min(seconds) <= 0:
         raise ValueError("not a time for every number of rows")
-    return PassTimes(rows, seconds, int(stored["context"]))
+    deeper, trees = tuple(map(_read, stored["deeper"])), stored["trees"]
+    return PassTimes(rows, seconds, int(stored["context"]), deeper, trees and _read(trees))
 
 
 def _file(target: Target, folder: Path | None = None) -> Path:

@@ -18,11 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
-from dflash_mlx.verifier.hooks import Hooks, override, through
+from dflash_mlx.verifier.hooks import Hooks, once, through
 from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
@@ -92,7 +93,8 @@ class RecurrentLayer(ArraysCache):
     def along(self, paths: Paths, call: Call) -> Any:
         copies: Any = ArraysCache(len(self.cache))
         copies.cache = paths.copies(self.cache)
-        return paths.collect(call.on(lambda arg: copies if arg is STATE else paths.spread(arg)))
+        spread = call.changed(lambda arg: copies if arg is STATE else paths.spread(arg))
+        return paths.collect(spread())
 
     def joined(self, layers: Sequence[RecurrentLayer], forest: Forest) -> JoinedStates:
         return JoinedStates(layers, forest.parts)
@@ -117,13 +119,11 @@ class JoinedStates(ArraysCache):
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
             found.append(layer.run(call.changed(of_it)))
-        return _side_by_side(found)
+        return tree_map(_side_by_side, *found)
 
 
-def _side_by_side(found: Sequence[Any]) -> Any:
-    if isinstance(found[0], tuple):
-        return tuple(_side_by_side(parts) for parts in zip(*found, strict=True))
-    return mx.concatenate([*found], axis=1) if isinstance(found[0], mx.array) else found[0]
+def _side_by_side(first: Any, *others: Any) -> Any:
+    return mx.concatenate([first, *others], axis=1) if isinstance(first, mx.array) else first
 
 
 @dataclass
@@ -135,7 +135,7 @@ class RecurrentStates(Cache):
     beginning.
     """
 
-    parts: Sequence[RecurrentLayer]
+    parts: Sequence[RecurrentLayer]  # type: ignore[assignment]
     length: int = 0
     _running: Pass | None = None
     _passes: list[Pass] = field(default_factory=list)
@@ -290,23 +290,17 @@ def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
     mixers = _mixers(model, name)
     products = Products(mixers)
     for mixer in mixers:
-        override(mixer, MixerCall(products))
+        once(mixer, hook_mixers, partial(through, partial(_call, products)))  # not by two targets
     return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers), products
 
 
-@dataclass(frozen=True)
-class MixerCall:
-    """The hook of the mixers. All are equal, so that a second target hooks none again."""
-
-    products: Products = field(compare=False)
-
-    def __call__(
-        self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
-        if run is None:
-            return forward(mixer, *args, **kwargs)
-        return run(Call(partial(forward, mixer), args, kwargs, self.products))
+def _call(
+    products: Products, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
+    if run is None:
+        return forward(mixer, *args, **kwargs)
+    return run(Call(partial(forward, mixer), args, kwargs, products))
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:

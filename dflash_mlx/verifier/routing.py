@@ -46,29 +46,26 @@ class Kernels:
     ) -> None:
         self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
         self._clock = clock
-        self._watchdog: Watchdog | None = None
         self._holding: object = None
-        self._notes: dict[str, Choice] = {}
         self.switch("off")
 
     @property
     def active(self) -> bool:
-        return self.mode != "off" and executor() is not None
+        return self.running() is not None
 
     @property
     def choices(self) -> dict[str, Choice]:
         """What was chosen so far, by operation and shape; and what no kernel is used for."""
-        return {**self._dispatch.choices, **self._notes}
+        return self._dispatch.choices
 
     def switch(self, mode: Mode) -> None:
         """Auto: as probe and race say; on: wherever one can run; off: never. ValueError else."""
-        self._dispatch = Dispatch(mode, self._clock, self._refusal)
+        self._dispatch = Dispatch(mode, self._clock, lambda *call: self._watchdog.refusal(*call))
         self._runs_on: Executor | None = None
-        self._notes.clear()
         self.mode = mode
 
     def note(self, subject: str, reason: str) -> None:
-        self._notes[subject] = Choice(False, reason)
+        self._dispatch.unraced[subject] = Choice(False, reason)
 
     def running(self) -> object | None:
         """The choices that hold now, as an object: another one when they have to be made again."""
@@ -100,10 +97,9 @@ class Kernels:
         choice = self.chosen(operation, args)
         return None if choice is None else operation.by(choice.way)(*args)
 
-    def _refusal(self, operation: Operation, args: Arguments) -> str:
-        if self._watchdog is None:
-            self._watchdog = Watchdog(self._folder, keep_text)
-        return self._watchdog.refusal(operation, args)
+    @cached_property
+    def _watchdog(self) -> Watchdog:
+        return Watchdog(self._folder, keep_text)
 
     @cached_property
     def _file(self) -> Path:

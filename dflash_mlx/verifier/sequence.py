@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier.block import Block, Cache, Saved, join, split
+from dflash_mlx.verifier.block import Block, Cache
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, cache_commit
@@ -23,8 +23,6 @@ from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, ca
 
 class Several(Cache):
     """Caches that move together."""
-
-    parts: Sequence[Cache]
 
     def __init__(self, parts: Sequence[Cache]) -> None:
         self.parts = parts
@@ -34,51 +32,6 @@ class Several(Cache):
     @property
     def length(self) -> int:  # type: ignore[override]
         return self.parts[0].length
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [array for part in self.parts for array in part.arrays]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def begin(self, block: Block) -> None:
-        for part in self.parts:
-            part.begin(block)
-
-    def commit(self, path: Sequence[int]) -> None:
-        for part in self.parts:
-            part.commit(path)
-
-    def discard(self) -> None:
-        for part in self.parts:
-            part.discard()
-
-    def nearest(self, length: int) -> int:
-        return min(part.nearest(length) for part in self.parts)
-
-    def rewind(self, length: int) -> int:
-        return min(part.rewind(length) for part in self.parts)
-
-    def saved(self) -> Saved:
-        return join(part.saved() for part in self.parts)
-
-    def restore(self, saved: Saved) -> None:
-        for part, own in zip(self.parts, split(saved), strict=True):
-            part.restore(own)
-
-    def lengthen(self, rows: int) -> None:
-        for part in self.parts:
-            part.lengthen(rows)
-
-    def mark(self, length: int) -> None:
-        for part in self.parts:
-            part.mark(length)
-
-    def mark_chunk(self) -> None:
-        for part in self.parts:
-            part.mark_chunk()
 
 
 class KeyValues(Several):

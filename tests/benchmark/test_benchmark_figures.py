@@ -1,4 +1,4 @@
-"""What is counted of rounds, the arithmetic behind the report, and its tables."""
+"""Names and sweeps become settings; what is counted of rounds becomes figures and tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,132 @@ import pytest
 from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run, summarise
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import format_report
+from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters import paper
 from dflash_mlx.engine.exact import Difference
+from dflash_mlx.engine.pair import Capabilities, Pair
+from support.configs import config_with
+
+BLOCKS = {"dflash": 6, "specdiff": 3}  # the largest, by method
+
+
+def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:
+    return read_methods(names, config_with(**settings), paper.KNOBS)
+
+
+def test_settings_behind_a_name_replace_those_of_the_command_line():
+    found = methods("dflash:4,ddtree:budget=16,d2sd:6:growth=paper:branches=2", budget=9)
+    assert list(found) == ["none", "dflash:4", "ddtree:budget=16", "d2sd:6:growth=paper:branches=2"]
+    assert found["dflash:4"].block_size == 4
+    assert (found["ddtree:budget=16"].budget, found["dflash:4"].budget) == (16, 9)
+    last = found["d2sd:6:growth=paper:branches=2"]
+    assert (last.block_size, last.options.growth, last.options.branches) == (6, "paper", 2)
+    assert last.budget is None, "nothing cuts the published tree"
+    both = methods("d2sd:growth=paper,ddtree", budget=9)
+    assert (both["d2sd:growth=paper"].budget, both["ddtree"].budget) == (None, 9)
+    (_, masked) = methods("specdiff:8:steps=4:schedule=left-to-right").values()
+    options = masked.options
+    assert (masked.block_size, options.steps, options.schedule) == (8, 4, "left-to-right")
+    assert methods("ddtree:budget=auto", budget=9)["ddtree:budget=auto"].budget is None
+    assert not methods("d2sd:lookup=off")["d2sd:lookup=off"].lookup
+    assert methods("d2sd:lookup=on", lookup=False)["d2sd:lookup=on"].lookup
+
+
+@pytest.mark.parametrize(
+    ("names", "message", "sweep"),
+    [
+        ("", "method is ''", "block"),
+        ("dflash:²", "'²'", "block"),
+        ("d2sd:lookup=no", "'no'", "block"),
+        ("dflash:speed=2", "sets 'speed'", "block"),
+        ("dflash:branches=2", "sets 'branches', which dflash does not have", "block"),
+        ("none:4", "sets 'block', which none does not have", "block"),
+        ("dflash:4:5", "'dflash:4:5' sets the block twice", "block"),
+        ("dflash:budget=2:budget=3", "'dflash:budget=2", "block"),
+        ("ddtree,dflash,ddtree", "'ddtree' comes twice", "block"),
+        ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'", "block"),
+        ("d2sd:growth=paper:budget=8", "never cuts its tree, but the budget is 8", "block"),
+        ("d2sd:steps=2", "sets 'steps', which d2sd does not have", "block"),
+        ("specdiff:steps=2:schedule=any", "'any'.*'specdiff:steps=2:schedule=any'", "block"),
+        ("d2sd", "'speed'", "speed"),
+        ("d2sd", "budget in 'budget=' is ''", "budget="),
+        ("d2sd", "'many'", "budget=4,many"),
+        ("d2sd", "'auto'", "block=auto"),
+        ("d2sd", "budget is 1", "budget=1"),
+        ("dflash", "no method has a budget", "budget"),
+    ],
+)
+def test_a_setting_or_a_sweep_that_makes_no_sense_is_refused(names, message, sweep):
+    with pytest.raises(DFlashError, match=message) as failure:
+        expand(sweep, methods(names), BLOCKS.get)
+    assert failure.value.next_step
+
+
+def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
+    plan, sweep = expand("budget=auto,8,16", methods("dflash,ddtree,d2sd:4"), BLOCKS.get)
+    assert sweep["setting"] == "budget"
+    assert sweep["lines"] == {
+        name: {value: f"{name}:budget={value}" for value in ("auto", "8", "16")}
+        for name in ("ddtree", "d2sd:4")
+    }
+    swept = [run for found in sweep["lines"].values() for run in found.values()]
+    assert list(plan) == ["none", "dflash", *swept]
+    assert [plan[f"d2sd:4:budget={v}"].budget for v in ("auto", "8", "16")] == [None, 8, 16]
+    assert plan["d2sd:4:budget=8"].block_size == 4
+
+
+@pytest.mark.parametrize(
+    ("sweep", "names", "expected"),
+    [
+        (
+            "block",
+            "dflash,specdiff",
+            [*(f"dflash:block={n}" for n in (2, 3, 4, 6)), "specdiff:block=2", "specdiff:block=3"],
+        ),
+        ("budget", "ddtree", [f"ddtree:budget={n}" for n in ("auto", 4, 8, 16, 32, 48)]),
+        ("block=4", "dflash:6,ddtree:budget=4", ["dflash:6", "ddtree:budget=4:block=4"]),
+        ("budget=4", "d2sd:growth=paper,ddtree", ["d2sd:growth=paper", "ddtree:budget=4"]),
+        (
+            "branches=2",
+            "dflash,d2sd,d2sd:growth=paper,resample",
+            ["dflash", "d2sd:branches=2", "d2sd:growth=paper:branches=2", "resample:branches=2"],
+        ),
+        ("steps", "specdiff,dflash", [*(f"specdiff:steps={n}" for n in (1, 2, 4)), "dflash"]),
+        ("block=4,8", "auto", ["auto:block=4", "auto:block=8"]),
+    ],
+)
+def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, names, expected):
+    assert list(expand(sweep, methods(names), BLOCKS.get)[0]) == ["none", *expected]
+
+
+def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_runs():
+    sizes: Any = (("eagle3", 4), ("dflash", 12), ("dflash", 8), ("specdiff", 6))
+    drafters: Any = tuple(SimpleNamespace(family=f, block_size=size) for f, size in sizes)
+    target: Any = None
+    largest = {"dflash": 12, "d2sd": 12, "eagle3": 4, "specdiff": 6, "ngram": 16}
+    pair = Pair(target, None, drafters)
+    assert {method: largest_block(pair, method) for method in largest} == largest
+    assert largest_block(Pair(target, None), "ngram") == 16
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "names"),
+    [
+        (Capabilities(), ["none", "ngram", "ngram:exact=on"]),
+        (Capabilities(("dflash",)), ["none", "ddtree", "ddtree:exact=on", "ngram"]),
+        (Capabilities(("dflash",), trees=False), ["none", "dflash", "dflash:exact=on", "ngram"]),
+    ],
+)
+def test_auto_goes_by_the_name_of_what_it_is_with_the_pair(capabilities, names):
+    settled = settle_all(methods("auto,auto:exact=on,ngram"), capabilities)
+    assert list(settled) == names
+    assert [config.method for config in settled.values()] == [n.partition(":")[0] for n in names]
+    chosen = methods("dflash:4,ddtree:budget=16,d2sd:8:growth=paper,resample")
+    assert settle_all(chosen, Capabilities(("dflash",) * 2)) == chosen
+
 
 REPORT = Path(__file__).parents[1] / "data" / "benchmark-report.md"
 
@@ -43,22 +168,25 @@ def made_up(
 # Figures
 
 
-def test_the_speedup_is_the_median_of_ratios_and_not_the_ratio_of_medians():
+def test_the_speedup_is_the_median_of_ratios_and_counts_are_over_all_rounds_together():
     figures = summarise([made_up(10, 5), made_up(20, 40), made_up(100, 25)])["methods"]["dflash"]
     assert figures["speedup"] == pytest.approx(2.0)  # of 2, 0.5 and 4; the medians give 20 / 25
     assert figures["tokens_per_second"] == pytest.approx(20)
     assert figures["ratio_of_medians"] == pytest.approx(20 / 25)
-
-
-def test_tokens_per_round_and_acceptance_are_over_all_rounds_together():
+    counts = {"drafted": Counter({1: 8, 2: 2}), "accepted": Counter({1: 4, 2: 1})}
+    others = {"drafted": Counter({1: 30}), "accepted": Counter({1: 5}), "modes": Counter(tree=10)}
+    modes, apart = Counter(plain=3, tree=7), Difference(3, 0.25)
     runs = [
-        made_up(10, 5, rounds=10, drafted=Counter({1: 8, 2: 2}), accepted=Counter({1: 4, 2: 1})),
-        made_up(10, 5, rounds=40, drafted=Counter({1: 30}), accepted=Counter({1: 5})),
+        made_up(10, 5, rounds=10, modes=modes, **counts),
+        made_up(10, 5, rounds=40, difference=apart, **others),
     ]
     figures = summarise(runs)["methods"]["dflash"]
     assert figures["mean_accepted"] == 200 / 50
     assert figures["acceptance_rate"] == 10 / 40
     assert figures["accepted_by_position"] == [9 / 38, 1 / 2]
+    assert figures["modes"] == {"plain": 3, "tree": 17}
+    assert figures["parity"] == 0.5
+    assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
 
 
 def test_intervals_are_of_tokens_over_rounds_and_not_of_each_prompt_s_own():
@@ -83,14 +211,6 @@ def test_overhead_is_what_the_other_terms_leave_of_a_round():
     assert terms == pytest.approx({"draft": 50, "verify": 100, "commit": 10, "overhead": 40})
     figures = summarise([run, run, made_up(50, 25)])["methods"]["dflash"]
     assert figures["round_ms"]["draft"] == pytest.approx(50)
-
-
-def test_parity_and_modes_are_counted_over_all_answers():
-    apart = made_up(1, 1, difference=Difference(3, 0.25), modes=Counter(tree=10))
-    figures = summarise([made_up(1, 1, modes=Counter(plain=3, tree=7)), apart])["methods"]["dflash"]
-    assert figures["parity"] == 0.5
-    assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
-    assert figures["modes"] == {"plain": 3, "tree": 17}
 
 
 # Tables

@@ -88,25 +88,14 @@ def test_the_lengths_say_what_was_reached(tokenizer):
     assert describe_lengths(found) == told
 
 
-def test_padding_needs_other_text(tokenizer):
+def test_what_cannot_be_padded_with_or_to_is_refused(tokenizer):
     with pytest.raises(DFlashError, match="no other prompt"):
         pad(tokenizer, ROWS[0], 100, [ROWS[0], dict(ROWS[0])])
-
-
-def test_contexts_are_whole_numbers():
     assert read_contexts(None) == []
     assert read_contexts("128, 4096") == [128, 4096]
     for text in ("", "0", "-4", "many", "128,", "²"):
         with pytest.raises(DFlashError, match="the context is"):
             read_contexts(text)
-
-
-def test_a_row_may_hold_any_character_that_json_allows(tmp_path):
-    text = "one\u2028two\x85three"
-    row = {**ROWS[0], "messages": [{"role": "user", "content": text}]}
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_prompts(file) == [row]
 
 
 # Published data sets: their fields, and what is asked
@@ -171,28 +160,42 @@ def test_a_folder_of_data_sets_is_one_benchmark(tmp_path, tokenizer):
         read_prompts(tmp_path / "empty")
 
 
-def test_rows_of_ours_stay_as_they_are_and_both_may_be_in_one_list(tmp_path):
+def test_rows_of_ours_stay_as_they_are_whatever_they_hold_and_both_may_be_in_one_list(tmp_path):
+    odd = {**ROWS[0], "messages": [{"role": "user", "content": "one\u2028two\x85three"}]}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(odd, ensure_ascii=False) + "\n", "utf-8")
+    assert read_prompts(tmp_path / "odd.jsonl") == [odd]
     own = [ROWS[0], {"category": "b", "prompt": "hello", "question": "no"}]
     found = read_prompts(write_published(tmp_path / "x.json", *own, {"question": "2+2?"}))
     assert [row["category"] for row in found] == ["a", "b", "x"]
     assert [row["messages"][0]["content"] for row in found] == [TEXTS[0], "hello", "2+2?"]
 
 
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"premise": "a", "hypothesis": "b"}, "premise, hypothesis"),
-        ({"question": {"text": "nested"}}, "question"),
-        ({"turns": [["nested"]]}, "turns"),
-        ({"question": "", "answer": "4"}, "question, answer"),
-        ({}, ""),
-    ],
-)
-def test_rows_of_unknown_fields_are_refused_with_what_they_have_and_what_is_known(
-    tmp_path, row, named
+GOOD = '{"question": "2+2?"}\n'
+KNOWN = ("messages", *QUESTIONS)
+BAD = {
+    "": ["holds no prompts"],
+    "[]": ["holds no prompts"],
+    "hello\n": ["line 1 of", "is no JSON"],
+    GOOD + "{\n": ["line 2 of", "is no JSON"],
+    GOOD + "\n[]\n": ["line 3 of", "has no category"],
+    "[{]": ["no list in JSON"],
+    "[1]": ["entry 1 of", "no category"],
+    '{"category": null, "prompt": "a"}': ["line 1 of", "has no category"],
+    '{"category": "chat"}': ["line 1 of", "has the fields category", *KNOWN],
+    '{"category": "a", "messages": [{"role": "user"}]}': ["message 1 in line 1"],
+    GOOD + '{"premise": "a", "hypothesis": "b"}': ["line 2", "fields premise, hypothesis", *KNOWN],
+    GOOD + '{"question": {"text": "nested"}}': ["line 2 of", "has the fields question", *KNOWN],
+    GOOD + '{"turns": [["nested"]]}': ["line 2 of", "has the fields turns", *KNOWN],
+    GOOD + '{"question": "", "answer": "4"}': ["has the fields question, answer", *KNOWN],
+    GOOD + "{}": ["line 2 of", "has the fields", *KNOWN],
+}
+
+
+@pytest.mark.parametrize("contents", BAD)
+def test_damaged_files_and_rows_of_unknown_fields_are_refused_with_what_they_have(
+    tmp_path, contents
 ):
-    file = write_published(tmp_path / "x.jsonl", {"question": "2+2?"}, row)
-    with pytest.raises(DFlashError, match="line 2 of .*x.jsonl has the fields") as failure:
-        read_prompts(file)
-    assert named in failure.value.what
-    assert all(name in failure.value.next_step for name in ("messages", *QUESTIONS))
+    (tmp_path / "x.jsonl").write_text(contents)
+    with pytest.raises(DFlashError, match="x.jsonl") as failure:
+        read_prompts(tmp_path / "x.jsonl")
+    assert [part for part in BAD[contents] if part not in str(failure.value)] == []

@@ -101,21 +101,18 @@ def test_a_resumed_run_gives_what_one_run_would_have_and_is_shown_again(
 SHORT = ["--methods", "dflash:4", "--limit", "1", "--max-tokens", "2"]
 
 
-def test_a_report_is_whole_though_nobody_reads_what_is_printed(bench, tmp_path, monkeypatch):
+def test_a_report_and_its_table_do_not_take_each_other(bench, tmp_path, monkeypatch, capsys):
     def leave(report: Any) -> str:
         raise BrokenPipeError
 
-    monkeypatch.setattr(benchmark, "format_report", leave)
-    with pytest.raises(BrokenPipeError):
-        bench.run(tmp_path / "report.json", *SHORT)
-    assert json.loads((tmp_path / "report.json").read_text())["finished"] is True
-
-
-def test_a_table_is_printed_though_the_report_cannot_be_kept(bench, tmp_path, monkeypatch, capsys):
     def refuse(file: Path, report: Any, runs: Any = None) -> None:
         if runs is None:
             raise DFlashError("the disk is full", "free some space")
 
+    with monkeypatch.context() as patch, pytest.raises(BrokenPipeError):
+        patch.setattr(benchmark, "format_report", leave)  # nobody reads what is printed
+        bench.run(tmp_path / "report.json", *SHORT)
+    assert json.loads((tmp_path / "report.json").read_text())["finished"] is True
     monkeypatch.setattr(benchmark, "save", refuse)
     with pytest.raises(DFlashError, match="the disk is full"):
         bench.run(tmp_path / "report.json", *SHORT)
@@ -185,14 +182,6 @@ def test_what_is_no_report_is_refused_before_the_pair_is_loaded(bench, tmp_path,
         bench.run(file, "--resume")
 
 
-def test_damaged_runs_are_refused(interrupted, bench):
-    report = json.loads(interrupted.read_text())
-    del report["runs"][1]["statistics"]
-    interrupted.write_text(json.dumps(report))
-    with pytest.raises(DFlashError, match="damaged"):
-        bench.run(interrupted, *ASKED, "--resume")
-
-
 def test_a_run_comes_back_from_a_report_as_it_was(tmp_path):
     question = BenchmarkPrompt("1", "code", [1, 2], 60)
     plain = Statistics("none", generated_tokens=5, decode_seconds=2.0)
@@ -215,3 +204,6 @@ def test_a_run_comes_back_from_a_report_as_it_was(tmp_path):
     save(tmp_path / "report.json", report, runs)
     before = read_report(tmp_path / "report.json")
     assert finished_runs(before, report, [question], tmp_path / "report.json") == runs
+    del before["runs"][1]["statistics"]
+    with pytest.raises(DFlashError, match="report.json is damaged"):
+        finished_runs(before, report, [question], tmp_path / "report.json")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
+from unittest.mock import Mock
 
 import platformdirs
 import pytest
@@ -39,65 +40,57 @@ def calibrations(folder: Path) -> list[Path]:
     return list((folder / "own" / "timing").iterdir())
 
 
-def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, tmp_path, capsys):
-    main.run(["models"])
-    out = capsys.readouterr().out
-    here, _, public = out.partition("\n\n")
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What a command prints."""
+
+    def run(*words: str) -> str:
+        main.run([*words])
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, said, tmp_path):
+    here, _, public = said("models").partition("\n\n")
     (line,) = [line for line in here.splitlines() if line.startswith("calibration")]
-    assert TARGET in line and str(tmp_path / "own" / "timing" / "0123456789abcdef.json") in line
+    timing = tmp_path / "own" / "timing"
+    assert TARGET in line and str(timing / "0123456789abcdef.json") in line
     (line,) = [line for line in public.splitlines() if line.split()[:1] == ["Qwen/Qwen3-4B"]]
     assert "about   2.25 GB" in line and "needs about" in line
     assert line.endswith("not verified") and "never tried" in public
-
-
-def test_several_calibrations_of_a_model_are_one_line(hub, tmp_path, capsys):
-    text = json.dumps({"model": TARGET})
-    (tmp_path / "own" / "timing" / "fedcba9876543210.json").write_text(text)
-    main.run(["clean", "calibrations"])
-    line, total, _ = capsys.readouterr().out.splitlines()
-    assert TARGET in line and str(tmp_path / "own" / "timing") + " (2 files)" in line
+    (timing / "fedcba9876543210.json").write_text(json.dumps({"model": TARGET}))
+    line, total, _ = said("clean", "calibrations").splitlines()
+    assert TARGET in line and f"{timing} (2 files)" in line, "several of a model are one line"
     assert total.split() == ["all", "0.1", "kB"] == ["all", *line.split()[1:3]]
 
 
-def test_a_model_is_described_with_its_quantisations_and_fetched(hub, capsys):
-    main.run(["models", TARGET])
-    memory, *lines = capsys.readouterr().out.splitlines()
+def test_a_model_is_described_with_its_drafters_and_quantisations_and_fetched(hub, said):
+    memory, *lines = said("models", TARGET).splitlines()
     assert "GB of memory" in memory
     assert [line.split()[0] for line in lines] == [TARGET, QUANTISED]
     assert all("to download" in line and "needs" in line for line in lines)
-    main.run(["models", QUANTISED, "--download"])
+    said("models", QUANTISED, "--download")
     assert whole_copy(QUANTISED) is not None
-    capsys.readouterr()
-    main.run(["models", QUANTISED])
-    assert "on this machine" in capsys.readouterr().out
-
-
-def test_a_model_of_the_registry_is_described_with_its_drafters(hub, capsys):
-    main.run(["models", "mlx-community/Qwen3-4B-4bit"])
-    _, drafters, *_ = capsys.readouterr().out.splitlines()
+    assert "on this machine" in said("models", QUANTISED)
+    _, drafters, *_ = said("models", "mlx-community/Qwen3-4B-4bit").splitlines()
     assert drafters.startswith("draft model z-lab/Qwen3-4B-DFlash-b16, not verified")
     assert "AngelSlim/Qwen3-4B_eagle3 (eagle3)" in drafters
 
 
-def test_a_download_that_fails_is_an_error(hub):
+def test_a_download_that_fails_is_an_error_and_one_that_is_interrupted_is_stopped(hub, monkeypatch):
     with pytest.raises(DFlashError, match="owner/none"):
         main.run(["models", "owner/none", "--download"])
     with pytest.raises(SystemExit) as leaving:
         main.run(["models", "--download"])
     assert leaving.value.code == 2
-
-
-def test_an_interrupted_download_is_stopped(hub, monkeypatch):
     begun = []
 
     class Interrupted(disk.Download):
         def __init__(self, config):
             super().__init__(config)
             begun.append(self)
-            self.ended.wait = interrupt
-
-    def interrupt(seconds):
-        raise KeyboardInterrupt
+            self.ended.wait = Mock(side_effect=KeyboardInterrupt)
 
     monkeypatch.setattr(disk, "Download", Interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -106,45 +99,28 @@ def test_an_interrupted_download_is_stopped(hub, monkeypatch):
     assert Event.wait(begun[0].ended, 60), "and asks no hub behind this test"
 
 
-def test_clean_removes_only_what_was_named_and_only_with_yes(hub, tmp_path, capsys):
-    main.run(["models", QUANTISED, "--download"])
-    main.run(["clean", "calibrations"])
-    assert TARGET in capsys.readouterr().out
+def test_clean_removes_only_what_was_named_and_only_with_yes(hub, said, tmp_path):
+    said("models", QUANTISED, "--download")
+    assert TARGET in said("clean", "--yes") and TARGET in said("clean", "calibrations")
+    assert "Nothing of that kind" in said("clean", "features", "--yes")
+    with pytest.raises(DFlashError, match="'owner/none'"):
+        said("clean", "calibrations", "owner/none", "--yes")
     assert len(calibrations(tmp_path)) == 1
-    main.run(["clean", "calibrations", "--yes"])
-    assert calibrations(tmp_path) == []
-    assert whole_copy(QUANTISED) is not None
-    main.run(["clean", QUANTISED, "--yes"])
+    said("clean", "calibrations", "--yes")
+    assert calibrations(tmp_path) == [] and whole_copy(QUANTISED) is not None
+    said("clean", QUANTISED, "--yes")
     assert whole_copy(QUANTISED) is None
 
 
-def test_clean_without_a_name_removes_nothing(hub, tmp_path, capsys):
-    main.run(["clean", "--yes"])
-    assert TARGET in capsys.readouterr().out
-    assert len(calibrations(tmp_path)) == 1
-    main.run(["clean", "features", "--yes"])
-    assert "Nothing of that kind" in capsys.readouterr().out
-
-
-def test_clean_leaves_what_another_program_downloads_and_says_so(hub, tmp_path, capsys):
-    main.run(["models", QUANTISED, "--download"])
+def test_clean_leaves_what_another_program_downloads_and_says_so(hub, said, tmp_path):
+    said("models", QUANTISED, "--download")
     locks = tmp_path / "cache" / ".locks" / f"models--{QUANTISED.replace('/', '--')}"
     with WeakFileLock(locks / "1.lock"):
-        capsys.readouterr()
-        main.run(["clean", QUANTISED, "calibrations", "--yes"])
-        assert f"{QUANTISED} is being downloaded" in capsys.readouterr().out
-        assert whole_copy(QUANTISED) is not None
+        out = said("clean", QUANTISED, "calibrations", "--yes")
+        assert f"{QUANTISED} is being downloaded" in out and whole_copy(QUANTISED) is not None
         assert calibrations(tmp_path) == [], "the other thing is removed"
-        main.run(["clean", QUANTISED, "--yes"])
-        assert "Removed" not in capsys.readouterr().out
-        main.run(["models"])
-        (line,) = [li for li in capsys.readouterr().out.splitlines() if QUANTISED in li]
+        assert "Removed" not in said("clean", QUANTISED, "--yes")
+        (line,) = [line for line in said("models").splitlines() if QUANTISED in line]
         assert line.endswith("(being downloaded)")
-    main.run(["clean", QUANTISED, "--yes"])
+    said("clean", QUANTISED, "--yes")
     assert whole_copy(QUANTISED) is None
-
-
-def test_clean_refuses_a_name_of_nothing(hub, tmp_path):
-    with pytest.raises(DFlashError, match="'owner/none'"):
-        main.run(["clean", "calibrations", "owner/none", "--yes"])
-    assert len(calibrations(tmp_path)) == 1

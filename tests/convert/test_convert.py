@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +32,7 @@ from support.families import FAMILIES, make_model
 from support.gguf_files import F32, Q4_0, Q4_1, Q8_0
 from support.gguf_files import make_model as make_gguf_model
 from support.gguf_files import write as write_gguf
+from support.hub_server import Hub, serve, use_hub
 from support.models import write_drafter, write_model
 from support.recurrent_families import RECURRENT
 from support.reference_dflash import write_drafter_folder
@@ -41,22 +46,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "model")
 
 
-def logits(folder: Path) -> mx.array:
-    return load_model(folder)[0](PROMPT)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 def test_a_converted_target_gives_the_logits_and_tokens_of_the_original(tmp_path, family):
     original = make_model(family)
     source = write_model(tmp_path / "source", original, **FAMILIES[family])
-    converted, _ = load_model(convert(source, tmp_path / "dst"))
-    assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
-
-
-def test_a_converted_target_loads_as_a_model_with_the_same_tokenizer_files(model, tmp_path):
-    load(model=str(convert(model, tmp_path / "dst")))
+    folder = convert(source, tmp_path / "dst")
+    assert mx.abs(load_model(folder)[0](PROMPT) - original(PROMPT)).max().item() <= CLOSE
+    assert load(model=str(folder)).target.name == str(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "dst" / name).read_bytes() == (model / name).read_bytes()
+        assert (folder / name).read_bytes() == (source / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +90,8 @@ def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp
         convert(four, tmp_path / "eight", "--bits", "8")
     plain = convert(four, tmp_path / "plain", "--dequantize")
     assert "quantization" not in config(plain)
-    assert mx.abs(logits(plain) - logits(four)).max().item() <= CLOSE
+    logits = [load_model(folder)[0](PROMPT) for folder in (plain, four)]
+    assert mx.abs(logits[0] - logits[1]).max().item() <= CLOSE
     eight = convert(four, tmp_path / "eight", "--dequantize", "--bits", "8")
     assert config(eight)["quantization"]["bits"] == 8
     assert_same_tensors(tensors(convert(plain, tmp_path / "again", "--bits", "8")), tensors(eight))
@@ -104,9 +103,16 @@ def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp
 @pytest.mark.parametrize("kinds", [{"": F32}, {"": Q4_0}, {"": Q4_1, "token_embd": Q8_0}])
 def test_a_converted_gguf_file_gives_the_logits_and_tokens_of_the_file(tmp_path, kinds):
     file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), kinds)
-    original, _, _ = load_gguf(file, mx.float32)
-    converted, _ = load_model(convert(file, tmp_path / "dst", "--dtype", "float32"))
-    assert mx.abs(converted(PROMPT) - original(PROMPT)).max().item() <= CLOSE
+    original, tokenizer, _ = load_gguf(file, mx.float32)
+    folder = convert(file, tmp_path / "dst", "--dtype", "float32")
+    assert mx.abs(load_model(folder)[0](PROMPT) - original(PROMPT)).max().item() <= CLOSE
+    pair = load(model=str(folder))
+    text = "hello <|im_end|> w12 é"
+    assert pair.tokenizer.encode(text) == tokenizer.encode(text)
+    assert pair.tokenizer.eos_token_ids == tokenizer.eos_token_ids
+    said = [{"role": "user", "content": "hello"}]
+    prompts = [t.apply_chat_template(said, tokenize=False) for t in (pair.tokenizer, tokenizer)]
+    assert prompts[0] == prompts[1]
 
 
 def test_a_gguf_file_stays_packed_unless_it_is_dequantised(tmp_path):
@@ -117,16 +123,7 @@ def test_a_gguf_file_stays_packed_unless_it_is_dequantised(tmp_path):
     assert {array.dtype for array in plain.values()} == {mx.float16}
 
 
-def test_the_tokenizer_of_a_gguf_file_becomes_a_folder_s(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), {"": F32})
-    _, tokenizer, _ = load_gguf(file)
-    pair = load(model=str(convert(file, tmp_path / "dst")))
-    text = "hello <|im_end|> w12 é"
-    assert pair.tokenizer.encode(text) == tokenizer.encode(text)
-    assert pair.tokenizer.eos_token_ids == tokenizer.eos_token_ids
-    said = [{"role": "user", "content": "hello"}]
-    prompts = [t.apply_chat_template(said, tokenize=False) for t in (pair.tokenizer, tokenizer)]
-    assert prompts[0] == prompts[1]
+# Drafters
 
 
 WIDE = {"intermediate_size": 128}  # rows that groups of 64 divide
@@ -144,58 +141,28 @@ def test_a_converted_drafter_has_config_and_weights_of_the_original(tmp_path, na
     assert_same_tensors(tensors(converted), stored)
 
 
-def test_the_likely_tokens_of_a_drafter_go_with_it(tmp_path):
+def test_a_drafter_is_cast_if_asked_for_and_says_so_and_keeps_its_likely_tokens(tmp_path):
     source = write_drafter(tmp_path / "source")
     np.save(source / LIKELY_TOKENS, np.array([4, 2], np.uint16))
-    converted = convert(source, tmp_path / "dst")
-    assert np.load(converted / LIKELY_TOKENS).tolist() == [4, 2]
-
-
-def test_a_drafter_is_cast_if_asked_for_and_says_so(tmp_path):
-    source = write_drafter(tmp_path / "source")
     for dtype, options in (("float32", []), ("bfloat16", ["--dtype", "bfloat16"])):
         converted = convert(source, tmp_path / dtype, *options)
         assert {array.dtype for array in tensors(converted).values()} == {getattr(mx, dtype)}
         assert config(converted)["dtype"] == dtype
+        assert np.load(converted / LIKELY_TOKENS).tolist() == [4, 2]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("raw", [version_1(**WIDE), reference_dflash2.tiny_config(**WIDE)])
-def test_a_quantised_drafter_has_the_packed_weights_of_one_that_is_packed_when_loaded(
-    tmp_path, bits, raw
-):
+def test_a_quantised_drafter_is_that_which_loading_packs(tmp_path, bits, raw):
     source = write_drafter_folder(tmp_path / "source", *case(raw))
     converted = convert(source, tmp_path / "dst", "--bits", str(bits))
     network = FILES.load_network(source, FILES.read_config(source), mx.float32)
     quantize_network(network, bits, 64)
     assert config(converted)["quantization"] == {"group_size": 64, "bits": bits}
     assert_same_tensors(tensors(converted), parameters_of(network))
-
-
-def test_a_drafter_that_is_packed_is_not_packed_again(tmp_path):
-    source = write_drafter_folder(tmp_path / "source", *case(version_1(**WIDE)))
-    packed = convert(source, tmp_path / "packed", "--bits", "8")
-    with pytest.raises(DFlashError, match="already quantised to 8 bits"):
-        convert(packed, tmp_path / "again", "--bits", "4")
-    assert_same_tensors(tensors(convert(packed, tmp_path / "copy")), tensors(packed))
-
-
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        (["--bits", "3"], "bits .* is 3"),
-        (["--mode", "mxfp4"], "--mode, .* SRC is a drafter"),
-        (["--recipe", "mixed_3_6"], "--recipe .* SRC is a drafter"),
-        (["--dequantize"], "--dequantize .* SRC is a drafter"),
-        (["--bits", "4", "--group-size", "64"], "rows of 96 .* groups of 64"),
-        (["--drafter-bits", "4"], "--drafter-bits"),
-        (["--second-drafter", "x"], "second drafter .* --pair"),
-    ],
-)
-def test_what_a_drafter_cannot_be_converted_to_is_refused(tmp_path, options, value):
-    with pytest.raises(DFlashError, match=value):
-        convert(write_drafter(tmp_path / "source"), tmp_path / "dst", *options)
-    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+    with pytest.raises(DFlashError, match=f"already quantised to {bits} bits"):
+        convert(converted, tmp_path / "again", "--bits", "4")
+    assert_same_tensors(tensors(convert(converted, tmp_path / "copy")), tensors(converted))
 
 
 # Pairs
@@ -228,7 +195,7 @@ def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
         (["--drafter-bits", "8", "--group-size", "32"], None, (32, 8)),
     ],
 )
-def test_target_and_drafter_of_a_pair_are_quantised_each_in_its_own_way(
+def test_each_part_of_a_pair_is_quantised_in_its_way(
     tmp_path, model, options, target_has, drafter_has
 ):
     drafter = write_drafter_folder(tmp_path / "drafter", *case(version_1(**WIDE)))
@@ -262,9 +229,98 @@ def test_only_a_drafter_of_the_same_target_makes_a_pair(tmp_path, write_target):
     assert not (tmp_path / "none").exists()
 
 
-def test_target_and_drafter_the_wrong_way_round_are_refused(tmp_path, model):
-    drafter, destination = write_drafter(tmp_path / "drafter"), str(tmp_path / "pair")
-    for source, paired, is_what in ((drafter, model, "drafter"), (model, model, "target")):
-        with pytest.raises(DFlashError, match=f"is a {is_what}, .* SRC .* --pair"):
-            main([str(source), destination, "--pair", str(paired), "--check"])
-    assert not (tmp_path / "pair").exists()
+# On a hub, which is on this machine
+
+
+def in_bfloat16(drafter: Path) -> Path:
+    weights = {name: array.astype(mx.bfloat16) for name, array in tensors(drafter).items()}
+    mx.save_safetensors(str(drafter / "model.safetensors"), weights)
+    return drafter
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    """A hub with a target and a drafter, and an empty cache."""
+    repositories = {
+        "owner/model": write_model(tmp_path / "hub" / "model"),
+        "owner/drafter": in_bfloat16(write_drafter(tmp_path / "hub" / "drafter")),
+        "owner/speculators": write_drafter_folder(
+            tmp_path / "hub" / "speculators", *FORMATS["speculators, draft vocabulary"]
+        ),
+    }
+    (tmp_path / "out").mkdir()
+    with serve(repositories, tmp_path / "cache") as served:
+        yield served
+
+
+def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
+    """With its licence; copies of the weights for other libraries are left out."""
+    folder = hub.repositories["owner/model"]
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    (folder / "LICENSE").write_text("free")
+    main(["owner/model", str(tmp_path / "out" / "dst")])
+    main([str(folder), str(tmp_path / "out" / "local")])
+    local = {f.name: f.read_bytes() for f in (tmp_path / "out" / "local").iterdir()}
+    remote = {f.name: f.read_bytes() for f in (tmp_path / "out" / "dst").iterdir()}
+    assert remote == local
+    assert "consolidated.safetensors" not in remote
+    assert remote["LICENSE"] == b"free"
+    assert [r for r in hub.requests if "consolidated" in r[1]] == []
+
+
+def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, tmp_path):
+    main(["owner/model", str(tmp_path / "out" / "dst"), "--pair", "owner/drafter"])
+    pair = tmp_path / "out" / "dst"
+    assert read_pair(pair) == {"target": "owner/model", "drafter": "owner/drafter"}
+    assert_same_tensors(tensors(pair / "drafter"), tensors(hub.repositories["owner/drafter"]))
+    hub.requests.clear()
+    main(["owner/model", str(tmp_path / "out" / "second"), "--pair", "owner/drafter"])
+    assert {method for method, _, _ in hub.requests} <= {"HEAD"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("owner/model", [], "target    owner/model: llama in float32, "),
+        ("owner/model", ["--bits", "4"], "target .*: llama in 4 bits, "),
+        (
+            "owner/drafter",
+            [],
+            "drafter   owner/drafter: DFlashDraftModel in bfloat16, blocks of 8, ",
+        ),
+        ("owner/speculators", [], "drafter .*: DFlashDraftModel in float32, blocks of 6, "),
+    ],
+)
+def test_a_dry_run_fetches_heads_only_and_foretells(hub, tmp_path, capsys, name, options, words):
+    arguments = [name, str(tmp_path / "out" / "dst"), *options]
+    main([*arguments, "--check"])
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in rest] == ["disk", "download", "memory"]
+    assert hub.fetched() == ["bytes=0-100000"]
+    stored = hub.repositories[name] / "model.safetensors"
+    cached = [file for file in (tmp_path / "cache").rglob("*") if file.is_file()]
+    assert stored.stat().st_size not in [file.stat().st_size for file in cached]
+    assert list((tmp_path / "out").iterdir()) == []
+    main(arguments)
+    written = tensors(tmp_path / "out" / "dst").values()
+    size = sum(array.nbytes for array in written)
+    assert re.match(words, first)
+    if "--bits" not in options:  # of a quantised target the size is about
+        assert first.endswith(f" {size / 1000:.1f} kB")
+
+
+def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    with pytest.raises(DFlashError, match=r"the download needs .* MB, .* 1\.0 MB"):
+        main(["owner/model", str(tmp_path / "out" / "dst")])
+    assert hub.fetched() == ["bytes=0-100000"]
+
+
+def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, monkeypatch):
+    folder = hub.repositories["owner/model"]
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    main(["owner/model", str(tmp_path / "out" / "online")])
+    use_hub(monkeypatch)
+    main(["owner/model", str(tmp_path / "out" / "offline")])
+    assert_same_tensors(tensors(tmp_path / "out" / "offline"), tensors(tmp_path / "out" / "online"))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 from dflash_mlx.cli import options as cli
 from dflash_mlx.convert import conversion, plan
 from dflash_mlx.convert.__main__ import PROGRAM, main
-from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.convert.plan import staged
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.names import read_pair
@@ -69,96 +69,78 @@ def test_a_dry_run_of_a_pair_names_both_and_what_they_need_and_reads_no_weights(
 # What is refused
 
 
-@pytest.mark.parametrize("case", ["damaged weights", "no tokenizer", "code of its own"])
-def test_a_damaged_target_is_refused_with_the_reason(tmp_path, monkeypatch, case):
-    damage, message = DAMAGES[case]
-    folder = write_model(tmp_path / "model")
-    damage(folder)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DFlashError, match=message) as failure:
-        main([str(folder), str(tmp_path / "dst")])
-    assert "\n" not in str(failure.value)
-    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+def gguf(file: str = "x.gguf", **options: Any) -> Callable[[], Path]:
+    def write() -> Path:
+        Path(file).parent.mkdir(exist_ok=True)
+        return write_gguf(Path(file), make_gguf_model(), **options)
+
+    return write
 
 
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        ({"architecture": "qwen2"}, "'qwen2', .*'llama'"),
-        ({"tokenizer__ggml__eos_token_id": 9999}, "9999"),
-        ({"kinds": {"": Q5_0}}, "F32, F16, Q4_0"),
-    ],
-)
-def test_a_gguf_file_that_cannot_be_converted_says_what_can(tmp_path, options, value):
-    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), **options)
+def write(name: str, contents: bytes) -> Callable[[], int]:
+    return lambda: Path(name).write_bytes(contents)
+
+
+def make_pair() -> None:
+    convert(Path("model"), Path("x"), "--pair", "drafter")
+
+
+# The source and the options, what makes it beside a model and a drafter, and what is said
+REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
+    **{
+        case: ("model", partial(DAMAGES[case][0], Path("model")), DAMAGES[case][1])
+        for case in ("damaged weights", "no tokenizer", "code of its own")
+    },
+    "a GGUF file of another family": ("x.gguf", gguf(architecture="qwen2"), "'qwen2', .*'llama'"),
+    "a token outside": ("x.gguf", gguf(tokenizer__ggml__eos_token_id=9999), "9999"),
+    "an unknown type": ("x.gguf", gguf(kinds={"": Q5_0}), "F32, F16, Q4_0"),
+    "another target": ("x.gguf --pair drafter", gguf(), "vocab_size 97, but .*gguf has"),
+    "a pickle": ("x.bin", write("x.bin", b"PK"), "x.bin is not read"),
+    "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors .* its folder"),
+    "no GGUF file": ("x.gguf", write("x.gguf", b"GGML"), "x.gguf .*b'GGML'"),
+    "empty": ("x", lambda: Path("x").mkdir(), "x has no config.json; give a Hugging Face id"),
+    "GGUF files": ("x", gguf("x/m.gguf"), r"no config.json; .*m\.gguf"),
+    "a pair": ("x", make_pair, "x holds a pair"),
+    **{
+        options: (options, lambda: None, value)
+        for options, value in (
+            ("drafter --pair model", "is a drafter, .* SRC .* --pair"),
+            ("model --pair model", "is a target, .* SRC .* --pair"),
+            ("drafter --bits 3", "bits .* is 3"),
+            ("drafter --mode mxfp4", "--mode, .* SRC is a drafter"),
+            ("drafter --recipe mixed_3_6", "--recipe .* SRC is a drafter"),
+            ("drafter --dequantize", "--dequantize .* SRC is a drafter"),
+            ("drafter --bits 4 --group-size 64", "rows of 96 .* groups of 64"),
+            ("drafter --drafter-bits 4", "--drafter-bits"),
+            ("drafter --second-drafter x", "second drafter .* --pair"),
+            ("nowhere --bits 7", "7 .*choose from 2, 3, 4, 5, 6, 8"),  # nothing is looked at
+            ("nowhere --mode gptq", "'gptq' .*affine"),
+            ("nowhere --recipe mixed_3_6 --bits 4", "recipe mixed_3_6"),
+            ("nowhere --group-size 32", "group_size is 32"),
+            ("nowhere --dtype int8", "'int8' .*float16"),
+            ("nowhere --drafter-bits 6", "6 .*choose from 4, 8"),
+            ("nowhere.gguf", "no file or folder 'nowhere.gguf"),
+            ("a/b/c", "no file or folder 'a/b/c"),
+            ("~nobody-of-this-name/x", "no file or folder '~nobody-of-this-name/x"),
+            ("x" * 300, f"no file or folder '{'x' * 80}"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_converted_is_refused_with_the_reason(tmp_path, monkeypatch, capsys, case):
+    given, make, value = REFUSED[case]
+    write_model(tmp_path / "place" / "model")
+    write_drafter(tmp_path / "place" / "drafter")
+    monkeypatch.chdir(tmp_path / "place")
+    make()
     for check in ([], ["--check"]):
-        with pytest.raises(DFlashError, match=value):
-            main([str(file), str(tmp_path / "dst"), *check])
-    assert not (tmp_path / "dst").exists()
-
-
-def test_a_drafter_for_another_model_makes_no_pair_with_a_gguf_file(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", make_gguf_model())
-    drafter = write_drafter(tmp_path / "drafter")
-    with pytest.raises(DFlashError, match=r"vocab_size 97, but .*gguf has"):
-        main([str(file), str(tmp_path / "dst"), "--pair", str(drafter)])
-
-
-def directory(path: Path) -> Path:
-    path.mkdir()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("make", "value"),
-    [
-        (lambda p: (p / "x.bin").write_bytes(b"PK"), "x.bin is not read"),
-        (lambda p: (p / "x.safetensors").write_bytes(b"{}"), "x.safetensors .* its folder"),
-        (lambda p: (p / "x.gguf").write_bytes(b"GGML"), "x.gguf .*b'GGML'"),
-        (lambda p: (p / "x").mkdir(), "x has no config.json; give a Hugging Face id"),
-        (
-            lambda p: write_gguf(directory(p / "x") / "m.gguf", make_gguf_model()),
-            r"no config.json; .*m\.gguf",
-        ),
-        (
-            lambda p: convert(
-                write_model(p.parent / "model"), p / "x", "--pair", write_drafter(p.parent / "d")
-            ),
-            "x holds a pair",
-        ),
-    ],
-    ids=["a pickle", "a shard", "no GGUF file", "empty", "GGUF files", "a pair"],
-)
-def test_what_is_no_model_is_refused_with_what_would_be(tmp_path, make, value):
-    make(place := directory(tmp_path / "place"))
-    (path,) = place.iterdir()
-    with pytest.raises(DFlashError, match=value):
-        main([str(path), str(tmp_path / "dst")])
-
-
-@pytest.mark.parametrize("name", ["nowhere.gguf", "a/b/c", "~nobody-of-this-name/x", "x" * 300])
-def test_a_name_that_can_be_nothing_is_reported_without_the_network(tmp_path, name):
-    with pytest.raises(DFlashError, match=f"no file or folder '{name[:80]}"):
-        main([name, str(tmp_path / "dst")])
-
-
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        ("--bits 7", "7 .*choose from 2, 3, 4, 5, 6, 8"),
-        ("--mode gptq", "'gptq' .*affine"),
-        ("--recipe mixed_3_6 --bits 4", "recipe mixed_3_6"),
-        ("--group-size 32", "group_size is 32"),
-        ("--dtype int8", "'int8' .*float16"),
-        ("--drafter-bits 6", "6 .*choose from 4, 8"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_before_anything_is_looked_at(capsys, options, value):
-    with pytest.raises(DFlashError, match="bits is 7; choose one of "):
-        ConvertConfig(bits=7)
-    with pytest.raises((DFlashError, SystemExit)) as stop:
-        main(["nowhere", "dst", *options.split()])
-    assert re.search(value, f"{stop.value} {capsys.readouterr().err}")
+        with pytest.raises((DFlashError, SystemExit)) as failure:
+            main([given.split()[0], "../dst", *given.split()[1:], *check])
+        assert re.search(value, f"{failure.value} {capsys.readouterr().err}")
+        assert "\n" not in str(failure.value)
+    assert [left.name for left in tmp_path.iterdir()] == ["place"]
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -273,9 +255,7 @@ def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, mo
 
 
 @pytest.mark.parametrize("part", ["model", "drafter"])
-def test_a_source_that_is_cut_off_meanwhile_is_named_and_nothing_is_left(
-    pair, tmp_path, monkeypatch, part
-):
+def test_a_source_that_is_cut_off_meanwhile_is_named(pair, tmp_path, monkeypatch, part):
     file = tmp_path / part / "model.safetensors"
     write = plan._write
 

@@ -1,15 +1,17 @@
-"""Draft distributions become the trees that the papers describe."""
+"""From laws, or from earlier text, to prefix trees: best first, as in papers, and by lookup."""
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dual_diffusion import JointGrowth
 from dflash_mlx.drafters.growth.grow import (
     Choices,
@@ -22,25 +24,33 @@ from dflash_mlx.drafters.growth.grow import (
     rejection_boundaries,
     walk,
 )
+from dflash_mlx.drafters.ngram import LONGEST, PER_TOKEN, SHORTEST, lookup
+from dflash_mlx.drafters.paper import PaperGrowth, Resample, merge_samples
+from support.decoding import paths_of
 
-VOCABULARY = 20
+# Best first
 
 
-def ranked(seed: int, positions: int, k: int = 4) -> Ranked:
-    """The k best of a random law per position."""
-    logits = np.random.default_rng(seed).normal(size=(positions, VOCABULARY)) * 2
-    return rank(mx.array(logits.astype(np.float32)), k)
+def law(seed: int, positions: int, vocabulary: int = 20) -> np.ndarray:
+    """Random log-probabilities of every position's tokens."""
+    logits = np.random.default_rng(seed).normal(size=(positions, vocabulary)) * 2
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def ranked(seed: int, positions: int) -> Ranked:
+    """The best of a random law per position."""
+    return rank(mx.array(law(seed, positions)), 4)
 
 
 def test_rank_gives_the_best_tokens_of_the_softmax_in_order():
     logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
     found = rank(mx.array(logits), 5)
-    law = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    expected = np.argsort(-law, axis=-1)[:, :5]
+    chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = np.argsort(-chances, axis=-1)[:, :5]
     assert (found.tokens == expected).all()
-    np.testing.assert_allclose(
-        np.exp(found.logprobs), np.take_along_axis(law, expected, -1), rtol=1e-5
-    )
+    likeliest = np.take_along_axis(chances, expected, -1)
+    np.testing.assert_allclose(np.exp(found.logprobs), likeliest, rtol=1e-5)
+    assert rank(mx.array([[1.0, 3.0, 2.0]]), 8).tokens.tolist() == [[1, 2, 0]], "all there are"
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=7))
@@ -121,5 +131,109 @@ def test_probabilities_that_vanish_do_not_confuse_the_order():
     assert tree.drafted == (1,)
 
 
-def test_a_vocabulary_smaller_than_the_ranking_is_ranked_whole():
-    assert rank(mx.array([[1.0, 3.0, 2.0]]), 8).tokens.tolist() == [[1, 2, 0]]
+# As published
+
+
+def test_published_branches_leave_the_first_draft_where_it_is_likeliest_to_be_rejected():
+    first = sure(0.9, 0.2, 0.5)  # r = 0.1, 0.72, 0.09, and 0.09 for all of it
+    posteriors = PaperGrowth(2).prefixes(first, {}, 3).values()
+    assert list(posteriors) == pytest.approx([0.72, 0.1, 0.09])
+    assert [*PaperGrowth(2).prefixes(first, {}, 2)] == [(0,), ()]
+    assert [*PaperGrowth(9).prefixes(first, {}, 2)] == [(0,), (), (0, 1)]
+    assert [*PaperGrowth(2).prefixes(first, {}, 3)] == [(0,), (), (0, 1, 2)], "and one extends it"
+
+
+def test_a_third_level_continues_the_second_s_branches_where_they_are_likely_to_fail():
+    first, second = sure(0.9, 0.2), follow(Ranked(np.array([[7], [8]]), np.log([[0.9], [0.1]])))
+    # Behind (0,) the second goes on with 7, 8: r(0, 7) = 0.9 * 0.9 * 0.9
+    assert [*PaperGrowth(1).prefixes(first, {(0,): second}, 2)] == [(0, 7), (0, 1)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=40)
+def test_the_published_tree_holds_exactly_the_branches_and_shares_their_prefixes(seed, count, more):
+    first = follow(ranked(seed, 6))
+    prefixes = list(PaperGrowth(count).prefixes(first, {}, 5 + more))
+    lengths = {prefix: 6 + more - len(prefix) for prefix in prefixes}
+    second = {p: follow(ranked(seed + i + 1, lengths[p])) for i, p in enumerate(prefixes)}
+    chains = [walk(first)[0], *((*prefix, *walk(draft)[0]) for prefix, draft in second.items())]
+    assert (more > 0) == (chains[0] in second), "a longer second block extends the whole draft"
+    expected = {chain[:n] for chain in chains for n in range(len(chain) + 1)}
+    assert set(paths_of(PaperGrowth(count).tree(first, second))) == expected
+
+
+def leaves(tree: Tree) -> list[tuple[int, ...]]:
+    return [path for i, path in enumerate(paths_of(tree)) if i not in tree.parents]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=40)
+def test_the_tree_is_the_likeliest_block_and_the_draws_with_shared_prefixes(seed, samples, n):
+    logprobs = law(seed, n, 5)
+    tree = merge_samples(logprobs, samples, np.random.default_rng(seed))
+    blocks = leaves(tree)
+    assert blocks[0] == tuple(np.argmax(logprobs, axis=-1))
+    assert {len(block) for block in blocks} == {n}
+    assert 1 <= len(blocks) <= samples + 1
+    assert len(tree) == 1 + len({block[:i] for block in blocks for i in range(1, n + 1)})
+    for node, depth in enumerate(tree.depths[1:], start=1):
+        assert tree.logprobs[node] == logprobs[depth - 1, tree.drafted[node - 1]]
+
+
+def test_blocks_are_drawn_with_their_probability():
+    """Enumerate the blocks of two positions; every frequency lies within four deviations."""
+    logprobs, trials = law(1, 2, 3), 6000
+    generator, found = np.random.default_rng(0), Counter()
+    for _ in range(trials):
+        found[leaves(merge_samples(logprobs, 1, generator))[-1]] += 1
+    for block in product(range(3), repeat=2):
+        expected = float(np.exp(sum(logprobs[i, token] for i, token in enumerate(block))))
+        deviation = (expected * (1 - expected) / trials) ** 0.5
+        assert abs(found[block] / trials - expected) < 4 * deviation
+
+
+def test_tokens_that_the_drafter_excludes_are_never_drawn():
+    logits = np.array([[0.0, -np.inf, 0.0, -np.inf]] * 3, np.float32)
+    for seed in range(50):
+        tree = merge_samples(logits, 3, np.random.default_rng(seed))
+        assert set(tree.drafted) <= {0, 2}
+
+
+def test_a_seed_gives_the_same_draws_again_and_another_seed_others(drafting):
+    subject = drafting("version 1")
+
+    def drawn(seed: int) -> Tree:
+        """The tree of a drafter that starts afresh."""
+        return Resample(subject.model, None, 4, seed).draft(subject.behind(0, 7), 100).tree
+
+    assert max(drawn(1).depths) == subject.model.block_size - 1
+    assert drawn(1).drafted == drawn(1).drafted != drawn(2).drafted
+
+
+# Prompt lookup
+
+
+def brute_force(text: list[int], most: int) -> list[int]:
+    """The definition: the longest suffix that ends earlier, the latest of equals."""
+    best, end = SHORTEST - 1, None
+    for stop in range(len(text) - 1, 0, -1):
+        length = max(
+            (n for n in range(1, LONGEST + 1) if n <= stop and text[stop - n : stop] == text[-n:]),
+            default=0,
+        )
+        if length > best:
+            best, end = length, stop
+    return [] if end is None else text[end : end + min(most, PER_TOKEN * best)]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 12))
+def test_lookup_is_its_definition(text, most):
+    assert lookup(text, most)[0] == brute_force(text, most)[:most]
+
+
+def test_a_longer_match_drafts_more_and_is_trusted_more():
+    short = lookup([1, 2, 9, 8, 7, 6, 5, 1, 2], 20)
+    long = lookup([1, 2, 3, 9, 8, 7, 6, 5, 4, 0, 1, 2, 3], 20)
+    assert (short[0], long[0]) == ([9, 8, 7, 6], [9, 8, 7, 6, 5, 4])
+    assert long[1] > short[1]
+    assert lookup([1, 2, 3, 4], 8)[0] == lookup([5], 8)[0] == [], "where nothing repeats"

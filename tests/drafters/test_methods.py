@@ -12,8 +12,19 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import budget
+from dflash_mlx.drafters.block_diffusion import (
+    BlockDiffusion,
+    DrawnBlock,
+    DrawnPath,
+    RankedChain,
+    SelectedPath,
+)
+from dflash_mlx.drafters.budget import BatchBudget
+from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import METHODS, make_drafter
+from dflash_mlx.drafters.paper import IN_ORDER, THRESHOLD
+from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding, reference_dflash2
@@ -92,13 +103,63 @@ def rounds(pair, name, prompt, **changes):
     return list(decoding.rounds(pair.target, drafter, start(pair.target, drafter, prompt), config))
 
 
-@pytest.mark.parametrize("name", ["eagle3", "specdiff"])
-def test_a_block_size_fixes_a_tree_with_branches_too(pair, name):
-    for options in ({"block_size": 4}, {"block_size": 4, "branches": 3}, {"budget": 9}):
-        drafter = make_drafter(pair, config_with(name, **options))
-        assert not isinstance(drafter, budget.BatchBudget)
-    assert isinstance(make_drafter(pair, config_with(name, branches=3)), budget.BatchBudget)
+# What is drafted
 
+WARM = SamplingConfig(temperature=0.7)
+MATCHED = {"block_size": 5, "sampling": WARM, "acceptance": "match"}
+SEEDED = {"block_size": 5, "sampling": replace(WARM, seed=1)}
+FIXED, DRAWN = {"block_size": 5}, {"block_size": 5, "sampling": WARM}
+REJECT = {"acceptance": "reject", "sampling": WARM}
+IN_THREE = {"steps": 3, "schedule": IN_ORDER}
+KINDS = [
+    ("dflash", {}, BatchBudget, RankedChain),
+    ("dflash", FIXED, BlockDiffusion, None),
+    ("dflash", DRAWN, DrawnBlock, None),
+    ("dflash, version 2", FIXED, SelectedPath, None),
+    ("dflash, version 2", DRAWN, DrawnPath, None),
+    ("dflash, version 2", REJECT, BatchBudget, DrawnPath),
+    ("eagle3", {}, BatchBudget, GrownTree),
+    ("eagle3", {"branches": 3}, BatchBudget, GrownTree),
+    ("eagle3", {"budget": 9}, GrownTree, None),
+    ("eagle3", FIXED, Chain, None),
+    ("eagle3", {**FIXED, "branches": 3}, GrownTree, None),
+    ("eagle3", DRAWN, DrawnChain, None),
+    ("specdiff", {}, BatchBudget, SpecDiff),
+    ("specdiff", {"branches": 4}, BatchBudget, SpecDiff),
+    ("specdiff", {"budget": 9}, SpecDiff, None),
+    ("specdiff", {"budget": 9, "sampling": WARM}, SpecDiff, None),
+    ("specdiff", FIXED, SpecDiff, None),
+    ("specdiff", {**FIXED, "branches": 3}, SpecDiff, None),
+    ("specdiff", REJECT, BatchBudget, DrawnSpecDiff),
+    ("specdiff", DRAWN, DrawnSpecDiff, None),
+    ("specdiff", {**DRAWN, "steps": 2}, DrawnSpecDiff, None),
+    ("specdiff", {**REJECT, **FIXED, **IN_THREE}, DrawnSpecDiff, None),
+    ("specdiff", {**DRAWN, "steps": 2, "schedule": THRESHOLD}, SpecDiff, None),
+    ("specdiff", MATCHED, SpecDiff, None),
+    ("specdiff", SEEDED, SpecDiff, None),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "kind", "within"), KINDS)
+def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
+    pair, drafting, name, given, kind, within
+):
+    if "version 2" in name:
+        pair = replace(pair, drafters=(drafting("version 2").model,))
+    drafter = make_drafter(pair, config_with(name.partition(",")[0], **given))
+    assert type(drafter) is kind and drafter.name == name.partition(",")[0]
+    assert within is None or type(drafter.drafter) is within
+
+
+@pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
+@pytest.mark.parametrize("name", ["specdiff", "eagle3"])
+def test_trees_are_not_rejected(pair, name, given):
+    ((option, value),) = given.items()
+    with pytest.raises(DFlashError, match=f"{option} is {value}, but acceptance is reject"):
+        make_drafter(pair, config_with(name, **given, **REJECT))
+
+
+# Answers
 
 PROMPT = prompt_of(3, 12) * 2
 

@@ -10,15 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.block_diffusion import (
     BestFirst,
-    BlockDiffusion,
-    DrawnBlock,
     DrawnPath,
-    SelectedPath,
 )
 from dflash_mlx.drafters.dual_diffusion import JointGrowth
 from dflash_mlx.drafters.growth.grow import (
@@ -31,11 +28,9 @@ from dflash_mlx.drafters.growth.grow import (
     follow_links,
     rank,
 )
-from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine.pair import Pair
 from support import reference_dflash2
 from support.decoding import linked_of, paths_of
-from support.drafter_formats import Drafting
+from support.drafting import Blocks
 from support.families import VOCAB_SIZE
 
 VOCABULARY, K = 11, 4
@@ -166,10 +161,10 @@ METHOD = {"selector_top_k": 4, "block_size": 5}
 SCALED = {"final_logit_softcapping": 3.0, "output_multiplier": 0.5}
 
 
-def second(folder: Any, **method: Any) -> Drafting:
+def second(folder: Any, **method: Any) -> Blocks:
     """A DFlash 2 drafter with these fields of `dflash_config`."""
     raw = reference_dflash2.tiny_config(dflash_config=method)
-    return Drafting(folder, raw, reference_dflash2.random_tensors(raw))
+    return Blocks(folder, raw, reference_dflash2.random_tensors(raw))
 
 
 def paths_in(block: Any, anchor: int) -> Nodes:
@@ -219,23 +214,3 @@ def test_the_targets_filters_apply_to_the_candidates(drafting, filters):
     kept = np.isfinite(np.array(tempered(scores, sampling)))
     assert (q > 0).sum(axis=-1).tolist() == kept.sum(axis=-1).tolist()
     assert kept.sum() < kept.size
-
-
-# The method
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling", "expected"),
-    [
-        ("version 1", {}, BlockDiffusion),
-        ("version 2", {}, SelectedPath),
-        ("version 1", {"temperature": 0.7}, DrawnBlock),
-        ("version 2", {"temperature": 0.7}, DrawnPath),
-    ],
-)
-def test_the_dflash_method_takes_the_paths_of_drafters_that_have_them(
-    drafting, name, sampling, expected
-):
-    pair = Pair(drafting(name).target, None, (drafting(name).model,))
-    use = DecodeConfig("dflash", pair.drafters[0].block_size, sampling=SamplingConfig(**sampling))
-    assert type(make_drafter(pair, use)) is expected

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import islice
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,21 +9,19 @@ from hypothesis import given as given_by
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, SURE, THRESHOLD, sampled
 from dflash_mlx.drafters.paper import Scheduled as Denoising
-from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff, denoise, likeliest
+from dflash_mlx.drafters.specdiff.drafter import SpecDiff, denoise, likeliest
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support import masked_formats
 from support.configs import config_with
-from support.decoding import go_on, open_with, paths_of, rounds, start
+from support.decoding import open_with, paths_of
 from support.families import make_model
 from support.hybrids import plain_answer
 from support.law import ToyMasked
@@ -95,9 +90,8 @@ def state_of(drafter, anchor=2, remaining=9) -> State:
 ONE_PASS = Denoising()
 
 
-def toy(how=ONE_PASS, block_size=None, model=None, nodes=6, width=4):
-    model = model or ToyMasked(1)
-    return SpecDiff(model, block_size, how, lambda r, at: likeliest(r, at, nodes), width)
+def toy(how=ONE_PASS, model=None, nodes=6, width=4):
+    return SpecDiff(model or ToyMasked(1), None, how, lambda r, at: likeliest(r, at, nodes), width)
 
 
 @pytest.mark.parametrize(("steps", "schedule"), ALL)
@@ -155,12 +149,6 @@ def reached_by(ranked, path):
     return np.exp(sum(ranked.logprobs[row, column] for row, column in enumerate(at)))
 
 
-@pytest.mark.parametrize("size", [1, 5])
-def test_other_blocks_than_it_was_trained_for_are_refused(size):
-    with pytest.raises(DFlashError, match=f"block_size is {size}.*blocks of 4"):
-        toy(block_size=size)
-
-
 # Settings
 
 REJECTED = {"acceptance": "reject"}
@@ -186,64 +174,7 @@ def test_settings_that_cannot_be_followed_are_refused(given, said):
     assert failure.value.next_step
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    target = Target(make_model("llama"), 300, "tiny")
-    model = masked_formats.small(tmp_path_factory.mktemp("it"), target)
-    return Pair(target, Letters(), (model,), "tiny")
-
-
-HOT = SamplingConfig(temperature=8.0)  # where the laws of random networks overlap
-REJECT = {"acceptance": "reject", "sampling": HOT}
-
-
-@pytest.mark.parametrize(
-    ("given", "kind"),
-    [
-        ({}, BatchBudget),
-        ({"branches": 4}, BatchBudget),
-        ({"budget": 9}, SpecDiff),
-        ({"block_size": 5}, SpecDiff),
-        (REJECT, BatchBudget),
-        ({**REJECT, "block_size": 5}, DrawnSpecDiff),
-        ({**REJECT, "block_size": 5, "steps": 3, "schedule": IN_ORDER}, DrawnSpecDiff),
-        ({"block_size": 5, "sampling": HOT}, DrawnSpecDiff),
-        ({"block_size": 5, "sampling": HOT, "acceptance": "match"}, SpecDiff),
-        ({"block_size": 5, "sampling": replace(HOT, seed=1)}, SpecDiff),
-        ({"block_size": 5, "sampling": HOT, "steps": 2}, DrawnSpecDiff),
-        ({"block_size": 5, "sampling": HOT, "steps": 2, "schedule": THRESHOLD}, SpecDiff),
-        ({"budget": 9, "sampling": HOT}, SpecDiff),
-    ],
-    ids=str,
-)
-def test_chains_are_drawn_where_they_can_be_and_no_tree_is_drafted(pair, given, kind):
-    drafter = make_drafter(pair, config_with("specdiff", **given))
-    assert type(drafter) is kind and drafter.name == "specdiff" and drafter.aux_layers == ()
-    if given is REJECT:
-        assert type(drafter.drafter) is DrawnSpecDiff
-
-
-@pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
-def test_trees_are_not_rejected(pair, given):
-    (name, value), *_ = given.items()
-    with pytest.raises(DFlashError, match=f"{name} is {value}, but acceptance is reject"):
-        make_drafter(pair, config_with("specdiff", **given, **REJECT))
-
-
 # Answers (of every shape with this target: test_methods.py; laws: test_law_specdiff.py)
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-def test_every_answer_draws_drafts_of_its_own_unless_seeded(pair, seed):
-    given = {"acceptance": "reject", "sampling": SamplingConfig(2.0, seed=seed)}
-    config = config_with("specdiff", 8, max_tokens=6, **given)
-    drafter = make_drafter(pair, config)
-    state, drafts = start(pair.target, drafter, [1, 2, 3, 4], config), set()
-    for _ in range(8):
-        go_on(pair.target, drafter, state, [1, 2, 3, 4], config)
-        _, second = islice(rounds(pair.target, drafter, state, config), 2)
-        drafts.add(second.tree.drafted)
-    assert len(drafts) == 1 if seed is not None else len(drafts) > 3
 
 
 def answer(session, prompt):

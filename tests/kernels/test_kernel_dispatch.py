@@ -1,8 +1,6 @@
 """Which of kernel and reference runs, and the reason in the table."""
 
 import json
-from functools import partial
-from itertools import accumulate
 
 import mlx.core as mx
 import pytest
@@ -13,7 +11,7 @@ from kernels_metal.dispatch import CALLS, Choice, Dispatch, table_from_json
 from kernels_metal.emulator import emulated
 from kernels_metal.gpu import gpu_family
 from kernels_metal.operation import Operation, bucket, case_of
-from support.kernels import arguments
+from support.kernels import arguments, clock
 
 
 def operation(kernel=lambda x: x + 1, check=lambda x: None, **fields):
@@ -29,13 +27,6 @@ def operation(kernel=lambda x: x + 1, check=lambda x: None, **fields):
         arguments=lambda draw: (draw.normal(3),),
         defaults={},
     )
-
-
-def clock(*steps):
-    """For each step all runs of a side, which takes so many milliseconds for every call."""
-    moves = (move for step in steps for _ in range(dispatch.RUNS) for move in (0.0, step))
-    moves = (move * CALLS * 1e-3 for move in moves)
-    return partial(next, accumulate(moves))
 
 
 @pytest.fixture(autouse=True)

@@ -19,20 +19,23 @@ from kernels_metal.verify_qmm import (
     verify_qmm_reference,
 )
 from support.kernels import (
+    against,
     arguments,
     assert_close,
     bytes_read,
     each_is_found,
     exact,
     launches,
-    refused,
 )
+
+
+def sizes(rows, depth, columns, bits, group, **kind):
+    return {"rows": rows, "depth": depth, "columns": columns, "bits": bits, "group": group, **kind}
 
 
 def product(rows, depth, columns, bits, group, dtype=mx.float32, **kind):
     """The arguments of a product; kind: invariant, gated (with so many columns of results)."""
-    sizes = {"rows": rows, "depth": depth, "columns": columns, "bits": bits, "group": group}
-    return arguments(VERIFY_QMM, dtype, seed=rows, **sizes, **kind)
+    return arguments(VERIFY_QMM, dtype, **sizes(rows, depth, columns, bits, group, **kind))
 
 
 def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
@@ -50,47 +53,12 @@ def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("invariant", [False, True])
-def test_the_reference_unpacks_the_weights_as_numpy_does(bits, group, invariant):
-    given = product(5, 256, 12, bits, group, invariant=invariant)
-    assert_close(verify_qmm_reference(*given), multiply(*given))
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("rows", [1, 5, 8, 16, 17, 32])
-@pytest.mark.parametrize("columns", [5, 64])
-def test_gated_products_of_both_kernels_are_those_of_numpy(rows, columns, bits, dtype):
-    x, weights, scales, biases, packing = product(rows, 256, columns, bits, 64, dtype, gated=1)
-    small = scales / 16, biases / 16  # so that the gates are neither open nor closed
-    given = x, weights, *small, packing
-    assert weights.shape[0] == 2 * columns
-    ways = ["scalar", "matrix"] if rows <= 16 else ["matrix"]
-    assert VERIFY_QMM.ways(*given) == tuple(ways)
-    for way in ways:
-        with emulated() as run:
-            ours = verify_qmm(*given, way)
-        assert_close(ours, multiply(*given), dtype)
-        (counters,) = run.counters
-        assert counters.buffers["y"].written == ours.nbytes
-        assert columns == 5 or counters.buffers["weights"].read == weights.nbytes
-    if dtype == mx.float32:  # the reference rounds after every step
-        assert_close(verify_qmm_reference(*given), multiply(*given))
-
-
-def test_gated_products_of_more_rows_than_lanes_can_hold_are_refused(monkeypatch):
-    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
-    given = product(17, 64, 8, 4, 64, gated=1)
-    with refused("rows of x is 17, but must be 1 to 16"):
-        verify_qmm(*given)
-    with refused("rows of weights is 15, but must be even"):
-        verify_qmm(given[0], *(array[:15] for array in given[1:4]), given[4])
-
-
-def test_rows_of_the_invariant_reference_are_those_of_single_rows():
-    x, *weights = product(9, 512, 20, 4, 64, invariant=True)
+@pytest.mark.parametrize("kind", [{}, {"invariant": 1}, {"gated": 1}], ids=str)
+def test_the_reference_is_the_product_of_numpy_and_rows_may_be_apart(bits, group, kind):
+    x, *weights = product(5, 256, 12, bits, group, **kind)
     together = verify_qmm_reference(x, *weights)
-    for i in range(9):
+    assert_close(together, multiply(x, *weights))
+    for i in range(5 if "invariant" in kind else 0):
         assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
 
 
@@ -111,23 +79,24 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(
     assert {counters.kernel for counters in run.counters} == {kernel}
 
 
-def split(rows: int, columns: int, invariant: bool = False) -> int:
-    """How many SIMD-groups share the sum over K of 1,088 weights."""
-    given = product(rows, 1088, columns, 4, 64, invariant=invariant)
-    ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
-    return sizes.tolist()[-1]
-
-
-def test_invariant_rows_split_their_sums_as_single_rows_do(monkeypatch):
-    """With so many columns that a fast scalar product of 32 rows does not split them."""
-    monkeypatch.setattr(module, "may_use_matrices", lambda: False)
-    kinds = ((1, False), (1, True), (32, True), (32, False))
-    assert [split(rows, 1100, invariant) for rows, invariant in kinds] == [4, 4, 4, 1]
-
-
-def test_through_matrices_sums_are_split_alike_for_all_numbers_of_rows():
-    for columns, parts in ((9, 8), (2600, 8), (5000, 4), (17000, 1)):
-        assert {split(rows, columns) for rows in range(FEW_ROWS + 1, 33)} == {parts}
+@pytest.mark.parametrize(
+    ("matrices", "kinds"),
+    [
+        # A fast scalar product of 32 rows does not split the sums of so many columns
+        (False, [(1, 1100, 0, 4), (1, 1100, 1, 4), (32, 1100, 1, 4), (32, 1100, 0, 1)]),
+        # Through matrices all numbers of rows are split alike
+        *(
+            (True, [(rows, columns, 0, parts) for rows in range(FEW_ROWS + 1, 33)])
+            for columns, parts in ((9, 8), (2600, 8), (5000, 4), (17000, 1))
+        ),
+    ],
+)
+def test_so_many_simd_groups_share_the_sum_over_k(monkeypatch, matrices, kinds):
+    monkeypatch.setattr(module, "may_use_matrices", lambda: matrices)
+    for rows, columns, invariant, parts in kinds:
+        given = product(rows, 1088, columns, 4, 64, invariant=invariant)
+        ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
+        assert sizes.tolist()[-1] == parts
 
 
 @pytest.mark.parametrize(
@@ -169,22 +138,21 @@ def test_matrices_are_used_on_an_m1_to_m4_only(monkeypatch, family, safe):
 # What is read and written
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("rows", [1, 5, 6, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("way", ["scalar", "matrix"])
-def test_each_weight_is_read_once_for_all_rows(rows, bits, way):
-    given = product(rows, 1024, 32, bits, 32, mx.float16)
-    with emulated() as run:
-        verify_qmm(*given, way)
-    name = "verify_qmm" if way == "scalar" else "verify_qmm_matrix"
-    assert bytes_read(run, name, "weights") == given[1].nbytes
-    y = run.counters[0].buffers["y"]
-    assert y.written == y.size == rows * 32 * 2
-    if rows == 8:  # the control: row by row they are read eight times
+@pytest.mark.parametrize("gated", [0, 1])
+def test_each_weight_is_read_once_for_all_rows_and_x_by_tiles(rows, bits, gated):
+    given = product(rows, 1024, 32, bits, 32, mx.float16, gated=gated)
+    ways = VERIFY_QMM.ways(*given)
+    assert ways == (("matrix",) if gated and rows > 16 else ("scalar", "matrix"))
+    for way in ways:
         with emulated() as run:
-            for i in range(rows):
-                verify_qmm(given[0][i : i + 1], *given[1:], way)
-        assert bytes_read(run, name, "weights") == 8 * given[1].nbytes
+            verify_qmm(*given, way)
+        (buffers,) = (counters.buffers for counters in run.counters)
+        assert buffers["weights"].read == given[1].nbytes
+        assert buffers["y"].written == buffers["y"].size == rows * 32 * 2
+        if way == "matrix":  # once for sixteen columns, eight rows at a time
+            assert buffers["x"].read == given[1].shape[0] // 16 * -(-rows // 8) * 8 * 1024 * 2
 
 
 @pytest.mark.parametrize("columns", [33, 100])
@@ -195,15 +163,6 @@ def test_columns_behind_the_last_cost_less_than_a_tile_for_each_simd_group(colum
     each = given[1].nbytes // columns
     read = bytes_read(run, "verify_qmm_matrix", "weights")
     assert columns * each < read <= -(-columns // 16) * 16 * each
-
-
-@pytest.mark.parametrize("rows", [6, 8, 16, 17, 32])
-def test_x_is_read_once_for_sixteen_columns_or_more_in_tiles_of_eight_rows(rows):
-    given = product(rows, 512, 64, 4, 64, mx.float16)
-    with emulated() as run:
-        verify_qmm(*given)
-    tiles = -(-rows // 8) * 8
-    assert bytes_read(run, "verify_qmm_matrix", "x") == 64 // 16 * tiles * 512 * 2
 
 
 def test_wide_products_read_x_once_for_32_columns():
@@ -258,66 +217,15 @@ def test_a_product_is_planned_once_for_each_shape_and_takes_leading_dimensions()
     assert planned._settled == plans and len(plans) == 2
 
 
-def test_a_second_call_of_a_shape_checks_nothing_and_makes_no_array(monkeypatch):
-    x, *weights = product(6, 128, 40, 4, 64)
-    planned, given = Product(*weights), []
-
-    def record(kernel, inputs, plan):
-        given.append((inputs, plan))
-        return [x]
-
-    with factory.executing(record):
-        planned(x)
-        for name in ("check_array", "check_range", "Launch", "Prepared"):
-            monkeypatch.setattr(module, name, None)
-        planned(x)
-    (first, plan), (second, again) = given
-    assert plan is again and all(a is b for a, b in zip(first, second, strict=True))
+def small(x, *weights):
+    """So that gates are not all open."""
+    return x / 99, *weights
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": mx.zeros((33, 128))}, "rows of x is 33, but must be 1 to 32"),
-        ({"x": mx.zeros((4, 100))}, r"shape of x is \[4, 100\], but must be \[4, 128\]"),
-        ({"x": mx.zeros((2, 17, 128))}, "rows of x is 34, but must be 1 to 32"),
-        ({"x": mx.zeros((4, 128), mx.float16)}, "dtype of x is float16, but must be float32"),
-        ({"weights": mx.zeros((6, 15), mx.uint32)}, "weights are for is 120, .* multiple of 32"),
-        ({"weights": mx.zeros((6, 16), mx.int32)}, "dtype of weights is int32, but must be uint32"),
-        ({"biases": mx.zeros((6, 5))}, r"shape of biases is \[6, 5\], but must be \[6, 4\]"),
-        ({"weights": mx.zeros((16, 6), mx.uint32).T}, r"strides is \(4, 24\), .* contiguous"),
-        ({"scales": mx.zeros((6, 8))[:, ::2]}, r"strides is \(32, 8\), but must be contiguous"),
-    ],
-)
-def test_what_it_refuses(changes, message):
-    *arrays, packing = product(4, 128, 6, 4, 32)
-    given = dict(zip(("x", "weights", "scales", "biases"), arrays, strict=True)) | changes
-    with refused(message):
-        verify_qmm(*given.values(), packing)
-    with refused("bits is 3, but must be one of 4, 8"):
-        Packing(3, 32)
-    with refused("group is 16, but must be one of 32, 64, 128"):
-        Packing(4, 16)
-
-
-def multiplying(*products, **kind):
-    """products: what `product` is given; gates are made small, so that they are not all open."""
-
-    def compare():
-        pairs = []
-        for each in products:
-            x, *weights = product(*each, **kind)
-            x = x / 99 if kind else x
-            pairs.append((exact(verify_qmm(x, *weights)), multiply(x, *weights)))
-        return pairs
-
-    return compare
-
-
-SCALAR = multiplying((5, 4160, 11, 4, 32))  # eight SIMD-groups share a sum over K
-MATRIX = multiplying((11, 640, 43, 4, 32), (9, 128, 9, 8, 64))
-GATED = multiplying((3, 320, 11, 4, 32), gated=1)
-GATED_MATRIX = multiplying((11, 320, 43, 4, 32), gated=1)
+SCALAR = against(VERIFY_QMM, sizes(5, 4160, 11, 4, 32))  # eight SIMD-groups share a sum over K
+MATRIX = against(VERIFY_QMM, sizes(11, 640, 43, 4, 32), sizes(9, 128, 9, 8, 64))
+GATED = against(VERIFY_QMM, sizes(3, 320, 11, 4, 32, gated=1), change=small)
+GATED_MATRIX = against(VERIFY_QMM, sizes(11, 320, 43, 4, 32, gated=1), change=small)
 
 
 # By what is wrong: the source, what becomes of it, and what is found

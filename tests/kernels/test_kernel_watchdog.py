@@ -16,12 +16,11 @@ from kernels_metal import trial, watchdog
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, HEAD_DIMS
 from kernels_metal.catalog import OPERATIONS
 from kernels_metal.emulator import emulated
-from kernels_metal.factory import Kernel, Launch, executing
 from kernels_metal.operation import Operation, dtype_name
 from kernels_metal.tree_walk import TREE_WALK
 from kernels_metal.verify_qmm import GROUPS, VERIFY_QMM
 from kernels_metal.watchdog import Watchdog, in_child, read_verdicts
-from support.kernels import arguments
+from support.kernels import arguments, recorded
 
 CALL = arguments(VERIFY_QMM, mx.float16)
 
@@ -96,10 +95,15 @@ def test_what_two_programs_find_out_at_once_is_kept_of_both(tmp_path):
     }
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"safe": 1, "reason": 2}}'])
-def test_a_damaged_file_of_verdicts_counts_for_nothing(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": {"safe": 1, "reason": 2}}', None])
+def test_a_damaged_file_and_verdicts_of_other_sources_count_for_nothing(
+    tmp_path, monkeypatch, text
+):
     Watchdog(tmp_path, keep_text, lambda given: "bad").refusal(VERIFY_QMM, CALL)
-    stored(tmp_path).write_text(text)
+    if text is None:
+        monkeypatch.setattr(watchdog, "fingerprint", lambda: "other")
+    else:
+        stored(tmp_path).write_text(text)
     assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
 
 
@@ -109,12 +113,6 @@ def test_verdicts_that_cannot_be_kept_hold_for_the_session(tmp_path):
     dog = Watchdog(tmp_path, keep_text, lambda given: asked.append(given) or "bad")
     assert all("bad" in dog.refusal(VERIFY_QMM, CALL) for _ in range(2))
     assert len(asked) == 1
-
-
-def test_a_verdict_of_other_sources_does_not_hold(tmp_path, monkeypatch):
-    Watchdog(tmp_path, keep_text, lambda given: "bad").refusal(VERIFY_QMM, CALL)
-    monkeypatch.setattr(watchdog, "fingerprint", lambda: "other")
-    assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == ""
 
 
 # The child
@@ -127,15 +125,20 @@ def child(script: str, seconds: float = 20) -> str:
     return in_child("{}", seconds, (sys.executable, "-c", script))
 
 
-def test_what_a_child_says_last_is_what_is_wrong():
-    assert child(SAYS.format("stdout", 0)) == "differs"
-    assert child("") == ""
-    assert child(SAYS.format("stderr", 3)) == "ends the process with 3: differs"
-
-
-def test_warnings_of_a_child_are_no_fault_and_nor_are_bytes_that_are_no_text():
-    assert child("import sys; print(); print('Validation is enabled', file=sys.stderr)") == ""
-    assert child(r"import os; os.write(1, b'it is \xff')") == "it is \ufffd"
+@pytest.mark.parametrize(
+    ("script", "wrong"),
+    [
+        (SAYS.format("stdout", 0), "differs"),
+        ("", ""),
+        (SAYS.format("stderr", 3), "ends the process with 3: differs"),
+        ("import sys; print(); print('Validation is enabled', file=sys.stderr)", ""),
+        (r"import os; os.write(1, b'it is \xff')", "it is \ufffd"),
+        # The interrupt of a terminal does not reach it
+        ("import os; print(os.getpgrp() == os.getpid())", "True"),
+    ],
+)
+def test_what_a_child_says_last_is_what_is_wrong(script, wrong):
+    assert child(script) == wrong
 
 
 def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
@@ -144,10 +147,6 @@ def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
     assert child(script.format("\n" + ENDLESS), seconds=3).startswith("hangs: ")
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)
-
-
-def test_the_interrupt_of_a_terminal_does_not_reach_a_child():
-    assert child("import os; print(os.getpgrp() == os.getpid())") == "True"
 
 
 def test_a_child_that_cannot_be_started_is_a_reason():
@@ -174,20 +173,12 @@ def test_every_operation_names_tries_that_run_its_kernels(made):
 
 def variants(made: Operation, sizes: list[dict[str, int]]) -> set[Any]:
     """The kernels that calls of these sizes launch, with their templates."""
-    found = set()
-
-    def launched(kernel: Kernel, inputs: Any, plan: Launch) -> list[mx.array]:
-        found.add((kernel.name, plan.template))
-        return [
-            mx.zeros(*each) for each in zip(plan.output_shapes, plan.output_dtypes, strict=True)
-        ]
-
-    with executing(launched):
+    with recorded() as samples:
         for given in sizes:
             call = arguments(made, mx.float16, **given)
             for way in made.ways(*call):
                 made.by(way)(*call)
-    return found
+    return {(kernel.name, plan.template) for kernel, _, plan in samples}
 
 
 @pytest.mark.parametrize(

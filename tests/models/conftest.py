@@ -19,6 +19,17 @@ def drafter(tmp_path: Path) -> Path:
     return write_drafter(tmp_path / "drafter")
 
 
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A target, its drafter and one of a wider target, which nobody changes."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "model": str(write_model(root / "model")),
+        "drafter": str(write_drafter(root / "drafter")),
+        "wide": str(write_drafter(root / "wide", hidden_size=128)),
+    }
+
+
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the real hub; what is downloaded is what a test puts in its place."""

@@ -6,15 +6,15 @@ The cases of one seed; `scripts/fuzz.py` runs all 10,000 of it, or others.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from support import fuzz_driver, fuzzing
-from support.fuzz_driver import GOOD, outcomes
+from support import fuzzing
+from support.fuzzing import GOOD, outcomes
 from support.models import write_drafter
 
 CASES = 300
@@ -32,38 +32,27 @@ def test_every_damaged_folder_is_refused_in_a_sentence_or_loads_as_it_is():
 # That faults would be seen
 
 
-def fail() -> None:
-    raise KeyError("a")
-
-
-def say(what: str) -> Callable[[], None]:
-    def refuse() -> None:
-        raise DFlashError(what, "download it again")
-
-    return refuse
+def say(what: str) -> Mock:
+    return Mock(side_effect=DFlashError(what, "download it again"))
 
 
 @pytest.mark.parametrize(
     ("load", "outcome"),
     [
-        (fail, "KeyError"),
-        (lambda: bytearray(2 * fuzzing.ALLOWED), "memory"),
-        (lambda: mx.eval(mx.zeros(fuzzing.ALLOWED // 2)), "memory"),
+        (Mock(side_effect=KeyError("a")), "KeyError"),
+        (lambda folder: bytearray(2 * fuzzing.ALLOWED), "memory"),
+        (lambda folder: mx.eval(mx.zeros(fuzzing.ALLOWED // 2)), "memory"),
+        (lambda folder: signal.pause(), "hang"),
         (say("first\nsecond, of --drafter"), "unclear"),
         (say("it is damaged"), "unclear"),
         (say("what --drafter names is damaged"), "refused"),
-        (lambda: None, "loaded"),
+        (lambda folder: None, "loaded"),
     ],
 )
-def test_what_is_neither_a_sentence_nor_a_right_model_is_a_fault(tmp_path, load, outcome):
-    subject = fuzzing.Subject("any", {}, "", lambda folder: load())
+def test_all_but_sentences_and_right_models_are_faults(tmp_path, monkeypatch, load, outcome):
+    monkeypatch.setattr(fuzzing, "SECONDS", 1 if outcome == "hang" else 20)
+    subject = fuzzing.Subject("any", {}, "", load)
     assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == outcome
-
-
-def test_a_case_that_hangs_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzzing, "SECONDS", 1)
-    subject = fuzzing.Subject("any", {}, "", lambda folder: signal.pause())
-    assert fuzzing._outcome(subject, tmp_path, fuzzing.ALLOWED)["outcome"] == "hang"
 
 
 def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, monkeypatch):
@@ -75,7 +64,7 @@ def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, 
         "    os.abort() if case == 2 else None\n"
         "    print(json.dumps({'case': case, 'outcome': 'loaded'}), flush=True)\n"
     )
-    monkeypatch.setattr(fuzz_driver, "PROGRAM", [str(program)])
+    monkeypatch.setattr(fuzzing, "PROGRAM", [str(program)])
     found = [case["outcome"] for case in outcomes(0, 0, 5)]
     assert found == ["loaded", "loaded", "crash", "loaded", "loaded"]
 

@@ -64,12 +64,17 @@ def dtypes(model: Any) -> set[mx.Dtype]:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_float32_files_give_the_same_logits(tmp_path: Path, tied: bool) -> None:
+def test_float32_files_give_the_same_logits_and_a_config(tmp_path: Path, tied: bool) -> None:
     original = make_model(tied)
-    model, _, config = load_gguf(write(tmp_path / "m.gguf", original))
+    path = write(tmp_path / "m.gguf", original, tokenizer__ggml__eot_token_id=0)
+    model, tokenizer, config = load_gguf(path)
     assert difference(model, original) < 1e-6
     assert config["tie_word_embeddings"] is tied
     assert dtypes(model) == {mx.float32}
+    assert (config["model_type"], config["vocab_size"]) == ("llama", len(TOKENS))
+    assert (config["max_position_embeddings"], config["rope_theta"]) == (256, 5000.0)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [0, 2])
+    assert tokenizer.eos_token_ids == {0, 2}
 
 
 MIXED: Kinds = {"embed_tokens": Q8_0, "": Q4_1}
@@ -90,15 +95,6 @@ def test_weights_are_those_that_gguf_reads_packed_or_not(tmp_path: Path, kinds: 
     if kinds is MIXED:
         modules = [packed.model.embed_tokens, packed.layers[1].self_attn.k_proj]
         assert [(module.bits, module.group_size) for module in modules] == [(8, 32), (4, 32)]
-
-
-def test_the_config_is_in_hugging_face_terms(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", tokenizer__ggml__eot_token_id=0)
-    _, tokenizer, config = load_gguf(path)
-    assert (config["model_type"], config["vocab_size"]) == ("llama", len(TOKENS))
-    assert (config["max_position_embeddings"], config["rope_theta"]) == (256, 5000.0)
-    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [0, 2])
-    assert tokenizer.eos_token_ids == {0, 2}
 
 
 # What is refused, and how
@@ -130,6 +126,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("llama__feed_forward_length", 128, "Expected shape"),
     ("llama__expert_count", 8, "mixture of experts"),
     ("architecture", "qwen2", "its architecture is 'qwen2', supported is 'llama'"),
+    ("kinds", {"": F32, "down_proj": Q5_0}, "ffn_down.weight' is of type Q5_0"),  # MLX raises
+    ("kinds", {"": F32, "down_proj": GGMLQuantizationType.MXFP4}, "of type MXFP4"),  # and skips
 ]
 
 
@@ -138,19 +136,11 @@ def test_what_is_not_supported_is_named(tmp_path: Path, key: str, value: Any, me
     path = write(tmp_path / "m.gguf", **{key: value})
     with pytest.raises(DFlashError) as failure:
         load_gguf(path)
-    assert str(failure.value).startswith("m.gguf cannot be used: ")
-    assert message in str(failure.value)
+    start = "m.gguf cannot be " + ("read as" if key == "kinds" else "used: ")
+    assert str(failure.value).startswith(start) and message in str(failure.value)
+    if key == "kinds":
+        assert "Q8_0" in str(failure.value) and "again" not in failure.value.next_step
     assert failure.value.next_step
-
-
-@pytest.mark.parametrize("kind", [Q5_0, GGMLQuantizationType.MXFP4], ids=["raises", "skips"])
-def test_a_tensor_type_that_mlx_cannot_read_is_reported(
-    tmp_path: Path, kind: GGMLQuantizationType
-) -> None:
-    path = write(tmp_path / "m.gguf", kinds={"": F32, "down_proj": kind})
-    with pytest.raises(DFlashError, match=f"ffn_down.* is of type {kind.name}, .*Q8_0") as failure:
-        load_gguf(path)
-    assert "again" not in failure.value.next_step
 
 
 # The real file
@@ -183,50 +173,43 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerWrapper:
     return load_gguf(path)[1]
 
 
-def pieces(tokenizer: TokenizerWrapper, text: str) -> list[str]:
-    return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+START, END = "<|im_start|>", "<|im_end|>"
+ENDS = {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}
+GPT_2 = {"tokenizer__ggml__pre": "gpt-2", **ENDS}
+LLAMA_BPE = {"tokenizer__ggml__pre": "llama-bpe", "tokenizer__ggml__merges": ["l l"]}
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("metadata", "text", "expected"),
     [
-        ("hello world", ["hello", "Ġw", "o", "r", "l", "d"]),
-        ("12", ["1", "2"]),  # although a merge would join them
-        (" 12", ["Ġ", "1", "2"]),
+        ({}, "hello world", ["hello", "Ġw", "o", "r", "l", "d"]),
+        ({}, "12", ["1", "2"]),  # although a merge would join them
+        ({}, " 12", ["Ġ", "1", "2"]),
+        ({}, f"{START}he<tool>{END}", [START, "he", "<tool>", END]),
+        (GPT_2, "12", [START, "12", END]),
+        (LLAMA_BPE, "1234", [START, "1", "2", "3", "4"]),
+        (LLAMA_BPE, "hello 12's", [START, "hello", "Ġ", "12", "'", "s"]),  # whole without merges
     ],
 )
-def test_merges_apply_within_words_and_digits_are_split_singly(tokenizer, text, expected):
-    assert pieces(tokenizer, text) == expected
-
-
-def test_digits_stay_together_in_the_gpt2_split_and_ends_are_added_as_asked_for(tmp_path):
-    ends = {"tokenizer__ggml__add_bos_token": True, "tokenizer__ggml__add_eos_token": True}
-    path = write(tmp_path / "m.gguf", tokenizer__ggml__pre="gpt-2", **ends)
-    tokenizer = load_gguf(path)[1]
-    assert pieces(tokenizer, "12") == ["<|im_start|>", "12", "<|im_end|>"]
+def test_a_text_has_the_tokens_that_the_metadata_ask_for(tmp_path, metadata, text, expected):
+    tokenizer = load_gguf(write(tmp_path / "m.gguf", **metadata))[1]
+    ids = tokenizer.encode(text)
+    assert tokenizer.convert_ids_to_tokens(ids) == expected
+    assert metadata or tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text.removeprefix(START).removesuffix(
+        END
+    )
     assert tokenizer.encode("he", add_special_tokens=False) == [TOKENS.index("he")]
 
 
-def test_llama_bpe_splits_digits_by_three_and_takes_whole_tokens_without_merges(tmp_path):
-    path = write(
-        tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__merges=["l l"]
-    )
-    tokenizer = load_gguf(path)[1]
-    assert pieces(tokenizer, "1234") == ["<|im_start|>", "1", "2", "3", "4"]
-    assert pieces(tokenizer, "hello 12's") == ["<|im_start|>", "hello", "Ġ", "12", "'", "s"]
+def test_llama_bpe_splits_words_and_digits_by_three(tmp_path):
+    tokenizer = load_gguf(write(tmp_path / "m.gguf", **LLAMA_BPE))[1]
     words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(
         "Hi, we'LL see 12345 éß\n\n x"
     )
     assert [word for word, _ in words] == [
         "Hi", ",", "Ġwe", "'LL", "Ġsee", "Ġ", "123", "45", "ĠÃ©ÃŁ", "ĊĊ", "Ġx",
     ]  # fmt: skip
-
-
-def test_control_and_user_defined_tokens_are_never_split(tokenizer: TokenizerWrapper) -> None:
-    ids = tokenizer.encode("<|im_start|>he<tool><|im_end|>")
-    assert ids == [1, TOKENS.index("he"), TOKENS.index("<tool>"), 2]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "he<tool>"
-    assert tokenizer.decode(ids) == "<|im_start|>he<tool><|im_end|>"
 
 
 def test_roles_and_chat_template_come_from_the_metadata(tokenizer: TokenizerWrapper) -> None:

@@ -1,11 +1,14 @@
-"""Models on a hub: checked by their heads as folders are, fetched only if they fit, whole or not.
+"""Models on a hub: checked by their heads, offered with what they take, fetched only if they fit.
 
 The hub is on this machine.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
+import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ import pytest
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.numpy import save_file
 
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, load
+from dflash_mlx import load
+from dflash_mlx.client import DecodeConfig, DFlashError, Download, PairConfig, download_plans
+from dflash_mlx.convert.__main__ import main as convert
 from dflash_mlx.convert.plan import find_part
 from dflash_mlx.models import downloads, library
 from dflash_mlx.models.check import check_target
@@ -26,17 +31,20 @@ from dflash_mlx.models.source import INDEX, Source, is_whole
 from dflash_mlx.session.session import generate
 from support.drafter_formats import write_shards
 from support.hub_server import Hub, serve, use_hub
-from support.models import edit_config, write_drafter, write_model
+from support.models import Damage, ask_for_code, edit_config, write_drafter, write_model
 from support.reference_dflash import random_drafter, tiny_drafter_config
 
-TARGET = "owner/model"
+QUANTISED = ("mlx-community/model-8bit", "mlx-community/model-4bit")
+NAMED_ALIKE = ("mlx-community/model-Instruct-4bit", "someone/model-4bit")
+PAIR = PairConfig("owner/model", "owner/drafter")
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path) -> Iterator[Hub]:
     """With targets and drafters, and an empty cache."""
     folders = {
-        "owner/model": model,
+        **dict.fromkeys(("owner/model", *QUANTISED, *NAMED_ALIKE), model),
         "owner/drafter": write_drafter(tmp_path / "drafter"),
         "owner/wide": write_drafter(tmp_path / "wide", hidden_size=128),
         "z-lab/Qwen3-4B-DFlash-b16": write_drafter(tmp_path / "other", hidden_size=128),
@@ -50,11 +58,16 @@ def weights_fetched(hub: Hub) -> int:
     return hub.fetched().count(None)
 
 
+def finish(download: Download) -> Download:
+    assert download.ended.wait(60)
+    return download
+
+
 # Heads
 
 
 def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hub):
-    report = check_named(PairConfig("owner/model", "owner/drafter"))
+    report = check_named(PAIR)
     assert report.findings == ()
     assert report.target.weights == check_target(model).weights
     assert set(hub.fetched()) == {"bytes=0-100000"}
@@ -69,9 +82,7 @@ def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hu
         ("owner/drafter", "owner/drafter is no local folder .* cannot be reached"),
     ],
 )
-def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(
-    model, hub, monkeypatch, option, name, value
-):
+def test_a_name_that_cannot_be_had_is_one_sentence(model, hub, monkeypatch, option, name, value):
     hub.gated = "owner/wide"
     if "reached" in value:
         use_hub(monkeypatch)
@@ -79,6 +90,10 @@ def test_a_name_that_cannot_be_had_is_one_sentence_with_the_option(
         load(**{"model": str(model), option: name})
     assert f"--{option}" in failure.value.next_step
     assert "\n" not in str(failure.value)
+    (offer,) = download_plans(PairConfig(name))
+    assert name in offer.problem and not offer.here
+    with pytest.raises(DFlashError, match=value):
+        convert([name, str(model.parent / "dst")])
 
 
 def with_head(head: bytes) -> Callable[[bytes], bytes]:
@@ -118,10 +133,41 @@ def test_a_long_head_on_the_hub_takes_a_second_request_for_its_rest(model, hub):
     assert (first, second[:9]) == ("bytes=0-100000", "bytes=8-1")
 
 
+# What is offered
+
+
+def test_a_model_on_the_hub_is_offered_with_its_size_and_its_quantisations(hub):
+    found = list(download_plans(PAIR))
+    assert [offer.name for offer in found] == ["owner/model", QUANTISED[1], QUANTISED[0]]
+    assert [offer.config.drafter for offer in found] == ["owner/drafter"] * 3
+    files = [
+        f for part in ("model", "drafter") for f in hub.repositories[f"owner/{part}"].iterdir()
+    ]
+    assert found[0].download == sum(file.stat().st_size for file in files)
+    assert found[0].needs > 0
+    assert not any(offer.here or offer.problem for offer in found)
+    assert weights_fetched(hub) == 0
+
+
+def test_the_built_in_model_is_offered_alone_whether_it_was_fetched_or_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(downloads, "kept_at", lambda: tmp_path / "default.gguf")
+    (offer,) = download_plans(PairConfig())
+    assert offer.needs > 0 and offer.download == downloads.DEFAULT_TARGET.size
+    (tmp_path / "default.gguf").write_text("")
+    (offer,) = download_plans(PairConfig())
+    assert offer.here
+    with pytest.raises(DFlashError, match="nowhere/at/all"):
+        list(download_plans(PairConfig("nowhere/at/all")))
+
+
 # What is fetched
 
 
-def test_a_pair_on_the_hub_is_fetched_and_decodes(hub):
+def test_a_pair_on_the_hub_is_fetched_without_files_that_could_run_and_decodes(model, hub):
+    (model / "original").mkdir()
+    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]
+    for name in unwanted:
+        (model / name).write_bytes(b"never read")
     pair = load("owner/model", "owner/drafter")
     assert (pair.target.name, pair.drafter_name) == ("owner/model", "owner/drafter")
     answer = generate(pair, "hello", DecodeConfig("dflash", max_tokens=5))
@@ -129,23 +175,88 @@ def test_a_pair_on_the_hub_is_fetched_and_decodes(hub):
     assert weights_fetched(hub) == 2
     assert len(load("owner/model", "owner/drafter").drafters) == 1
     assert weights_fetched(hub) == 2
+    assert {file for _, file, _ in hub.requests}.isdisjoint(unwanted)
 
 
-REFUSED = {
-    "a drafter of another target": ("owner/drafter", {}, "owner/wide", "hidden_size 128"),
-    "a target as drafter": ("owner/drafter", {}, "owner/model", "is a target, not a drafter"),
-    "an unknown family": ("owner/model", {"model_type": "nonesuch"}, "owner/drafter", "nonesuch"),
-    "code": ("owner/model", {"model_file": "model.py"}, None, "its own Python file"),
-    "a tensor too much": ("owner/drafter", {"num_hidden_layers": 1}, "owner/drafter", "layers.1"),
+def test_a_download_fetches_model_and_drafter_and_counts_their_bytes(hub):
+    expected = next(download_plans(PAIR)).download
+    download = finish(Download(PAIR))
+    assert download.finished and download.error is None
+    assert 0 < download.total <= expected, "configurations were read before, to check the pair"
+    assert download.done == download.total
+    assert whole_copy("owner/model") and whole_copy("owner/drafter", "drafter")
+    assert [offer.here for offer in download_plans(PAIR)] == [True]
+    assert [offer.here for offer in download_plans(PAIR, everything=True)] == [True, False, False]
+    local = PairConfig(*(str(hub.repositories[name]) for name in ("owner/model", "owner/drafter")))
+    assert [offer.here for offer in download_plans(local)] == [True]
+
+
+def test_a_stopped_download_goes_on_with_the_files_that_are_missing(model, hub, tmp_path):
+    hub.held[WEIGHTS] = threading.Event()
+    config = PairConfig("owner/model")
+    download = Download(config)
+    assert hub.reached.wait(60)
+    download.stop()
+    hub.held.pop(WEIGHTS).set()
+    finish(download)
+    assert download.stopped and not download.finished and download.error is None
+    assert whole_copy("owner/model") is None
+    assert list((tmp_path / "cache").rglob("*.incomplete")) == [], "nothing half-written stays"
+    assert hub.fetched("tokenizer.json") == [None]
+    again = finish(Download(config))
+    assert again.finished
+    assert again.total == (model / WEIGHTS).stat().st_size
+    assert hub.fetched("tokenizer.json") == [None]
+    assert whole_copy("owner/model") is not None
+
+
+def test_a_download_that_fails_or_has_no_room_keeps_the_reason(hub, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 1000))
+        full = finish(Download(PAIR))
+    monkeypatch.setattr(downloads, "check_space", lambda *_: hub.repositories.clear())
+    gone = finish(Download(PairConfig("owner/model")))
+    for download, said in ((full, "1.0 kB free"), (gone, "owner/model")):
+        assert isinstance(download.error, DFlashError) and said in str(download.error)
+    assert weights_fetched(hub) == 0
+
+
+def pickle_it(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def set_to(**changes: Any) -> Damage:
+    return lambda folder: edit_config(folder, **changes)
+
+
+# What is damaged and how, the drafter that is asked for, and what is said
+REFUSED: dict[str, tuple[str, Damage, str | None, str]] = {
+    "a drafter of another target": ("drafter", set_to(), "owner/wide", "hidden_size 128"),
+    "a target as drafter": ("drafter", set_to(), "owner/model", "is a target, not a drafter"),
+    "a tensor too much": ("drafter", set_to(num_hidden_layers=1), "owner/drafter", "layers.1"),
+    "an unknown family": ("model", set_to(model_type="nonesuch"), None, "nonesuch"),
+    "code": ("model", ask_for_code, None, "owner/model .*'model.py'"),
+    "pickled": ("model", pickle_it, None, "owner/model .*pytorch_model.bin can run code"),
+    "no config": ("model", lambda f: (f / "config.json").unlink(), None, "has no config.json"),
+    "no tokenizer": ("model", lambda f: (f / "tokenizer.json").unlink(), None, "tokenizer.json"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_serve_is_refused_before_any_weight_is_fetched(hub, case):
-    damaged, changes, drafter, value = REFUSED[case]
-    edit_config(hub.repositories[damaged], **changes)
-    with pytest.raises(DFlashError, match=value):
-        load("owner/model", drafter)
+def test_what_does_not_serve_is_refused_before_any_weight_is_fetched(hub, tmp_path, case):
+    damaged, damage, drafter, value = REFUSED[case]
+    damage(hub.repositories[f"owner/{damaged}"])
+    pair = ["--pair", drafter] if drafter else []
+    for more in ([], ["--check"]):
+        with pytest.raises(DFlashError, match=value):
+            convert(["owner/model", str(tmp_path / "dst"), *pair, *more])
+    assert not (tmp_path / "dst").exists()
+    if case != "no tokenizer":  # which is seen when it is loaded
+        with pytest.raises(DFlashError, match=value):
+            load("owner/model", drafter)
+        download = finish(Download(PairConfig("owner/model", drafter)))
+        assert not download.finished and re.search(value, str(download.error))
     assert weights_fetched(hub) == 0
 
 
@@ -186,8 +297,8 @@ def sharded(model: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     return into_shards(model)
 
 
-def whole(folder: Path, option: str = "drafter") -> bool:
-    return is_whole(Source.of(folder, option))
+def whole(folder: Path) -> bool:
+    return is_whole(Source.of(folder, "drafter"))
 
 
 def listed_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -226,9 +337,7 @@ def test_half_a_download_is_no_model_anywhere(sharded, tmp_path, monkeypatch, fi
     assert report.target.source.folder is None
 
 
-def test_a_finished_download_is_a_model_everywhere_without_a_network(
-    sharded, tmp_path, monkeypatch
-):
+def test_a_finished_download_is_a_model_everywhere(sharded, tmp_path, monkeypatch):
     folder = Path(snapshot_download("owner/model", allow_patterns=["*.json", "model*.safetensors"]))
     use_hub(monkeypatch)
     assert whole_copy("owner/model").folder == folder

@@ -29,20 +29,9 @@ from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names,
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.machine import available_memory
 from support.hub_server import serve
-from support.models import write_drafter, write_model
 
 TARGET, FORK, DRAFTER, OTHER = "owner/model", "fork/model", "owner/drafter", "owner/other"
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "model": str(write_model(root / "model")),
-        "drafter": str(write_drafter(root / "drafter")),
-        "wide": str(write_drafter(root / "wide", hidden_size=128)),
-    }
 
 
 # Sizes
@@ -81,8 +70,11 @@ def test_memory_needed_by_a_pair_counts_its_drafters(folders):
 
 
 @pytest.fixture
-def no_cache(monkeypatch):
-    monkeypatch.setattr(library, "cached_folders", list)
+def cached(monkeypatch):
+    """What is in the cache, nothing at first."""
+    found = []
+    monkeypatch.setattr(library, "cached_folders", lambda: found)
+    return found
 
 
 def link(folder, place, name=None):
@@ -96,7 +88,7 @@ def listed(here):
     return {candidate.name: candidate for candidate in available_models(here)}
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("cached")
 def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
     model = str(link(folders["model"], tmp_path / "models"))
     drafter = link(folders["drafter"], tmp_path)
@@ -112,43 +104,34 @@ def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
         assert ("does not fit" in line(found[DEFAULT_MODEL], memory_there)) != fits
 
 
-@pytest.mark.usefixtures("no_cache")
-def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, folders):
+def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, folders, cached):
     found = listed(tmp_path)
     public = [entry.name for entry in entries() if "/" in entry.drafter]
     assert list(found) == [DEFAULT_MODEL, *public]
+    name = "z-lab/Qwen3-8B-DFlash-b16"
     first, second, third = line(found["Qwen/Qwen3-8B"], 10**12).split("\n")
     assert first == "Qwen/Qwen3-8B  to download, about 4.50 GB at 4 bits"
-    assert "drafter z-lab/Qwen3-8B-DFlash-b16, not verified" in second and "fits" in second
+    assert f"drafter {name}, not verified" in second and "fits" in second
     assert "thinking" in third
     assert "does not fit" in line(found["moonshotai/Kimi-K2.5"], 10**11)
     assert not found["Qwen/Qwen3-8B"].here and found[DEFAULT_MODEL].here
     assert found["Qwen/Qwen3-8B"].config == PairConfig("Qwen/Qwen3-8B")
-    local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
-    link(folders["drafter"], tmp_path)
-    found = listed(tmp_path)
-    assert "Qwen/Qwen3-8B" not in found
-    assert found[local].config == PairConfig(local), "not the local drafter that happens to fit"
-    assert "drafter z-lab/Qwen3-8B-DFlash-b16, to download" in line(found[local], 10**12)
-
-
-def test_a_drafter_of_the_registry_that_is_in_the_cache_is_said_to_be_here(
-    tmp_path, folders, monkeypatch
-):
-    name = "z-lab/Qwen3-8B-DFlash-b16"
-    cached = Source(name, Path(folders["drafter"]), "drafter")
-    monkeypatch.setattr(library, "cached_folders", lambda: [cached])
+    cached.append(Source(name, Path(folders["drafter"]), "drafter"))
     assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
     candidate = listed(tmp_path)[local]
     assert "to download" not in line(candidate, 10**12)
     assert candidate.needs == needed(folders["model"]) + needed(folders["drafter"])
+    cached.clear()
+    link(folders["drafter"], tmp_path)
+    found = listed(tmp_path)
+    assert "Qwen/Qwen3-8B" not in found
+    assert found[local].config == PairConfig(local), "not the local drafter that happens to fit"
+    assert f"drafter {name}, to download" in line(found[local], 10**12)
 
 
-@pytest.mark.usefixtures("no_cache")
-def test_pairs_are_listed_whole_and_folders_that_cannot_be_read_are_no_models(
-    tmp_path, folders, monkeypatch
-):
+@pytest.mark.usefixtures("cached")
+def test_pairs_are_listed_whole_and_unreadable_folders_never(tmp_path, folders, monkeypatch):
     """The tests may run as root, who may enter all folders, so what raises is put in place."""
     pair = tmp_path / "models" / "pair"
     link(folders["model"], pair, "target")
@@ -184,7 +167,7 @@ def forbid(monkeypatch, folder):
         monkeypatch.setattr(os, name, forbidden(getattr(os, name)))
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("cached")
 def test_near_names_ignore_case_and_leave_out_the_exact_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert near_names("qwen/qwen3-4b")[0] == "Qwen/Qwen3-4B"
@@ -220,11 +203,18 @@ def hub(filled, tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def unfinished(hub) -> Path:
-    """The newest snapshot of the target in it, which lacks weights."""
+    """The newest snapshot of the target in it, which lacks weights, and half of their file."""
     (snapshot,) = hub.glob("models--owner--model/snapshots/*")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(INDEX))
+    (hub / "models--owner--model" / "blobs" / "1.incomplete").write_bytes(b"z" * 300)
     return snapshot
+
+
+def age(folder: Path) -> None:
+    """Nobody has written into it for long."""
+    for each in (*folder.iterdir(), folder):
+        os.utime(each, (1, 1))
 
 
 @pytest.fixture
@@ -276,26 +266,7 @@ def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
 
 
 @pytest.mark.usefixtures("unfinished")
-def test_half_a_download_is_called_unfinished(hub, cache, tmp_path):
-    part = hub / "models--owner--model" / "blobs" / "1.incomplete"
-    part.write_bytes(b"z" * 300)
-    for each in (part, part.parent):  # nobody has written into it for long
-        os.utime(each, (1, 1))
-    found = find_entries([TARGET], cache_entries(tmp_path / "none", cache))
-    unfinished = [(each.size == 300, each.repository) for each in found[:2]]
-    assert sorted(unfinished) == [(False, True), (True, False)]
-    assert {each.kind for each in found[:2]} == {"unfinished"}
-    for each in found:
-        remove_entry(each)
-    assert find_entries(["unfinished"], cache_entries(tmp_path / "none", cache / "none")) == []
-
-
-@pytest.mark.usefixtures("unfinished")
-def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cache, tmp_path):
-    blobs = hub / "models--owner--model" / "blobs"
-    part = blobs / "1.incomplete"
-    part.write_bytes(b"z")
-
+def test_half_a_download_is_unfinished_and_left_alone_while_it_goes_on(hub, cache, tmp_path):
     def refused() -> int:
         found = find_entries(["unfinished"], cache_entries(tmp_path / "none", cache))
         busy = [each for each in found if being_written(each)]
@@ -306,12 +277,17 @@ def test_what_another_program_downloads_is_left_alone_until_it_is_done(hub, cach
         return len(busy)
 
     assert refused() == 2, "it has just changed"
-    for each in (part, blobs):
-        os.utime(each, (1, 1))
+    age(hub / "models--owner--model" / "blobs")
     assert refused() == 0
     with WeakFileLock(hub / ".locks" / "models--owner--model" / "1.lock"):
         assert refused() == 2, "however long ago, as with a slow connection"
-    assert refused() == 0
+    found = find_entries([TARGET], cache_entries(tmp_path / "none", cache))
+    unfinished = [(each.size == 300, each.repository) for each in found[:2]]
+    assert sorted(unfinished) == [(False, True), (True, False)]
+    assert {each.kind for each in found[:2]} == {"unfinished"}
+    for each in found:
+        remove_entry(each)
+    assert find_entries(["unfinished"], cache_entries(tmp_path / "none", cache / "none")) == []
 
 
 def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
@@ -324,12 +300,8 @@ def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
         fetch(tmp_path, download=download)
 
 
-def test_an_older_revision_that_is_whole_keeps_a_repository_from_being_unfinished(
-    unfinished, folders, cache, tmp_path
-):
-    older = Path(shutil.copytree(folders["model"], unfinished.with_name("0" * 40)))
-    for file in older.iterdir():
-        os.utime(file, (1, 1))
+def test_a_whole_older_revision_is_no_unfinished_one(unfinished, folders, cache, tmp_path):
+    age(Path(shutil.copytree(folders["model"], unfinished.with_name("0" * 40))))
     found = cache_entries(tmp_path / "none", cache)
     assert [each.kind for each in found if each.name == TARGET and each.repository] == ["model"]
 
@@ -350,20 +322,13 @@ def test_names_and_kinds_find_what_is_kept_once_each_but_not_the_users_own(here,
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_repository_is_removed_without_the_fork_that_has_the_same_revision(here, cache):
-    (target,) = [
-        each for each in cache_entries(here, cache) if (each.kind, each.name) == ("model", TARGET)
-    ]
+def test_all_may_be_removed_but_forks_of_the_same_revision_and_the_users_own_stay(here, cache):
+    kept = cache_entries(here, cache)
+    (target,) = [each for each in kept if (each.kind, each.name) == ("model", TARGET)]
     remove_entry(target)
     left = {each.name for each in cache_entries(here, cache) if each.kind == "model"}
-    assert left == {FORK, DEFAULT_MODEL}
-    assert not target.path.exists()
-    remove_entry(target)  # another program was quicker
-
-
-@pytest.mark.usefixtures("hub")
-def test_all_that_may_be_removed_is_and_the_users_own_stays(here, cache):
-    for each in cache_entries(here, cache):
+    assert left == {FORK, DEFAULT_MODEL} and not target.path.exists()
+    for each in kept:  # the target once more: another program was quicker
         if each.kind == "folder":
             with pytest.raises(DFlashError, match="own"):
                 remove_entry(each)
@@ -374,14 +339,11 @@ def test_all_that_may_be_removed_is_and_the_users_own_stays(here, cache):
 
 
 def test_a_link_to_a_pair_goes_and_the_pair_stays(here, cache, tmp_path):
-    (tmp_path / "links").mkdir()
-    link = tmp_path / "links" / "pair"
-    link.symlink_to(here / "pair", target_is_directory=True)
-    (found,) = [
-        each for each in cache_entries(tmp_path / "links", cache) if each.kind == "converted"
-    ]
+    linked = link(here / "pair", tmp_path / "links")
+    kept = cache_entries(tmp_path / "links", cache)
+    (found,) = [each for each in kept if each.kind == "converted"]
     remove_entry(found)
-    assert not os.path.lexists(link)
+    assert not os.path.lexists(linked)
     assert (here / "pair" / "pair.json").is_file()
 
 

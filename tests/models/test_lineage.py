@@ -75,17 +75,13 @@ def test_a_folder_without_a_known_parent_stays_as_it_is_and_the_hub_is_not_asked
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_what_has_a_drafter_of_its_own_or_is_to_have_none_is_left_alone(tmp_path):
+def test_what_has_a_drafter_or_needs_none_is_left_alone_and_no_card_is_read(tmp_path, monkeypatch):
     folder, drafter = str(tuned(tmp_path / "Qwen3-4B-4bit")), write_drafter(tmp_path / "drafter")
     assert inherited(find_names(PairConfig(folder))).drafter == "z-lab/Qwen3-4B-DFlash-b16"
     folder = str(tuned(tmp_path / "tuned"))
     for config in (PairConfig(folder, str(drafter)), PairConfig(folder, "none"), PairConfig()):
         assert inherited(find_names(config)) == find_names(config)
-
-
-def test_no_card_is_read_for_methods_that_need_no_drafter(tmp_path, monkeypatch):
     monkeypatch.setattr(names, "base_models", lambda card: pytest.fail("read"))
-    folder = str(tuned(tmp_path / "tuned"))
     assert load_pair(PairConfig(folder), DecodeConfig("ngram")).drafters == ()
 
 
@@ -120,16 +116,11 @@ def test_the_hub_is_not_asked_for_the_card_of_a_model_that_is_here(hub, monkeypa
     assert inherited(find_names(PairConfig("owner/tuned"))).drafter == DRAFTER
 
 
-def test_a_parent_s_drafter_that_cannot_be_had_is_done_without(hub):
+def test_a_parent_s_drafter_that_cannot_be_had_is_done_without(hub, monkeypatch):
     del hub.repositories[DRAFTER]
     pair = load_pair(PairConfig("owner/tuned"))
     assert not pair.drafters and DRAFTER in pair.undrafted
     assert not any("made from" in note for note in pair.notes)
-
-
-def test_without_a_hub_a_model_that_is_here_loads_as_before(hub, monkeypatch):
-    pair = load_pair(PairConfig("owner/tuned"), DecodeConfig("none"))
-    assert not pair.drafters
     hub.repositories.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pair = load_pair(PairConfig("owner/tuned"))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from huggingface_hub.utils import filter_repo_objects
+from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, load
@@ -19,8 +20,9 @@ from dflash_mlx.drafters.networks.files import quantize_network, save_network
 from dflash_mlx.engine.delta import Answer
 from dflash_mlx.engine.exact import first_difference
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import resolve_folder, shipped_folder
+from dflash_mlx.models.check import check_target
+from dflash_mlx.models.load import check_named, load_pair
+from dflash_mlx.models.names import shipped_folder
 from dflash_mlx.session.session import generate
 from dflash_mlx.session.templates import prompt_tokens
 from support.families import FAMILIES, make_model
@@ -29,18 +31,10 @@ from support.models import DAMAGES, EOS, write_drafter, write_model
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    root = tmp_path_factory.mktemp("pair")
-    return str(write_model(root / "model")), str(write_drafter(root / "drafter"))
-
-
 def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
-    for _ in range(count):
+    while len(tokens) < len(prompt) + count and tokens[-1] != EOS:
         tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
-        if tokens[-1] == EOS:
-            break
     return tokens[len(prompt) :]
 
 
@@ -49,7 +43,7 @@ def greedy_by_model_alone(model: nn.Module, prompt: list[int], count: int) -> li
 
 @pytest.mark.usefixtures("no_hub")
 def test_a_local_pair_decodes_what_the_model_alone_decodes(folders):
-    model, drafter = folders
+    model, drafter = folders["model"], folders["drafter"]
     pair = load(model=model, drafter=drafter)
     assert (pair.target.name, pair.drafter_name) == (model, drafter)
     assert (pair.target.context_length, pair.target.dtype) == (512, mx.float32)
@@ -75,20 +69,11 @@ def test_a_quantised_folder_gives_the_logits_of_the_quantised_model(tmp_path):
     )
     plain = generate(pair, "hello", DecodeConfig(method="none", max_tokens=20))
     assert generate(pair, "hello", DecodeConfig("dflash", max_tokens=20)).tokens == plain.tokens
-
-
-def test_only_files_that_cannot_run_are_asked_of_the_hub(folders, monkeypatch):
-    asked = {}
-
-    def snapshot_download(name: str, **patterns: list[str]) -> str:
-        asked.update({k: v for k, v in patterns.items() if k.endswith("patterns")})
-        return folders[0]
-
-    monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
-    resolve_folder("owner/model", "model")
-    wanted = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
-    unwanted = ["modeling.py", "pytorch_model.bin", "model.pt", "original/model.safetensors"]
-    assert list(filter_repo_objects(wanted + unwanted, **asked)) == wanted
+    weights = check_target(folder).weights
+    assert weights.quantisation == "4 bits in groups of 32"
+    parameters: Any = tree_flatten(make_model("llama").parameters())
+    assert weights.parameters == sum(array.size for _, array in parameters), "one by one"
+    assert weights.memory(False) < weights.memory(True)
 
 
 # What is in the folder but cannot be used
@@ -106,21 +91,19 @@ def test_a_folder_that_cannot_be_used_is_refused_with_the_reason(case, tmp_path,
     assert str(folder) in str(failure.value)
     assert "choose" in failure.value.next_step
     assert not (tmp_path / "ran").exists()
+    said = [finding.what for finding in check_named(PairConfig(str(folder))).errors]
+    assert said == [failure.value.what] or "tokenizer" in case
 
 
-def test_a_drafter_of_another_target_is_refused_before_the_default_model_is_fetched(
-    tmp_path, monkeypatch
-):
-    def fetch() -> Path:
-        raise AssertionError("fetched")
-
-    monkeypatch.setattr("dflash_mlx.models.default_model.fetch", fetch)
+def test_a_drafter_is_refused_before_the_default_model_is_fetched(tmp_path, monkeypatch):
+    fetched = Mock(side_effect=AssertionError("fetched"))
+    monkeypatch.setattr("dflash_mlx.models.default_model.fetch", fetched)
     with pytest.raises(DFlashError, match="hidden_size 64, but .* has 576"):
         load(drafter=str(write_drafter(tmp_path / "drafter")))
 
 
 def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
-    model, drafter = folders
+    model, drafter = folders["model"], folders["drafter"]
     packed = tmp_path / "packed"
     read = FILES.read_drafter(Path(drafter))
     network = read.network()
@@ -146,12 +129,12 @@ def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
 def test_a_path_that_is_not_there_is_reported_without_the_network(folders, name):
     for option in ("model", "drafter") if name else ("drafter",):  # "" is the default model
         with pytest.raises(DFlashError, match=f"there is no folder .*--{option}"):
-            load(**{"model": folders[0], option: name})
+            load(**{"model": folders["model"], option: name})
     assert shipped_folder(name) is None
     for option in ("model", "drafter"):
-        file = f"{folders[0]}/model.safetensors"
+        file = f"{folders['model']}/model.safetensors"
         with pytest.raises(DFlashError, match=f"is a file, not a model folder.*--{option}"):
-            load(**{"model": folders[0], option: file})
+            load(**{"model": folders["model"], option: file})
 
 
 @pytest.mark.usefixtures("no_hub")
@@ -161,7 +144,7 @@ def test_a_drafter_takes_the_type_that_its_target_was_widened_to(folders, monkey
         return ("it computes in bfloat16",)
 
     monkeypatch.setattr("dflash_mlx.models.load.fit_target", widen)
-    pair = load(*folders)
+    pair = load(folders["model"], folders["drafter"])
     assert pair.drafters[0].module.norm.weight.dtype == mx.bfloat16
     assert pair.notes == ("it computes in bfloat16",)
 

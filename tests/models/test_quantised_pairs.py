@@ -16,6 +16,8 @@ from mlx.utils import tree_flatten
 from dflash_chat.backend import Backend
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.cli import generate as generating
+from dflash_mlx.convert.conversion import ConvertConfig
+from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import Quantization, quantization_of
@@ -25,18 +27,18 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
 from support.app_scripts import ScriptedBackend, drive, notices, until
 from support.decoding import feed
+from support.drafter_formats import (
+    Drafting,
+    case,
+    difference,
+    features_of,
+    sliding,
+    version_1,
+)
 from support.families import FAMILIES, make_model
 from support.models import write_drafter, write_model
-from support.reference_dflash import (
-    draft_logits,
-    random_drafter,
-    tiny_drafter_config,
-    write_drafter_folder,
-)
 
 HEAD_DIM = 32
-DFLASH = {"mask_token_id": 5, "target_layer_ids": [0, 2]}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 WINDOW = 20
 
 
@@ -119,52 +121,35 @@ def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
 # The window
 
 
-def limited(folder: Path, most: int | None, **changes: Any) -> tuple[BlockModel, dict[str, Any]]:
-    """A drafter whose windows are limited, and what to ask the reference for."""
-    raw = tiny_drafter_config(num_target_layers=3, dflash_config=DFLASH, **changes)
-    config = FILES.read_config(write_drafter_folder(folder, raw, random_drafter(raw)))
+def limited(folder: Path, most: int | None, **changes: Any) -> Drafting:
+    """A drafter whose windows are limited."""
     target = Target(make_model("llama"), 4000, "llama")
-    network = FILES.load_network(folder, config, mx.float32)
-    windows = limit_windows(config.layer_windows, most)
-    return BlockModel(network, replace(config, layer_windows=windows), target), raw
+    subject = Drafting(folder, *case(version_1(**changes)), target)
+    windows = limit_windows(subject.model.config.layer_windows, most)
+    config = replace(subject.model.config, layer_windows=windows)
+    subject.model = BlockModel(subject.model.module, config, target)
+    return subject
 
 
-def features_of(length: int) -> np.ndarray:
-    return np.random.default_rng(length).normal(size=(length, 128)).astype(np.float32)
-
-
-def block_after(model: BlockModel, features: np.ndarray, step: int = 50) -> np.ndarray:
-    context = model.new_context()
-    for at in range(0, len(features), step):
-        feed(context, mx.array(features[at : at + step]))
-    assert context.length == len(features)
-    return np.array(model.logits(context, mx.array([7]), 8))
+def block_behind(subject: Drafting, features: np.ndarray, step: int = 50) -> np.ndarray:
+    return subject.logits(subject.state(7, features, *[step] * (len(features) // step)), 8)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("most", "length"), [(12, 5), (12, 700), (3, 40)])
-def test_a_limited_window_is_the_sliding_window_of_a_drafter_that_has_one(
-    tmp_path, most, length, causal
-):
-    model, raw = limited(tmp_path, most, is_causal=causal)
-    sliding = {**raw, "layer_types": ["sliding_attention"] * 2, "sliding_window": most}
-    embedding = np.array(make_model("llama").model.embed_tokens.weight)
-    features = features_of(length)
-    found = block_after(model, features)
-
-    def expected(config: dict[str, Any]) -> np.ndarray:
-        return draft_logits(random_drafter(raw), config, embedding, embedding, features, 7, 8)
-
-    assert np.abs(found - expected(sliding)).max() < 1e-4
+def test_a_limited_window_is_a_drafters_sliding_window(tmp_path, most, length, causal):
+    subject, features = limited(tmp_path, most, is_causal=causal), features_of(length)
+    found, plain = block_behind(subject, features), subject.raw
     if length + 8 > most:
-        assert np.abs(found - expected(raw)).max() > 1e-2
+        assert difference(found, subject.expected(features, 7, 8)) > 1e-2
+    subject.raw = {**plain, **sliding("SS", most)}
+    assert difference(found, subject.expected(features, 7, 8)) < 1e-4
 
 
 def test_a_window_bounds_the_memory_of_the_context(tmp_path):
     sizes = {}
     for most in (None, 16):
-        model, _ = limited(tmp_path, most)
-        context, sizes[most] = model.new_context(), []
+        context, sizes[most] = limited(tmp_path, most).model.new_context(), []
         for _ in range(12):
             feed(context, mx.array(features_of(256)))
             sizes[most].append(stored_bytes(context.arrays))
@@ -172,29 +157,25 @@ def test_a_window_bounds_the_memory_of_the_context(tmp_path):
     assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
 
 
-@pytest.mark.parametrize("changes", [{}, MIXED], ids=["equal", "mixed"])
+@pytest.mark.parametrize("changes", [{}, sliding("SF", 6)], ids=["equal", "mixed"])
 @pytest.mark.parametrize("length", [9, 300])
-def test_a_context_that_cannot_go_back_is_as_before_once_a_window_is_appended_again(
-    tmp_path, changes, length
-):
-    model, _ = limited(tmp_path, WINDOW, **changes)
-    features = features_of(700)
-    context = model.new_context()
-    for at in range(0, 700, 50):
-        feed(context, mx.array(features[at : at + 50]))
+def test_a_context_that_cannot_go_back_needs_only_a_window_again(tmp_path, changes, length):
+    subject, features = limited(tmp_path, WINDOW, **changes), features_of(700)
+    state = subject.state(7, features, *[50] * 14)
+    context = state.context
     start = context.refill_from(length)
     assert start == max(0, length - WINDOW + 1)
     for stop in (start + 3, length):  # interrupted, and then begun again
         context.trim(start)
         assert context.length == start
         feed(context, mx.array(features[start:stop]))
-        mx.eval(model.logits(context, mx.array([7]), 8))  # sees what there is
+        subject.logits(state, 8)  # sees what there is
     assert context.refill_from(length) == length
-    found = np.array(model.logits(context, mx.array([7]), 8))
-    assert np.abs(found - block_after(model, features[:length])).max() < 1e-4
+    found = subject.logits(state, 8)
+    assert difference(found, block_behind(subject, features[:length])) < 1e-4
     feed(context, mx.array(features[length : length + 100]))
-    found = np.array(model.logits(context, mx.array([7]), 8))
-    assert np.abs(found - block_after(model, features[: length + 100])).max() < 1e-4
+    found = subject.logits(state, 8)
+    assert difference(found, block_behind(subject, features[: length + 100])) < 1e-4
 
 
 def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_question(folders):
@@ -217,19 +198,21 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("kind", "settings", "words"),
     [
-        ({"drafter_bits": 3}, "drafter_bits is 3; choose one of 4, 8"),
-        ({"kv_bits": 16}, "kv_bits is 16; choose one of 4, 8"),
-        ({"draft_window": 1}, "draft_window is 1; choose 2 or more"),
-        ({"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
-        ({"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),
-        ({"template": ("tokenize=false",)}, "template is 'tokenize=false'; choose an argument"),
+        (PairConfig, {"drafter_bits": 3}, "drafter_bits is 3; choose one of 4, 8"),
+        (PairConfig, {"kv_bits": 16}, "kv_bits is 16; choose one of 4, 8"),
+        (PairConfig, {"draft_window": 1}, "draft_window is 1; choose 2 or more"),
+        (PairConfig, {"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),
+        (PairConfig, {"template": ("thinking",)}, "template is 'thinking'; choose KEY=VALUE"),
+        (PairConfig, {"template": ("tokenize=false",)}, "is 'tokenize=false'; choose an argument"),
+        (ConvertConfig, {"bits": 7}, "bits is 7; choose one of "),
+        (StructureConfig, {"json_schema": {"type": "object"}}, "json_schema is"),
     ],
 )
-def test_the_settings_are_checked_when_made(settings, words):
+def test_the_settings_are_checked_when_made(kind, settings, words):
     with pytest.raises(DFlashError, match=words):
-        PairConfig(**settings)
+        kind(**settings)
 
 
 def test_a_model_whose_heads_cannot_be_quantised_is_refused_when_it_is_loaded(tmp_path):
@@ -237,27 +220,27 @@ def test_a_model_whose_heads_cannot_be_quantised_is_refused_when_it_is_loaded(tm
         load_pair(PairConfig(str(write_model(tmp_path / "model")), kv_bits=8))
 
 
-def test_what_loading_changed_is_said_by_backend_and_command_line(folders, monkeypatch, capsys):
-    module = import_module("dflash_mlx.models.load")
-    monkeypatch.setattr(module, "fit_target", lambda *given: ("it computes in float32",))
-    (event,) = Backend().load(PairConfig(*folders))
-    assert event.pair.notes == ("it computes in float32",)
-    generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
-    assert "it computes in float32\n" in capsys.readouterr().err
-
-
 class Noting(ScriptedBackend):
     """A backend whose pairs were changed when they were loaded."""
 
     def load(self, config: PairConfig):
         for event in super().load(config):
-            event.pair.notes = ("it computes in float32",)
+            event.pair.notes = (NOTE,)
             yield event
 
 
-def test_the_chat_says_what_loading_changed_and_another_model_keeps_the_settings(tmp_path):
+NOTE = "it computes in float32"
+
+
+def test_what_loading_changed_is_said_everywhere(folders, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(import_module("dflash_mlx.models.load"), "fit_target", lambda *_: (NOTE,))
+    (event,) = Backend().load(PairConfig(*folders))
+    assert event.pair.notes == (NOTE,)
+    generating.main(["--prompt", "a", "--max-tokens", "2", "--model", folders[0]])
+    assert f"{NOTE}\n" in capsys.readouterr().err
+
     async def steps(app, pilot, backend):
-        assert notices(app) == ["it computes in float32."]
+        assert notices(app) == [f"{NOTE}."]
         app.pair_config = PairConfig(kv_bits=4, draft_window=64, kernels="off")
         given = replace(app.pair_config, model="owner/other", drafter="owner/drafter")
         app.load(PairConfig("owner/other", "owner/drafter"))

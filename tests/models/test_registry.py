@@ -38,6 +38,9 @@ from dflash_mlx.session.session import generate
 from support.models import write_drafter, write_model
 
 pytestmark = pytest.mark.usefixtures("no_network")
+DRAFTER = "z-lab/Qwen3-4B-DFlash-b16"
+MADE_FROM = {"target": "Qwen/Qwen3-4B", "drafter": DRAFTER}
+UNTHINKING = Preset("auto", (("enable_thinking", False),))
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]
 OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "/home/me/models/")
@@ -80,9 +83,8 @@ def test_every_pair_is_complete_and_named_once():
 
 
 def test_drafters_of_further_families_and_others_are_known_for_a_target():
-    names = find_names(PairConfig("mlx-community/Qwen3-8B-4bit"))
-    assert dict(names.others)["eagle3"] == "AngelSlim/Qwen3-8B_eagle3"
-    assert "diffusion" in dict(names.others)["specdiff"]
+    others = dict(find_names(PairConfig("mlx-community/Qwen3-8B-4bit")).others)
+    assert others["eagle3"] == "AngelSlim/Qwen3-8B_eagle3" and "diffusion" in others["specdiff"]
     more = registered("Qwen3-8B").more
     assert "AngelSlim/Qwen3-8B_eagle3 (eagle3)" in more
     assert "deepseek-ai/dspark_qwen3_8b_block7" in more
@@ -102,18 +104,11 @@ def test_the_refusal_of_a_pickled_drafter_names_another_of_the_same_target(tmp_p
 
 
 @given(st.data())
-def test_a_target_is_found_under_every_owner_and_quantisation(data):
+def test_a_target_is_found_under_every_owner_and_quantisation_but_no_model_named_after_it(data):
     target, name = data.draw(st.composite(spelled)())
     found = registered(name)
-    assert found is not None
-    assert target in found.targets
-
-
-@given(st.data())
-def test_another_model_that_is_named_after_a_target_is_not_taken_for_it(data):
-    _, name = data.draw(st.composite(spelled)())
-    other = data.draw(st.sampled_from(OTHERS))
-    assert registered(f"{name}-{other}") is None
+    assert found is not None and target in found.targets
+    assert registered(f"{name}-{data.draw(st.sampled_from(OTHERS))}") is None
     before = data.draw(st.sampled_from(["my-", "Deep", "x"]))
     assert registered(before + name.split("/")[-1]) is None
 
@@ -151,11 +146,11 @@ def test_names_that_are_folders_or_close_to_a_target(name, target):
 )
 def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):
     assert (weights_of(name), bits_of(name)) == (weights, bits)
-    assert weights_of(name, 1000) == 1e12, "what is said goes before"
 
 
 def test_weights_take_their_bits_and_scales_on_disk_and_32_bits_on_a_cpu():
-    assert all(weights_of(entry.name, entry.billions) > 1e8 for entry in entries())
+    assert weights_of("Qwen/Qwen3-4B", 1000) == 1e12, "what is said goes before"
+    assert all(weights_of(entry.name, entry.billions) > 1e8 for entry in ENTRIES)
     assert (stored_bytes(8e9, 4), stored_bytes(8e9, 16)) == (4_500_000_000, 16_000_000_000)
     assert loaded_bytes(16e9, 16, on_cpu=False) == pytest.approx(1.15 * 16e9)
     four, sixteen = loaded_bytes(4.5e9, 4, on_cpu=True), loaded_bytes(16e9, 16, on_cpu=True)
@@ -183,19 +178,24 @@ def test_what_is_asked_for_by_name_goes_before_the_registry():
         find_names(PairConfig("owner/unknown", second_drafter="own/second"))
 
 
-def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with():
-    target, drafter = "mlx-community/Qwen3-4B-4bit", "z-lab/Qwen3-4B-DFlash-b16"
-    assert find_names(PairConfig(target)).preset == UNTHINKING
-    assert find_names(PairConfig(target, drafter)).preset == UNTHINKING
-    assert find_names(PairConfig(target, "own/drafter")).preset == Preset()
-    assert find_names(PairConfig("owner/unknown", drafter)).preset == Preset()
-    assert find_names(PairConfig(None, "own/drafter")).preset == Preset()
+@pytest.mark.parametrize(
+    ("names", "preset"),
+    [
+        (("mlx-community/Qwen3-4B-4bit",), UNTHINKING),
+        (("mlx-community/Qwen3-4B-4bit", DRAFTER), UNTHINKING),
+        (("mlx-community/Qwen3-4B-4bit", "own/drafter"), Preset()),
+        (("owner/unknown", DRAFTER), Preset()),
+        ((None, "own/drafter"), Preset()),
+    ],
+)
+def test_advice_is_of_a_target_with_the_drafter_that_it_was_measured_with(names, preset):
+    assert find_names(PairConfig(*names)).preset == preset
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A hub with what is put into it: folders, or errors to raise."""
-    shelf: dict[str, Any] = {}
+    shelf: dict[str, Any] = {"Qwen/Qwen3-4B": write_model(tmp_path / "target")}
 
     def snapshot_download(name: str, **_: Any) -> str:
         found = shelf.get(name, FileNotFoundError(f"asked for {name}"))
@@ -204,11 +204,7 @@ def hub(monkeypatch, tmp_path):
         return str(found)
 
     monkeypatch.setattr("dflash_mlx.models.source.snapshot_download", snapshot_download)
-    shelf["Qwen/Qwen3-4B"] = write_model(tmp_path / "target")
     return shelf
-
-
-DRAFTER = "z-lab/Qwen3-4B-DFlash-b16"
 
 
 def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
@@ -229,9 +225,7 @@ def test_a_model_alone_gets_the_drafter_of_the_registry(hub, tmp_path):
     ],
     ids=["offline", "of another target", "of another kind"],
 )
-def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
-    hub, tmp_path, drafter, reason
-):
+def test_a_drafter_is_done_without_unless_it_was_asked_for(hub, tmp_path, drafter, reason):
     if isinstance(drafter, dict):
         drafter = write_drafter(tmp_path / "drafter", **drafter)
     hub[DRAFTER] = drafter
@@ -252,44 +246,33 @@ def test_a_drafter_that_cannot_be_had_is_done_without_unless_it_was_asked_for(
             load_pair(config, use)
 
 
-@pytest.fixture
-def with_second(monkeypatch):
-    """The registry has a second drafter for the pair."""
+SECONDS = (None, {"hidden_size": 128})  # missing, and of another target
+
+
+@pytest.mark.parametrize("second", SECONDS)
+def test_only_the_second_drafter_is_left_out(hub, tmp_path, monkeypatch, second):
     entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second")
     monkeypatch.setattr(names, "entries", lambda: (entry,))
-
-
-@pytest.fixture(params=["missing", "of another target"])
-def put_second(request, hub, tmp_path):
-    """What puts a second drafter that does not serve under a name of the hub, or does not."""
-
-    def put(name: str) -> None:
-        if request.param != "missing":
-            hub[name] = write_drafter(tmp_path / "second", hidden_size=128)
-
-    return put
-
-
-@pytest.mark.parametrize("uses", [(), (DecodeConfig(),)], ids=["any use", "auto"])
-def test_only_the_second_drafter_of_the_registry_is_left_out_where_the_first_can_be_had(
-    hub, tmp_path, with_second, put_second, uses
-):
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
-    put_second("z-lab/second")
-    pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
-    assert (pair.drafter_name, len(pair.drafters), pair.undrafted) == (DRAFTER, 1, "")
-    (note,) = pair.notes
-    assert "the second drafter z-lab/second cannot be used" in note and "alone" in note
+    if second:
+        hub["z-lab/second"] = write_drafter(tmp_path / "second", **second)
+    for uses in ((), (DecodeConfig(),)):
+        pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
+        assert (pair.drafter_name, len(pair.drafters), pair.undrafted) == (DRAFTER, 1, "")
+        (note,) = pair.notes
+        assert "the second drafter z-lab/second cannot be used" in note and "alone" in note
     with pytest.raises(DFlashError):
         load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig("d2sd"))
 
 
-def test_a_second_drafter_that_was_asked_for_is_not_done_without(hub, tmp_path, put_second):
+@pytest.mark.parametrize("second", SECONDS)
+def test_a_second_drafter_that_was_asked_for_is_not_done_without(hub, tmp_path, second):
     asked = PairConfig("Qwen/Qwen3-4B", second_drafter="own/second")
     with pytest.raises(DFlashError, match=DRAFTER):  # nor is the first one, which it needs
         load_pair(asked, DecodeConfig())
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
-    put_second("own/second")
+    if second:
+        hub["own/second"] = write_drafter(tmp_path / "second", **second)
     for uses in ((), (DecodeConfig(),)):
         with pytest.raises(DFlashError, match="own/second"):
             load_pair(asked, *uses)
@@ -317,15 +300,10 @@ def folder(tmp_path):
     return tmp_path / "pair"
 
 
-MADE_FROM = {"target": "Qwen/Qwen3-4B", "drafter": "z-lab/Qwen3-4B-DFlash-b16"}
-UNTHINKING = Preset("auto", (("enable_thinking", False),))
-
-
-def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
-    write_pair(folder, MADE_FROM, {})
+def test_a_pair_folder_is_a_model_with_its_drafters_and_may_be_moved(folder, hub):
+    write_pair(folder, MADE_FROM, {"mlx": "1.0"})
     pair = load(str(folder))
-    assert pair.target.name == str(folder)
-    assert pair.drafter_name == str(folder / "drafter")
+    assert (pair.target.name, pair.drafter_name) == (str(folder), str(folder / "drafter"))
     assert len(pair.drafters) == 1
     own = find_names(PairConfig(str(folder), "own/drafter"))
     assert (own.model, own.drafter) == (str(folder / "target"), "own/drafter")
@@ -334,16 +312,13 @@ def test_a_pair_folder_is_a_model_with_its_drafters(folder, hub):
     write_pair(folder, {**MADE_FROM, "drafter": "my-drafter"}, {})
     assert find_names(PairConfig(str(folder))).preset == Preset()
     write_drafter(folder / "second-drafter")
-    write_pair(folder, {**MADE_FROM, "second-drafter": "own"}, {})
+    made_from = {**MADE_FROM, "second-drafter": "own"}
+    write_pair(folder, made_from, {})
     assert len(load(str(folder)).drafters) == 2
     assert len(load_pair(PairConfig(str(folder)), DecodeConfig("ddtree")).drafters) == 1
-
-
-def test_a_pair_folder_may_be_moved_and_needs_its_models(folder):
-    write_pair(folder, MADE_FROM, {"mlx": "1.0"})
     moved = folder.rename(folder.parent / "moved")
     assert is_pair_folder(moved) and not is_pair_folder(folder) and not is_pair_folder(moved.parent)
-    assert read_pair(moved) == MADE_FROM
+    assert read_pair(moved) == made_from
     (moved / "drafter").rename(moved / "elsewhere")
     with pytest.raises(DFlashError, match="lacks the folder drafter; convert the pair again"):
         read_pair(moved)

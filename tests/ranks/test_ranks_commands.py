@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -13,17 +15,18 @@ from urllib.request import Request, urlopen
 import pytest
 
 from dflash_mlx import ranks
-from dflash_mlx.cli import generate
+from dflash_mlx.cli import disk, generate
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.downloads import check_memory, needed_by
 from dflash_mlx.models.names import find_names
 from support.models import EOS, edit_config, write_endless_model, write_model
-from support.ranks import ended, free_ports, kill, launched, on_ranks, started
+from support.ranks import ROOT, ended, free_ports, kill, launched, on_ranks, started
 from support.ranks_answers import everything, pair_of
 from support.ranks_families import CASES
 
 GENERATE = ["-m", "dflash_mlx.generate", "--method", "none", "--prompt", "hello"]
+PAGE = (ROOT / "docs" / "two-machines.md").read_text(encoding="utf-8").replace("\\\n", " ")
 SOON = 30  # seconds in which a rank has to end when another has
 
 
@@ -204,3 +207,21 @@ def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):
     check_memory(PairConfig(), machines=3)
     with pytest.raises(DFlashError, match="needs about"):
         check_memory(PairConfig())
+
+
+# What docs/two-machines.md names
+
+
+def test_the_commands_of_the_page_are_there_and_take_what_it_gives_them(monkeypatch):
+    fetched = []
+    monkeypatch.setattr(disk, "download", fetched.append)
+    (words,) = re.findall("`dflash-chat models (.+?)`", PAGE)
+    disk.models(words.split())
+    assert [config.model for config in fetched] == ["NAME"]
+    lines = re.findall(r"dflash_mlx\.generate (--.+)", PAGE)
+    parsed = [generate.parser().parse_args(shlex.split(line)) for line in lines]
+    assert {(each.model, each.prompt) for each in parsed} == {("NAME", "Hello")}
+    names = set(re.findall(r"dflash_mlx\.(\w+)", PAGE))
+    assert names >= {"generate", "benchmark", "serve", "train", "corpus"}
+    doors = ("dflash_mlx/{}.py", "dflash_mlx/{}/__main__.py")
+    assert all(any((ROOT / door.format(name)).exists() for door in doors) for name in names)

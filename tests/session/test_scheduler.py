@@ -241,3 +241,28 @@ def test_a_stream_that_is_open_when_the_program_ends_says_nothing(tmp_path):
     command = [sys.executable, "-c", "import sys" + LEFT_OPEN, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_answer_that_cannot_be_told_ends_alone(pair):
+    scheduler = Scheduler(pair)
+    bad, good = (scheduler.submit(prompt_of(i), configs()[1]) for i in (1, 2))
+    bad.text.take = [].__getitem__
+    said = finish(scheduler)
+    assert [type(what) for what in said[bad]] == [TypeError]
+    assert (
+        collect(said[good]).tokens
+        == collect(Session(pair, configs()[1]).stream(prompt_of(2))).tokens
+    )
+
+
+def test_the_last_delta_is_told_before_the_prefix_is_kept(pair):
+    kept = []
+
+    class Watched(PrefixCache):
+        def put(self, state, target, drafter):
+            kept.append(state.position)
+            super().put(state, target, drafter)
+
+    session = Session(pair, configs()[1], Watched())
+    assert {len(kept) for _ in session.stream(prompt_of(1))} == {0}
+    assert len(kept) == 1

@@ -14,11 +14,9 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.drafters.networks.files import read_json
-from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
-from support.decoding import behind
-from support.families import VOCAB_SIZE, make_model
+from support.families import VOCAB_SIZE
 from support.family_configs import sliding
 from support.reference_dflash import (
     Array,
@@ -41,7 +39,6 @@ HEADS = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
-WIDTH = 64 * len(TAPS)
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
 
 
@@ -185,58 +182,6 @@ def expected_logits(
     whole = np.full((len(logits), VOCAB_SIZE), -np.inf)
     whole[:, known] = logits
     return whole
-
-
-def features_of(length: int, seed: int = 0) -> Array:
-    """Random features of so many tokens."""
-    return np.random.default_rng(seed).normal(size=(length, WIDTH)).astype(np.float32)
-
-
-def difference(a: Array, b: Array) -> float:
-    """The largest, where both are finite; they must be so in the same places."""
-    assert a.shape == b.shape
-    assert np.array_equal(np.isfinite(a), np.isfinite(b))
-    return float(np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max())
-
-
-class Drafting:
-    """A drafter folder, the model of it for a tiny target, and what NumPy says of its blocks."""
-
-    def __init__(
-        self, folder: Path, raw: Config, tensors: Mapping[str, Array], target: Target | None = None
-    ) -> None:
-        self.folder, self.raw, self.tensors = folder, raw, tensors
-        self.target = target or Target(make_model("llama"), 512, "llama")
-        self.model = written(folder, raw, tensors, self.target)
-        embedding, head = self.target.embedding(), getattr(self.target.model, "lm_head", None)
-        self.tables = np.array(embedding.weight), np.array((head or embedding).weight)
-
-    def state(self, anchor: int, features: Array, *splits: int) -> State:
-        """A state whose drafter took the features in, in parts of these lengths."""
-        parts = np.split(features, np.cumsum(splits)[:-1])
-        return behind(self.model, anchor, *(part for part in parts if len(part)))
-
-    def logits(self, state: State, rows: int, *prefixes: tuple[int, ...]) -> Array:
-        found = self.model.logits(state.context, state.anchor, rows, prefixes or ((),))
-        return np.array(found)
-
-    def expected(self, *block: Any) -> Array:
-        """block: features, anchor, rows, and the prefix that it shows."""
-        return expected_logits(self.raw, self.tensors, self.tables, *block)
-
-    def error(self, features: Array, anchor: int, rows: int, *splits: int) -> float:
-        """How far the logits of a block are from the reference, which computes everything."""
-        found = self.logits(self.state(anchor, features, *splits), rows)
-        return difference(found, self.expected(features, anchor, rows))
-
-    def block(self, seed: int, anchor: int, rows: int = 0, prefix: tuple[int, ...] = ()) -> Any:
-        """The reference behind nine features."""
-        block = features_of(9, seed), anchor, rows or self.model.block_size, prefix
-        return reference_block(self.raw, self.tensors, self.tables, *block)
-
-    def behind(self, seed: int, anchor: int) -> State:
-        """A state behind these features."""
-        return self.state(anchor, features_of(9, seed))
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}

@@ -1,4 +1,6 @@
-"""Damaged model folders, each loaded as users load it; runs in a process of its own.
+"""Damaged model folders, each loaded as users load it, in processes of their own.
+
+`outcomes` runs such processes and goes on behind a case that ends one.
 
 `python -m support.fuzzing SEED FIRST LAST` prints one JSON line for each case: its subject and what
 became of it. A case may end as "refused" (DFlashError) or "loaded" with exactly the numbers that
@@ -9,8 +11,10 @@ what it has when all is imported, nor may a case allocate more than its files ju
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -24,33 +28,28 @@ from random import Random
 from types import FrameType
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from safetensors.numpy import load_file
+
 from dflash_mlx import DFlashError
-from dflash_mlx.system import blas
+from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.models.check import check_drafter
+from dflash_mlx.models.gguf_target import load_gguf
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.models.names import PAIR_FILE, write_pair
+from dflash_mlx.models.source import Source
+from support import gguf_files, reference_eagle3
+from support.drafter_formats import FORMATS, HALVES, version_1, write_shards
+from support.hub_server import serve
+from support.models import write_drafter, write_model, write_tokenizer
+from support.mutations import mutate_bytes, mutate_json, mutate_safetensors
+from support.reference_dflash import random_drafter, write_drafter_folder
 
-blas.preload()
-
-import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
-from mlx.utils import tree_flatten  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
-
-from dflash_mlx.core.config import DecodeConfig, PairConfig  # noqa: E402
-from dflash_mlx.models.check import check_drafter  # noqa: E402
-from dflash_mlx.models.gguf_target import load_gguf  # noqa: E402
-from dflash_mlx.models.load import load_pair  # noqa: E402
-from dflash_mlx.models.names import PAIR_FILE, write_pair  # noqa: E402
-from dflash_mlx.models.source import Source  # noqa: E402
-from support import gguf_files, reference_eagle3  # noqa: E402
-from support.drafter_formats import FORMATS, HALVES, version_1, write_shards  # noqa: E402
-from support.hub_server import serve  # noqa: E402
-from support.models import (  # noqa: E402
-    write_drafter,
-    write_model,
-    write_tokenizer,
-)
-from support.mutations import mutate_bytes, mutate_json, mutate_safetensors  # noqa: E402
-from support.reference_dflash import random_drafter, write_drafter_folder  # noqa: E402
-
+GOOD = ("refused", "loaded")
+START, EACH = 120, 25  # seconds: imports, and a case, whose own alarm rings earlier
+PROGRAM = ["-m", "support.fuzzing"]
 GROWTH = 3 * 2**30  # bytes of address space
 ALLOWED, FACTOR = 64 * 2**20, 64  # a case may allocate ALLOWED + FACTOR x the size of its files
 SECONDS = 20  # a case that takes longer hangs
@@ -75,17 +74,51 @@ class Hang(BaseException):
     """A case took too long."""
 
 
+def outcomes(seed: int, first: int, last: int) -> Iterator[dict[str, Any]]:
+    """What became of each case, in order; "crash" where its process ended without a word."""
+    while first < last:
+        lines = _lines(seed, first, last)
+        ended = [line for line in lines if "outcome" in line]
+        yield from ended
+        first += len(ended)
+        if first < last:
+            if not lines:
+                raise RuntimeError("the fuzzing process did not begin; run it by hand")
+            why = f"the process ended in case {first}"
+            yield {"case": first, "subject": "", "outcome": "crash", "why": why}
+            first += 1
+
+
+def _lines(seed: int, first: int, last: int) -> list[dict[str, Any]]:
+    command = [sys.executable, *PROGRAM, str(seed), str(first), str(last)]
+    path = str(Path(__file__).parents[1])
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}
+    limit = START + EACH * (last - first)
+    try:
+        output = subprocess.run(
+            command, env=environment, capture_output=True, timeout=limit, check=False
+        ).stdout
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout or b""
+    return [json.loads(line) for line in output.splitlines() if line.startswith(b"{")]
+
+
 def run(subjects: list[Subject], seed: int, case: int) -> dict[str, Any]:
     """One case and its outcome."""
     random = Random(f"{seed}/{case}")
     subject = random.choice(subjects)
     files = {**subject.files, subject.damaged: _damage(subject, random)}
+    with _written(files) as folder:
+        outcome = _outcome(subject, folder, ALLOWED + FACTOR * sum(map(len, files.values())))
+    return {"case": case, "subject": subject.name, **outcome}
+
+
+@contextmanager
+def _written(files: Files) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         for name, contents in files.items():
             Path(folder, name).write_bytes(contents)
-        allowed = ALLOWED + FACTOR * sum(map(len, files.values()))
-        outcome = _outcome(subject, Path(folder), allowed)
-    return {"case": case, "subject": subject.name, **outcome}
+        yield Path(folder)
 
 
 def _damage(subject: Subject, random: Random) -> bytes:
@@ -101,9 +134,10 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     tracemalloc.start()
+    signal.signal(signal.SIGALRM, _ring)
+    signal.alarm(SECONDS)
     try:
-        with _alarm():
-            subject.load(folder)
+        subject.load(folder)
         found = {"outcome": "loaded", "why": ""}
     except DFlashError as error:
         found = {"outcome": "refused", "why": _clear(str(error), folder, subject.damaged)}
@@ -113,6 +147,8 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
         found = {"outcome": "hang", "why": ""}
     except BaseException as error:  # whatever it is, it is the finding
         found = {"outcome": type(error).__name__, "why": traceback.format_exc()[-1500:]}
+    finally:
+        signal.alarm(0)
     arrays = max(mx.get_peak_memory() - before, 0)  # the peak is 0 until something is allocated
     peak = tracemalloc.get_traced_memory()[1] + arrays
     tracemalloc.stop()
@@ -133,17 +169,8 @@ def _clear(sentence: str, folder: Path, damaged: str) -> str:
     return sentence.replace(str(folder), "FOLDER")
 
 
-@contextmanager
-def _alarm() -> Iterator[None]:
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise Hang
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
+def _ring(number: int, frame: FrameType | None) -> None:
+    raise Hang
 
 
 def load(folder: Path, model: Path | None = None, drafter: Path | None = None) -> None:
@@ -243,10 +270,8 @@ def main(seed: int, first: int, last: int) -> None:
     with tempfile.TemporaryDirectory() as root, serve({}, Path(root) / "cache") as hub:
         all_subjects = subjects(Path(root), hub.repositories)
         for subject in all_subjects:  # sound, all load; this imports what loading imports
-            with tempfile.TemporaryDirectory() as folder:
-                for name, contents in subject.files.items():
-                    Path(folder, name).write_bytes(contents)
-                subject.load(Path(folder))
+            with _written(subject.files) as folder:
+                subject.load(folder)
         limit_memory()
         for case in range(first, last):
             print(json.dumps({"begin": case}), flush=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import mlx.core as mx
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, Keys, TokenType, quants
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, Keys, TokenType, quants
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers import pre_tokenizers
@@ -29,6 +28,33 @@ F32, F16, Q4_0, Q4_1, Q8_0, Q5_0 = (
     getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "Q4_0", "Q4_1", "Q8_0", "Q5_0")
 )
 HEADS = {"q_proj": 4, "k_proj": 2}
+
+
+NUMBERS = {
+    Keys.LLM.BLOCK_COUNT: 2,
+    Keys.LLM.EMBEDDING_LENGTH: 64,
+    Keys.LLM.FEED_FORWARD_LENGTH: 96,
+    Keys.LLM.CONTEXT_LENGTH: 256,
+    Keys.Attention.HEAD_COUNT: 4,
+    Keys.Attention.HEAD_COUNT_KV: 2,
+    Keys.Attention.LAYERNORM_RMS_EPS: 1e-5,
+    Keys.Rope.FREQ_BASE: 5000.0,
+    Keys.Rope.DIMENSION_COUNT: 16,
+}
+METADATA: dict[str, Any] = {
+    **{key.format(arch="llama"): value for key, value in NUMBERS.items()},
+    Keys.Tokenizer.MODEL: "gpt2",
+    Keys.Tokenizer.PRE: "smollm",
+    Keys.Tokenizer.LIST: TOKENS,
+    Keys.Tokenizer.TOKEN_TYPE: [int(kind) for kind in KINDS],
+    Keys.Tokenizer.MERGES: MERGES,
+    Keys.Tokenizer.BOS_ID: 1,
+    Keys.Tokenizer.EOS_ID: 2,
+    Keys.Tokenizer.PAD_ID: 2,
+    Keys.Tokenizer.UNK_ID: 0,
+    Keys.Tokenizer.CHAT_TEMPLATE: TEMPLATE,
+}
+Kinds = dict[str, GGMLQuantizationType]
 
 
 def make_model(tied: bool = True) -> llama.Model:
@@ -57,49 +83,6 @@ def llama_cpp_rows(weights: np.ndarray, heads: int) -> np.ndarray:
     return split.swapaxes(1, 2).reshape(weights.shape)
 
 
-def default_metadata() -> dict[str, Any]:
-    numbers = {
-        Keys.LLM.BLOCK_COUNT: 2,
-        Keys.LLM.EMBEDDING_LENGTH: 64,
-        Keys.LLM.FEED_FORWARD_LENGTH: 96,
-        Keys.LLM.CONTEXT_LENGTH: 256,
-        Keys.Attention.HEAD_COUNT: 4,
-        Keys.Attention.HEAD_COUNT_KV: 2,
-        Keys.Attention.LAYERNORM_RMS_EPS: 1e-5,
-        Keys.Rope.FREQ_BASE: 5000.0,
-        Keys.Rope.DIMENSION_COUNT: 16,
-    }
-    return {
-        **{key.format(arch="llama"): value for key, value in numbers.items()},
-        Keys.Tokenizer.MODEL: "gpt2",
-        Keys.Tokenizer.PRE: "smollm",
-        Keys.Tokenizer.LIST: TOKENS,
-        Keys.Tokenizer.TOKEN_TYPE: [int(kind) for kind in KINDS],
-        Keys.Tokenizer.MERGES: MERGES,
-        Keys.Tokenizer.BOS_ID: 1,
-        Keys.Tokenizer.EOS_ID: 2,
-        Keys.Tokenizer.PAD_ID: 2,
-        Keys.Tokenizer.UNK_ID: 0,
-        Keys.Tokenizer.CHAT_TEMPLATE: TEMPLATE,
-    }
-
-
-def add_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
-    add: dict[type, Callable[[str, Any], None]] = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    for key, value in metadata.items():
-        if value is not None:
-            add[type(value)](key, value)
-
-
-Kinds = dict[str, GGMLQuantizationType]
-
-
 def write(
     path: Path,
     model: llama.Model | None = None,
@@ -114,17 +97,19 @@ def write(
     model, kinds = model or make_model(), kinds or {"": F32}
     writer = GGUFWriter(path, architecture)
     replaced = {key.replace("__", "."): value for key, value in changed.items()}
-    add_metadata(writer, default_metadata() | replaced)
+    for key, value in {**METADATA, **replaced}.items():
+        if value is not None:
+            kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, kind)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for parameter, value in dict(tree_flatten(model.parameters())).items():
         module = parameter.removesuffix(".weight")
-        name = names.get_name(module)
-        layer = module.rpartition(".")[2]
-        weights = np.array(value)
+        layer, weights = module.rpartition(".")[2], np.array(value)
         if layer in HEADS:
             weights = llama_cpp_rows(weights, HEADS[layer])
         kind = F32 if value.ndim == 1 else kinds.get(layer, kinds[""])
-        writer.add_tensor(f"{name}.weight", quants.quantize(weights, kind), raw_dtype=kind)
+        name = f"{names.get_name(module)}.weight"
+        writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -75,21 +75,17 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802 (http.server's name)
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:  # noqa: N802
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
+    def do_GET(self) -> None:  # noqa: N802 (http.server's name)
         if match := _LIST.fullmatch(self.path):
             self.list_models(parse_qs(match["query"]))
         elif match := _API.fullmatch(self.path):
             self.describe(match["name"], match["rest"] or "")
         elif match := _RESOLVE.fullmatch(self.path.partition("?")[0]):
-            self.send_file(match["name"], match["file"], with_body)
+            self.send_file(match["name"], match["file"])
         else:
             self.send(404, b"", {})
+
+    do_HEAD = do_GET  # noqa: N815
 
     def list_models(self, query: dict[str, list[str]]) -> None:
         author, text = query["author"][0], query["search"][0].lower()
@@ -111,10 +107,11 @@ class _Handler(BaseHTTPRequestHandler):
             found = {"id": name, "sha": COMMIT, "siblings": siblings}
         return self.send(200, json.dumps(found).encode(), _JSON)
 
-    def send_file(self, name: str, path: str, with_body: bool) -> None:
-        self.hub.requests.append((self.command, path, self.headers.get("Range")))
+    def send_file(self, name: str, path: str) -> None:
+        part = self.headers.get("Range")
+        self.hub.requests.append((self.command, path, part))
         file = self.hub.repositories.get(name, Path("nowhere")) / path
-        if with_body and not self.headers.get("Range") and path in self.hub.held:
+        if self.command == "GET" and part is None and path in self.hub.held:
             self.hub.reached.set()
             self.hub.held[path].wait(60)
         if not file.is_file():
@@ -122,16 +119,16 @@ class _Handler(BaseHTTPRequestHandler):
         data, status = file.read_bytes(), 200
         digest = hashlib.sha1(data).hexdigest()
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", part or ""):
             begin, end = int(match[1]), min(int(match[2] or len(data)), len(data) - 1)
             headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
             data, status = data[begin : end + 1], 206
-        return self.send(status, data, headers, with_body)
+        return self.send(status, data, headers)
 
-    def send(self, status: int, data: bytes, headers: Any, with_body: bool = True) -> None:
+    def send(self, status: int, data: bytes, headers: Any) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body:
+        if self.command == "GET":
             self.wfile.write(data)

@@ -6,7 +6,8 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kernels_metal.dispatch import CALLS, RUNS
 from kernels_metal.emulator import EmulatorError, Run, emulated
 from kernels_metal.factory import SOURCE, Kernel, Launch, executing
 from kernels_metal.operation import Draw, Operation
@@ -59,9 +61,10 @@ def refused(message: str) -> Iterator[None]:
         yield
 
 
-def launches(operation: Operation, *args: Any) -> list[Sample]:
-    """What a call would launch; nothing is computed."""
-    samples = []
+@contextmanager
+def recorded() -> Iterator[list[Sample]]:
+    """What the block would launch; outputs are zeros, and nothing is computed."""
+    samples: list[Sample] = []
 
     def record(kernel, inputs, plan):
         samples.append((kernel, tuple(inputs), plan))
@@ -69,13 +72,43 @@ def launches(operation: Operation, *args: Any) -> list[Sample]:
         return [mx.zeros(shape, dtype) for shape, dtype in outputs]
 
     with executing(record):
+        yield samples
+
+
+def launches(operation: Operation, *args: Any) -> list[Sample]:
+    """What a call would launch."""
+    with recorded() as samples:
         operation.kernel(*args)
     return samples
+
+
+def clock(*steps):
+    """For each step all runs of a side, which takes so many milliseconds for every call."""
+    moves = (move for step in steps for _ in range(RUNS) for move in (0.0, step))
+    moves = (move * CALLS * 1e-3 for move in moves)
+    return partial(next, accumulate(moves))
 
 
 # Faults put into the real kernels: each is found by a check of the emulator, or by the result
 
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]  # the kernel's results and the right ones
+
+
+def against(
+    operation: Operation, *calls: dict[str, int], change: Callable[..., Any] = lambda *args: args
+) -> Callable[[], Pairs]:
+    """Kernel and reference in calls of these sizes. change: of their arguments."""
+
+    def compare() -> Pairs:
+        pairs = []
+        for sizes in calls:
+            args = change(*arguments(operation, **sizes))
+            sides = (side(*args) for side in (operation.kernel, operation.reference))
+            found = ([*map(exact, operation.compared(side, *args))] for side in sides)
+            pairs += zip(*found, strict=True)
+        return pairs
+
+    return compare
 
 
 def each_is_found(

@@ -177,19 +177,3 @@ def small(place: Path, target: Target, **settings: Any) -> MaskedModel:
     width = target.embedding()(mx.array([0])).shape[-1]
     raw = ours(block_size=8, hidden_size=width)
     return written(place, raw, tensors(raw), target, **settings)  # type: ignore[no-any-return]
-
-
-def behind(model: MaskedModel, text: Sequence[int], *cuts: int) -> Any:
-    """A context that was told of a text part by part: up to each of the cuts, then the rest."""
-    context, start = model.new_context(), 0
-    for end in (*cuts, len(text)):
-        if end > start:
-            context.append(mx.array(list(text[start:end])), None)
-        start = end
-    return context
-
-
-def block_of(anchor: int, rows: int, **shown: int) -> list[int]:
-    """An anchor and masks; shown: tokens in their places, `_3=7` for 7 at place 3."""
-    known = {int(place[1:]): token for place, token in shown.items()}
-    return [anchor, *(known.get(place, MASK) for place in range(1, rows))]

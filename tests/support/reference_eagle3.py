@@ -27,6 +27,7 @@ from support.reference_dflash import (
 
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
 TAPS = [0, 1, 2]
+LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
 WIDTH = 64  # of the target
 
 
@@ -95,13 +96,12 @@ def joined(layer: Tensors, eps: float, x: Array, h: Array) -> Array:
 
 def layer_output(layer: Tensors, config: Config, rows: Array, h: Array) -> Array:
     """The layer's output [d] for the last of the rows, whose state is h."""
-    at, eps = np.arange(len(rows)), config["rms_norm_eps"]
-    visible = at <= at[:, None]
+    visible, eps = np.ones((1, len(rows)), dtype=bool), config["rms_norm_eps"]
     if config.get("layer_types") == ["sliding_attention"]:
-        visible &= at > at[:, None] - config["sliding_window"]
+        visible[:, : -config["sliding_window"]] = False
     before = config.get("norm_before_residual")
     residual = rms_norm(h, layer["hidden_norm.weight"], eps) if before else h
-    y = residual + attention(layer, config, rows, rows[:0], visible)[-1]
+    y = residual + attention(layer, config, rows[-1:], rows[:-1], visible)[0]
     return y + mlp(layer, rms_norm(y, layer["post_attention_layernorm.weight"], eps))
 
 
@@ -111,9 +111,14 @@ def layer_output(layer: Tensors, config: Config, rows: Array, h: Array) -> Array
 def raw(**changes: Any) -> dict[str, Any]:
     """A config.json in the authors' layout, of a drafter with a draft vocabulary."""
     layer = {**BASE, "num_hidden_layers": 1, "tie_word_embeddings": False, "hidden_act": "silu"}
-    read = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPS}}
+    read = {"eagle_config": {LAYERS_READ: TAPS}}
     kind = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
     return {**layer, **kind, "draft_vocab_size": len(DRAFT_IDS), **read, **changes}
+
+
+def inner(**changes: Any) -> dict[str, Any]:
+    """As `raw`, with these fields of eagle_config."""
+    return raw(eagle_config={**raw()["eagle_config"], **changes})
 
 
 def speculators(layer: Mapping[str, Any] = {}, **changes: Any) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def speculators(layer: Mapping[str, Any] = {}, **changes: Any) -> dict[str, Any]
     return {
         "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": len(DRAFT_IDS),
-        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
+        LAYERS_READ: [i + 1 for i in TAPS],
         "embed_requires_grad": False,
         "norm_before_residual": True,
         "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "tiny/llama"}},
@@ -192,10 +197,7 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Array]]] = {
     "raw, narrower than its target": case(raw(**NARROW), embeds=True),
     "raw, biased": case(raw(attention_bias=True)),
     "raw, norm named in eagle_config": case(
-        raw(
-            eagle_config={"eagle_aux_hidden_state_layer_ids": TAPS, "use_aux_hidden_state": True},
-            norm_before_residual=True,
-        )
+        {**inner(use_aux_hidden_state=True), "norm_before_residual": True}
     ),
     "speculators": case(speculators()),
     "speculators, of Qwen3": case(speculators({"model_type": "qwen3"}), embeds=True),

@@ -17,21 +17,27 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.eagle3.checkpoint import LAYERS_READ
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.compare import walk
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
+from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds as answer
 from support.families import VOCAB_SIZE, make_model
+from support.masked_formats import tensors as masked_tensors
 from support.models import write_model
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash import tiny_drafter_config as drafter_config
+from support.reference_eagle3 import ours as eagle
 
 TAPS = (0, 2)
 WIDTH = 64
@@ -90,10 +96,32 @@ def texts_of(folder: Path, rows: Sequence[CorpusRow]) -> Texts:
     return Texts(folder.name, [Text.of(row, i, features, i) for i, row in enumerate(rows)])
 
 
-def make_trainer(texts: Texts, raw: dict[str, Any] | None = None, **settings: Any) -> Trainer:
-    """A trainer of a random drafter; `settings` are TrainConfig's."""
+def eagle_of(block_size: int = 5, **changes: Any) -> EagleTrainee:
+    """With random weights that are no longer small."""
+    raw = {**eagle(**changes), "eagle_config": {LAYERS_READ: list(TAPS)}, "block_size": block_size}
+    trainee = EagleTrainee.fresh(raw, tiny_target(), 0)
+    larger = [(n, a * 8 if a.ndim > 1 else a) for n, a in parameters_of(trainee.network).items()]
+    trainee.network.load_weights(larger)
+    return trainee
+
+
+def masked_of(raw: dict[str, Any]) -> SpecDiffTrainee:
+    """The masked diffusion drafter of a config.json with random weights."""
+    trainee = SpecDiffTrainee.of(raw, tiny_target())
+    trainee.network.load_weights([(n, mx.array(t)) for n, t in masked_tensors(raw).items()])
+    return trainee
+
+
+def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> Trainer:
+    """`settings` are TrainConfig's."""
     given = {"steps": 10, "sequences": 2, "anchors": 4, "draft_vocabulary": VOCAB_SIZE, "warmup": 2}
-    return Trainer(make_trainee(raw), texts, TrainConfig(**{**given, **settings}))
+    mode = {EagleTrainee: "eagle3", SpecDiffTrainee: "specdiff"}.get(type(trainee), "dflash")
+    return Trainer(trainee, texts, TrainConfig(**{"mode": mode, **given, **settings}))
+
+
+def make_trainer(texts: Texts, raw: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+    """A trainer of a random drafter."""
+    return trainer_of(make_trainee(raw), texts, **settings)
 
 
 @cache

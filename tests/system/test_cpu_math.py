@@ -20,10 +20,10 @@ pytestmark = pytest.mark.skipif(
 HARD = [-1e4, -200.0, -88.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 88.0, 200.0, 1e4]
 
 
-PAIRS = {
-    "softmax": (cpu_math.softmax, partial(mx.softmax, axis=-1), 1),
-    "swiglu": (cpu_math.swiglu, lambda gate, x: nn.silu(gate) * x, 2),
-}
+PAIRS = [
+    (cpu_math.softmax, partial(mx.softmax, axis=-1), 1),
+    (cpu_math.swiglu, lambda gate, x: nn.silu(gate) * x, 2),
+]
 
 
 def random(*shape: int, seed: int = 0, scale: float = 3.0) -> mx.array:
@@ -55,25 +55,28 @@ for dtype in (mx.bfloat16, mx.float16):
     INPUTS += [(tuple(a.astype(dtype) for a in NORMAL[1]), 0.05)]
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize(("arrays", "tolerance"), INPUTS)
-def test_values_and_gradients_are_those_of_mlx(name, arrays, tolerance):
-    ours, own, count = PAIRS[name]
-    arrays = arrays[:count]
-    assert same(ours(*arrays), own(*arrays), tolerance)
+def agree(ours: Any, own: Any, arrays: Any, of_values: float, of_gradients: float) -> None:
+    assert same(ours(*arrays), own(*arrays), of_values)
     for mine, theirs in zip(gradients(ours, *arrays), gradients(own, *arrays), strict=True):
-        assert same(mine, theirs, tolerance)
+        assert same(mine, theirs, of_gradients)
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_elsewhere_the_functions_are_mlx_own(name, monkeypatch):
-    ours, own, count = PAIRS[name]
+@pytest.mark.parametrize(("ours", "own", "count"), PAIRS)
+@pytest.mark.parametrize(("arrays", "tolerance"), INPUTS)
+def test_values_and_gradients_are_those_of_mlx(ours, own, count, arrays, tolerance):
+    agree(ours, own, arrays[:count], tolerance, tolerance)
+
+
+@pytest.mark.parametrize(("ours", "own", "count"), PAIRS)
+def test_elsewhere_the_functions_are_mlx_own(ours, own, count, monkeypatch):
     monkeypatch.setattr(cpu_math, "applies", lambda: False)
     monkeypatch.setattr(cpu_math.np, "exp", lambda *_, **__: pytest.fail("NumPy was used"))
     assert same(ours(*NORMAL[1][:count]), own(*NORMAL[1][:count]), 0.0)
 
 
 # Attention
+
+ATTENTIONS = (cpu_math.attention, mx.fast.scaled_dot_product_attention)
 
 
 def masks(B: int, H: int, N: int, T: int) -> dict[str, Any]:
@@ -102,18 +105,13 @@ def masks(B: int, H: int, N: int, T: int) -> dict[str, Any]:
 def test_attention_is_that_of_mlx(kind, B, kv_heads, groups, N, before):
     H, T, D = kv_heads * groups, N + before, 8
     shapes = (B, H, N, D), (B, kv_heads, T, D), (B, kv_heads, T, D)
-    q, k, v = (random(*shape, seed=seed, scale=1.0) for seed, shape in enumerate(shapes))
+    arrays = [random(*shape, seed=seed, scale=1.0) for seed, shape in enumerate(shapes)]
     settings = {"scale": 0.3, "mask": masks(B, H, N, T)[kind]}
-    ours = partial(cpu_math.attention, **settings)
-    own = partial(mx.fast.scaled_dot_product_attention, **settings)
-    assert same(ours(q, k, v), own(q, k, v))
-    for mine, theirs in zip(gradients(ours, q, k, v), gradients(own, q, k, v), strict=True):
-        assert same(mine, theirs, 1e-4)
+    ours, own = (partial(function, **settings) for function in ATTENTIONS)
+    agree(ours, own, arrays, 1e-5, 1e-4)
 
 
 def test_sinks_are_left_to_mlx():
     q, k, v = (random(1, heads, 3, 8, seed=heads) for heads in (4, 2, 2))
     how = {"scale": 0.3, "mask": "causal", "sinks": random(4)}
-    assert same(
-        cpu_math.attention(q, k, v, **how), mx.fast.scaled_dot_product_attention(q, k, v, **how)
-    )
+    assert same(*(function(q, k, v, **how) for function in ATTENTIONS))

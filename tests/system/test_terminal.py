@@ -17,11 +17,11 @@ from dflash_mlx.system.terminal import for_terminal
 from support.hostile import Watched, commands_in, hostile_text, pieces, state
 
 ROOT = Path(__file__).parents[2]
-HOSTILE = "before\x1b[2J\x1b]0;owned\x07\x9b31m\u202eafter\r\n\tend"
 
 
 def test_letters_stay_and_control_characters_go():
-    assert for_terminal(HOSTILE) == "before[2J]0;owned31mafter\n\tend"
+    hostile = "before\x1b[2J\x1b]0;owned\x07\x9b31m\u202eafter\r\n\tend"
+    assert for_terminal(hostile) == "before[2J]0;owned31mafter\n\tend"
     kept = "naïve 漢字 \U0001f468\u200d\U0001f469 \xa0\u2028 ~!\n\t"
     assert for_terminal(kept) == kept
 
@@ -56,8 +56,8 @@ def test_streams_to_a_terminal_are_guarded_and_others_left_alone(monkeypatch, na
     guarded.write("\r 50%|x\x1b[A")
     guarded.flush()
     written = raw.getvalue().decode()
-    assert written.endswith({"stdout": " 50%|x[A", "stderr": "\r 50%|x\x1b[A"}[name])
-    bars = {"stdout": "", "stderr": "\r"}[name]
+    bars, end = {"stdout": ("", " 50%|x[A"), "stderr": ("\r", "\r 50%|x\x1b[A")}[name]
+    assert written.endswith(end)
     rest = written.replace("\x1b[A", "") if bars else written
     assert set(commands_in(rest)) <= set(bars)
     piped = io.TextIOWrapper(io.BytesIO(), "utf-8")

@@ -89,17 +89,13 @@ def answered(folder: Path) -> dict[str, CorpusRow]:
 # What is answered
 
 
-def test_every_prompt_is_answered_once(answered, pair):
+def test_every_prompt_is_answered_once_and_greedily_as_plain_decoding_says(answered, pair):
     assert answered.keys() == {prompt["id"] for prompt in PROMPTS}
+    apply = pair.tokenizer.apply_chat_template
     for prompt in PROMPTS:
-        expected = pair.tokenizer.apply_chat_template(
-            prompt["messages"], add_generation_prompt=True
-        )
-        assert answered[prompt["id"]].prompt == tuple(expected)
-        assert answered[prompt["id"]].category == "chat"
-
-
-def test_greedy_rows_are_what_plain_decoding_says(answered, pair):
+        row = answered[prompt["id"]]
+        assert row.prompt == tuple(apply(prompt["messages"], add_generation_prompt=True))
+        assert row.category == "chat"
     plain = Session(pair, DecodeConfig(method="none", max_tokens=MAX_TOKENS))
     greedy = [row for row in answered.values() if row.temperature == 0]
     for row in greedy:
@@ -194,13 +190,6 @@ def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, 
 # Refusals
 
 
-def test_other_settings_do_not_continue_a_file(folder, answered):
-    contents = (folder / "answered.jsonl").read_bytes()
-    with pytest.raises(DFlashError, match="system None, not 'Be brief.'"):
-        run(folder, folder / "answered.jsonl", "--system", "Be brief.")
-    assert (folder / "answered.jsonl").read_bytes() == contents
-
-
 def test_prompts_longer_than_the_context_are_left_out_and_counted(folder, tmp_path, capsys):
     long = {**PROMPTS[0], "id": "long", "messages": [{"role": "user", "content": "x" * 600}]}
     file = write_prompts(tmp_path / "some.jsonl", [*PROMPTS[:3], long])
@@ -235,13 +224,20 @@ def test_bad_options_are_refused_before_the_model_is_loaded(
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_an_id_stands_for_one_prompt(folder, tmp_path, answered):
-    file = write_prompts(tmp_path / "p.jsonl", [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
+def test_a_file_is_continued_with_the_same_settings_and_each_id_stands_for_one_prompt(
+    folder, tmp_path, answered
+):
+    out, file = folder / "answered.jsonl", str(tmp_path / "p.jsonl")
+    contents = out.read_bytes()
+    with pytest.raises(DFlashError, match="system None, not 'Be brief.'"):
+        run(folder, out, "--system", "Be brief.")
+    write_prompts(tmp_path / "p.jsonl", [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
     with pytest.raises(DFlashError, match="'p0'"):
-        run(folder, tmp_path / "c", "--prompts", str(file))
-    write_prompts(file, [{**PROMPTS[0], "messages": PROMPTS[1]["messages"]}])
+        run(folder, tmp_path / "c", "--prompts", file)
+    write_prompts(tmp_path / "p.jsonl", [{**PROMPTS[0], "messages": PROMPTS[1]["messages"]}])
     with pytest.raises(DFlashError, match="answer to another prompt with the id 'p0'"):
-        run(folder, folder / "answered.jsonl", "--prompts", str(file))
+        run(folder, out, "--prompts", file)
+    assert out.read_bytes() == contents
 
 
 # Many at once
@@ -311,17 +307,13 @@ def answered_by(target: Target, jobs: Sequence[Job], most: int, method: str) -> 
     return found
 
 
-@pytest.mark.parametrize("period", [1, 9, 32])
-def test_a_loop_is_cut_after_its_first_repetition(period):
-    cycle = list(range(100, 100 + period))
+def test_a_loop_is_cut_after_its_first_repetition():
     before = [1, 2, 3, 4, 5]
-    enough = max(3 * period, 24)
-    answer = before + (cycle * 40)[:enough]
-    assert loop_end(answer[:-1]) is None
-    assert answer[: loop_end(answer)] == before + cycle * 2
-
-
-def test_no_loop_is_seen_where_there_is_none():
+    for period in (1, 9, 32):
+        cycle = list(range(100, 100 + period))
+        answer = before + (cycle * 40)[: max(3 * period, 24)]
+        assert loop_end(answer[:-1]) is None
+        assert answer[: loop_end(answer)] == before + cycle * 2
     numbers = random.Random(0)
     assert loop_end([]) is None
     assert loop_end([numbers.randrange(3) for _ in range(300)]) is None

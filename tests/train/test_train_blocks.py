@@ -51,23 +51,18 @@ def equal(a: Blocks, b: Blocks) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in vars(a))
 
 
-MASK = 99
-
-
+MASK = 999
 TEXTS = [text_of(30, 4), text_of(21, 9, 100), text_of(12, 11, 200), text_of(40, 1, 300)]
 
 
 # Anchors
 
 
-def test_a_text_opens_blocks_from_the_end_of_its_prompt_to_its_last_but_one_token():
-    assert text_of(9, 4).anchors.tolist() == [3, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize("shape", [(1, 4), (3, 5), (5, 50)])
 def test_an_epoch_has_every_anchor_of_every_text(shape):
     sampler = BlockSampler(TEXTS, 8, shape, seed=0)
     groups = sum(-(-len(text.anchors) // shape[1]) for text in TEXTS)
+    assert text_of(9, 4).anchors.tolist() == [3, 4, 5, 6, 7], "all but the last token"
     wanted = {(i, int(anchor)) for i, text in enumerate(TEXTS) for anchor in text.anchors}
     for epoch in range(2):
         seen = seen_in(sampler, epoch)
@@ -128,6 +123,22 @@ def test_prefixes_follow_their_law(beta, short, least):
     found = np.bincount(drawn, minlength=len(law)) / drawn.size
     assert found.shape == law.shape
     assert (np.abs(found - law) <= 4.5 * np.sqrt(law * (1 - law) / drawn.size)).all()
+
+
+def test_some_masked_blocks_show_tokens_that_teach_nothing_and_the_others_none():
+    sampler = BlockSampler(TEXTS, 8, (2, 40), seed=1, reveal_share=0.5)
+    seen = [sampler.blocks(step) for step in range(6)]
+    shown = np.concatenate([blocks.revealed[:, :, 1:].reshape(-1, 7) for blocks in seen])
+    assert 0.3 < shown.any(axis=-1).mean() < 0.55, "half, some of which happen to show none"
+    assert 0.15 < shown.mean() < 0.35
+    for blocks in seen:
+        assert not (blocks.supervised & blocks.revealed).any()
+        inputs = blocks.inputs(MASK)
+        assert (inputs == blocks.tokens)[blocks.revealed].all()
+        assert (inputs[..., 1:] == MASK)[~blocks.revealed[..., 1:]].all()
+        lengths = np.array([len(TEXTS[row].tokens) for row in blocks.rows])
+        outside = blocks.anchors[..., None] + np.arange(8) >= lengths[:, None, None]
+        assert not blocks.revealed[outside].any() and (inputs[outside] == MASK).all()
 
 
 # Labels and where they are known
@@ -193,10 +204,7 @@ def test_an_epoch_has_about_as_many_anchors_as_begin_rounds_each_once():
         seen = seen_in(sampler, epoch)
         assert set(seen.values()) == {1}
         assert Counter(text for text, _ in seen) == {0: 32, 1: 16}  # 0.45 of 80 and 40, in eights
-
-
-def test_a_text_shorter_than_a_group_fills_it_with_repeats():
-    blocks = RoundStartSampler([text_of(6, 3)], 4, (1, 8), seed=0).blocks(0)
+    blocks = RoundStartSampler([text_of(6, 3)], 4, (1, 8), seed=0).blocks(0)  # has repeats
     assert sorted(set(blocks.anchors[0].tolist())) == [2, 3, 4] and blocks.anchors.size == 8
 
 

@@ -15,19 +15,13 @@ import numpy as np
 import pytest
 from mlx_lm.utils import quantize_model
 
-from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train import compare
-from dflash_mlx.train.compare import ANCHORS, hits_at, measure
 from dflash_mlx.train.config import TrainConfig
-from dflash_mlx.train.data import Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.trainee import mask_token, spread_aux_layers, take_layers
-from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.families import FAMILIES, make_model
 from support.reference_dflash import write_drafter_folder
@@ -36,70 +30,11 @@ from support.tiny_training import (
     CONTEXT,
     Place,
     arrays_of,
-    assert_decoding_accepts_what_was_measured,
     corpus_rows,
     drafter_config,
-    greedy_rows,
     make_trainee,
-    make_trainer,
-    sampled_row,
-    texts_of,
     tiny_target,
 )
-
-RAW = drafter_config()
-BLOCK = RAW["block_size"]
-KNOWN = greedy_rows(8, 30)
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
-    return texts_of(tmp_path_factory.mktemp("features"), KNOWN)
-
-
-@pytest.fixture(scope="module")
-def trained(texts: Texts) -> Trainer:
-    """A drafter that knows eight answers."""
-    shape = {"sequences": 8, "anchors": 16}
-    trainer = make_trainer(texts, RAW, steps=120, learning_rate=1e-2, warmup=10, **shape)
-    list(trainer.losses())
-    return trainer
-
-
-def test_a_drafter_overfits_eight_sequences_and_decoding_accepts_what_was_measured(
-    trained, texts, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(compare, "_CHUNK", 24)  # a text takes several passes
-    assert measure(make_trainee(RAW), texts).tokens_per_round < 1.5
-    assert measure(trained.trainee, texts).tokens_per_round > 6
-    trained.trainee.save(tmp_path)
-    saved, target = DFlashTrainee.read(tmp_path, tiny_target()), tiny_target()
-    pair = Pair(target, None, (BlockModel(saved.network, saved.config, target),))
-    drafter = make_drafter(pair, DecodeConfig("dflash", saved.config.block_size))
-    assert_decoding_accepts_what_was_measured(saved, drafter, KNOWN, texts, 6)
-
-
-# Measuring
-
-
-@pytest.mark.parametrize("prefix", [0, 2, BLOCK - 2])
-def test_a_measurement_is_of_anchors_evenly_spread_in_every_text(trained, tmp_path, prefix):
-    rows = [*KNOWN[:3], *greedy_rows(12, 9, seed=1)[:6], sampled_row("s", KNOWN[4])]
-    texts, expected = texts_of(tmp_path / "cache", rows), []  # more than one batch
-    for i, text in enumerate(texts.texts):
-        anchors = text.anchors[: max(1, len(text.anchors) - prefix)]
-        spread = anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)]
-        found = hits_at(trained.trainee, texts, np.array([i]), spread[None], prefix)[0]
-        differs = text.likely[:-1, 0] != text.tokens[1:]
-        for anchor, hits in zip(spread, found, strict=True):
-            wrong = np.flatnonzero(differs[anchor + prefix : anchor + BLOCK - 1])
-            assert not wrong.size or not hits[wrong[0] + 1 :].any(), "the text went another way"
-        expected += [*found]
-    found = measure(trained.trainee, texts, prefix)
-    assert 0 < np.mean(expected) < 1 and np.array_equal(found.hits, expected)
-    assert found.tokens_per_round == pytest.approx(1 + np.sum(expected, axis=-1).mean())
-    assert found.by_position == pytest.approx(np.mean(expected, axis=0))
-
 
 # Drafters side by side
 
@@ -192,19 +127,12 @@ def words(special: list[int], template: list[int] | None, mask: int | None) -> A
     )
 
 
-@pytest.mark.parametrize(
-    ("special", "template", "mask", "expected"),
-    [
-        ([1, 2, 3, 9], [5], 4, 4),
-        ([1, 2, 3, 5, 8, 9], [5], None, 9),
-        ([1, 2, 3, 6, 7], [5], None, 6),
-        ([1, 2, 3, 6], None, None, 6),
-        ([0, 1, 2, 3], [5], 0, 0),
-    ],
-    ids=["its own", "a spare one", "no role's", "no template", "token 0"],
-)
-def test_the_mask_is_a_token_that_no_conversation_contains(special, template, mask, expected):
-    assert mask_token(words(special, template, mask)) == expected
+def test_the_mask_is_a_token_that_no_conversation_contains():
+    assert mask_token(words([1, 2, 3, 9], [5], 4)) == 4, "its own"
+    assert mask_token(words([0, 1, 2, 3], [5], 0)) == 0, "token 0"
+    assert mask_token(words([1, 2, 3, 5, 8, 9], [5], None)) == 9, "a spare one"
+    assert mask_token(words([1, 2, 3, 6, 7], [5], None)) == 6, "no role's"
+    assert mask_token(words([1, 2, 3, 6], None, None)) == 6, "no template"
     with pytest.raises(DFlashError, match="mask; .*--init"):
         mask_token(words([1, 2, 3, 5, 7], [5], None))
 
@@ -222,13 +150,6 @@ def test_a_new_drafter_has_the_widths_of_the_target(name):
     assert (parsed.block_size, parsed.mask_token_id) == (6, 5)
     assert parsed.layer_windows == (None, None) and parsed.layer_causal == (False, False)
     assert parsed.aux_layers == spread_aux_layers(target, None, 3)
-
-
-def test_a_target_that_does_not_say_its_widths_is_refused():
-    target = Target(make_model("llama"), CONTEXT, "tiny")
-    del target.model.args.intermediate_size
-    with pytest.raises(DFlashError, match="tiny .*--init"):
-        new_drafter(target)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "4 bits"])
@@ -255,11 +176,15 @@ def test_a_warm_start_takes_over_the_last_layers_and_the_final_norm_in_float32(k
     assert {array.dtype for array in arrays_of(network).values()} == {np.dtype(np.float32)}
 
 
-def test_a_target_whose_layers_cannot_be_taken_over_is_refused():
+def test_a_target_of_unknown_widths_or_other_layers_is_refused():
     other = Target(make_model("starcoder2"), CONTEXT, "starcoder2")
     trainee = replace(new_drafter(tiny_target(), layers=2), target=other)
     with pytest.raises(DFlashError, match="starcoder2 .*--start random"):
         take_layers(trainee, [1, 2])
+    target = Target(make_model("llama"), CONTEXT, "tiny")
+    del target.model.args.intermediate_size
+    with pytest.raises(DFlashError, match="tiny .*--init"):
+        new_drafter(target)
 
 
 def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(tmp_path):

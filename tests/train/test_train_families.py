@@ -1,9 +1,9 @@
-"""EAGLE-3 and masked diffusion drafters are trained on what they see when they draft, and learn."""
+"""Drafters of all families learn; what new ones start from; which cannot be trained."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,211 +13,114 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, load_pair
-from dflash_mlx.drafters.eagle3.drafter import Chain
-from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.files import parameters_of, quantize_network
+from dflash_mlx.drafters.networks.files import quantize_network
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.system import cpu_math
 from dflash_mlx.train import compare
-from dflash_mlx.train.blocks import Blocks, BlockSampler, cut_blocks
-from dflash_mlx.train.compare import measure, read_trainee
+from dflash_mlx.train.compare import ANCHORS, hits_at, measure, read_trainee
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
-from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support import masked_formats
 from support.drafter_formats import loaded
-from support.families import VOCAB_SIZE, make_model
-from support.masked_formats import SLIDING, tensors
+from support.families import make_model
 from support.masked_formats import ours as masked
 from support.reference_dflash import write_drafter_folder
 from support.reference_dflash2 import random_tensors, tiny_config
 from support.reference_eagle3 import FORMATS
-from support.reference_eagle3 import ours as eagle
 from support.tiny_training import (
     CONTEXT,
-    TAPS,
     assert_decoding_accepts_what_was_measured,
     corpus_rows,
     drafter_config,
+    eagle_of,
     greedy_rows,
     make_trainee,
+    masked_of,
     sampled_row,
     texts_of,
     tiny_target,
+    trainer_of,
 )
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-ANCHORS = np.array([[5, 9, 17], [12, 7, 29]])  # the last block passes the end of its text
-BLOCK = 5
-EAGLES: dict[str, dict[str, Any]] = {
-    "raw": {},
-    "sliding": {"layer_types": ["sliding_attention"], "sliding_window": 4},
-    "3.1": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-}
-ALL_SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
-MASKED = {
-    "ours": masked(),
-    "head norms and biases": masked(head_norms=True, attention_bias=True),
-    "sliding": masked(**SLIDING),
-    "all sliding": masked(**ALL_SLIDING),
-    "shorter than the block": masked(**{**ALL_SLIDING, "sliding_window": 2}),
-    "one key for all heads": masked(num_key_value_heads=1, final_logit_softcapping=3.0),
-}
-
-
-def eagle_of(block_size: int = BLOCK, **changes: Any) -> EagleTrainee:
-    """With random weights that are no longer small."""
-    raw = {**eagle(**changes), "block_size": block_size, "eagle_config": {IDS: list(TAPS)}}
-    trainee = EagleTrainee.fresh(raw, tiny_target(), 0)
-    larger = [(n, a * 8 if a.ndim > 1 else a) for n, a in parameters_of(trainee.network).items()]
-    trainee.network.load_weights(larger)
-    return trainee
-
-
-def masked_of(raw: dict[str, Any]) -> SpecDiffTrainee:
-    trainee = SpecDiffTrainee.of(raw, tiny_target())
-    trainee.network.load_weights([(n, mx.array(t)) for n, t in tensors(raw, 0).items()])
-    return trainee
+BLOCK = 8
+KNOWN = greedy_rows(8, 30)
 
 
 def greedy_texts(rows: Any) -> Texts:
     return Texts("greedy", [Text.by_itself(row, i) for i, row in enumerate(rows)])
 
 
-def blocks_of(texts: Texts, size: int = BLOCK) -> Blocks:
-    return cut_blocks(texts.texts, np.array([0, 1]), ANCHORS, size, np.zeros((2, 3), int))
-
-
-def showing(blocks: Blocks) -> Blocks:
-    """Some of their tokens, in all places."""
-    shown = np.random.default_rng(0).random(blocks.tokens.shape) < 0.3
-    return replace(blocks, revealed=shown, supervised=blocks.supervised & ~shown)
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
-    greedy, other = greedy_rows(2, 26)
-    return texts_of(tmp_path_factory.mktemp("features"), [greedy, sampled_row("b", other)])
-
-
-# What a block sees
-
-
-@pytest.mark.parametrize("kind", EAGLES)
-def test_a_block_of_eagle_sees_what_a_draft_of_its_tokens_sees(texts, kind):
-    trainee = eagle_of(**EAGLES[kind])
-    model = EagleModel(trainee.network, trainee.config, trainee.target)
-    blocks = blocks_of(texts)
-    states = trainee.states(*trainee.inputs(texts, blocks))
-    assert states.shape == (2, 3, BLOCK, 64) and not states[:, :, 0].any()
-    found = np.array(trainee.logits(states))
-    for s, a in np.ndindex(2, 3):
-        text, anchor = texts.texts[s], int(ANCHORS[s, a])
-        features = texts.features([s], np.zeros(1, int), anchor)[0]
-        context = model.new_context()
-        context.append(mx.array(text.tokens[:anchor]), features)
-        draft = model.begin(context)
-        for step, token in enumerate(blocks.tokens[s, a, :-1].tolist()):
-            expected = np.array(draft.logits(mx.array([token]), [step - 1])[0])
-            assert np.abs(found[s, a, step + 1] - expected).max() < 1e-4
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_a_masked_block_has_the_logits_that_it_has_when_it_is_drafted(name):
-    raw, trainee, texts = MASKED[name], masked_of(MASKED[name]), greedy_texts(greedy_rows(2, 26))
-    blocks = showing(blocks_of(texts, raw["block_size"]))
-    states = trainee.states(*trainee.inputs(texts, blocks))
-    found = np.array(trainee.logits(states))[:, :, 1:]
-    table = np.array(tiny_target().embedding().weight)
-    shown = blocks.inputs(raw["mask_token_id"])
-    for s, a in np.ndindex(blocks.anchors.shape):
-        text = texts.texts[s].tokens[: blocks.anchors[s, a]].tolist()
-        given = raw, tensors(raw), (table, table), text, shown[s, a]
-        assert np.abs(found[s, a] - masked_formats.logits(*given)).max() < 1e-4
-
-
-def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> Trainer:
-    mode = "eagle3" if isinstance(trainee, EagleTrainee) else "specdiff"
-    given = {"steps": 10, "sequences": 2, "anchors": 4, "draft_vocabulary": VOCAB_SIZE, "warmup": 2}
-    return Trainer(trainee, texts, TrainConfig(**{"mode": mode, **given, **settings}))
-
-
-@pytest.mark.parametrize("name", ["raw", "3.1", "ours", "head norms and biases", "sliding masked"])
-def test_gradients_are_the_slopes_of_the_loss_through_all_steps_and_texts(texts, name, monkeypatch):
-    if name in EAGLES:
-        trainee, blocks = eagle_of(**EAGLES[name]), blocks_of(texts)
-    else:
-        trainee = masked_of(MASKED[name.removesuffix(" masked")])
-        blocks = showing(blocks_of(texts))
-    trainer = trainer_of(trainee, texts, loss="decay", soft=0.5)
-    network, batch = trainer.trainee.network, trainer.batch(blocks)
-    value, gradients = trainer._gradients(batch)
-    found = dict(tree_flatten(gradients))
-    assert found.keys() == parameters_of(network).keys()
-    for name, gradient in found.items():
-        own, step = parameters_of(network)[name], 1e-3 * gradient / mx.linalg.norm(gradient)
-        losses = []
-        for sign in (1, -1):
-            network.load_weights([(name, own + sign * step)], strict=False)
-            losses.append(float(trainer._loss(batch)))
-        network.load_weights([(name, own)], strict=False)
-        expected = 2e-3 * float(mx.linalg.norm(gradient))
-        assert losses[0] - losses[1] == pytest.approx(expected, rel=0.02, abs=2e-6), name
-    monkeypatch.setattr(cpu_math, "applies", lambda: False)
-    other, natively = trainer._gradients(batch)
-    assert abs(float(value) - float(other)) < 1e-5
-    for name, gradient in tree_flatten(natively):
-        assert mx.abs(gradient - found[name]).max() < 1e-4 * mx.abs(gradient).max(), name
-
-
-def test_some_masked_blocks_show_tokens_that_teach_nothing_and_the_others_none(texts):
-    sampler = BlockSampler(texts.texts, 8, (2, 40), seed=1, reveal_share=0.5)
-    seen = [sampler.blocks(step) for step in range(6)]
-    shown = np.concatenate([blocks.revealed[:, :, 1:].reshape(-1, 7) for blocks in seen])
-    assert 0.3 < shown.any(axis=-1).mean() < 0.55, "half, some of which happen to show none"
-    assert 0.15 < shown.mean() < 0.35
-    for blocks in seen:
-        assert not (blocks.supervised & blocks.revealed).any()
-        inputs = blocks.inputs(96)
-        assert (inputs == blocks.tokens)[blocks.revealed].all()
-        assert (inputs[..., 1:] == 96)[~blocks.revealed[..., 1:]].all()
-        lengths = np.array([len(texts.texts[row].tokens) for row in blocks.rows])
-        outside = blocks.anchors[..., None] + np.arange(8) >= lengths[:, None, None]
-        assert not blocks.revealed[outside].any() and (inputs[outside] == 96).all()
+    return texts_of(tmp_path_factory.mktemp("features"), KNOWN)
 
 
 # Learning
 
 
-def test_eagle_learns_answers_by_heart_and_decoding_accepts_what_was_measured(tmp_path):
-    known = greedy_rows(8, 24)
-    texts, trainee = texts_of(tmp_path / "features", known), eagle_of(6)
-    assert measure(trainee, texts).tokens_per_round < 1.5
-    shape = {"sequences": 8, "anchors": 8, "short_share": 0.0}
-    list(trainer_of(trainee, texts, steps=60, learning_rate=1e-2, warmup=5, **shape).losses())
-    trainee.save(tmp_path / "drafter")
-    saved = read_trainee(tmp_path / "drafter", tiny_target())
-    assert isinstance(saved, EagleTrainee) and saved.config.aux_layers == TAPS
-    drafter = Chain(EagleModel(saved.network, saved.config, saved.target))
-    assert_decoding_accepts_what_was_measured(saved, drafter, known, texts, 3)
+def learn(trainee: Trainee, texts: Texts, **settings: Any) -> Trainee:
+    list(trainer_of(trainee, texts, sequences=8, **settings).losses())
+    return trainee
 
 
-def test_a_masked_drafter_learns_answers_by_heart_and_decoding_accepts_what_was_measured(tmp_path):
-    known = greedy_rows(8, 30)
-    texts, trainee = greedy_texts(known), masked_of(masked())
-    assert measure(trainee, texts).tokens_per_round < 1.5
-    settings = {"sequences": 8, "anchors": 16, "warmup": 10, "steps": 90, "learning_rate": 8e-3}
-    list(trainer_of(trainee, texts, seed=3, **settings).losses())
+@pytest.fixture(scope="module")
+def trained(texts: Texts) -> Trainee:
+    """A DFlash drafter that knows eight answers."""
+    return learn(make_trainee(), texts, steps=120, learning_rate=1e-2, warmup=10, anchors=16)
+
+
+LEARNERS: dict[str, tuple[Callable[[], Trainee], dict[str, Any], float]] = {
+    "eagle3": (
+        lambda: eagle_of(6),
+        {"steps": 60, "learning_rate": 1e-2, "warmup": 5, "anchors": 8, "short_share": 0.0},
+        3,
+    ),
+    "specdiff": (
+        lambda: masked_of(masked()),
+        {"steps": 90, "learning_rate": 8e-3, "warmup": 10, "anchors": 16, "seed": 3},
+        3,
+    ),
+    "dflash": (make_trainee, {}, 6),
+}
+
+
+@pytest.mark.parametrize("method", LEARNERS)
+def test_a_drafter_learns_answers_by_heart_and_decoding_accepts_what_was_measured(
+    texts, trained, tmp_path, monkeypatch, method
+):
+    monkeypatch.setattr(compare, "_CHUNK", 24)  # a text takes several passes
+    make, settings, least = LEARNERS[method]
+    known = greedy_texts(KNOWN) if method == "specdiff" else texts
+    assert measure(make(), known).tokens_per_round < 1.5
+    trainee = learn(make(), known, **settings) if settings else trained
     trainee.save(tmp_path)
-    saved, target = SpecDiffTrainee.read(tmp_path, tiny_target()), tiny_target()
+    saved, target = read_trainee(tmp_path, tiny_target()), tiny_target()
     pair = Pair(target, None, (loaded(tmp_path, target),))
-    drafter = make_drafter(pair, DecodeConfig("specdiff", saved.config.block_size))
-    assert_decoding_accepts_what_was_measured(saved, drafter, known, texts, 3)
+    drafter = make_drafter(pair, DecodeConfig(method, saved.config.block_size))
+    assert_decoding_accepts_what_was_measured(saved, drafter, KNOWN, known, least)
+
+
+@pytest.mark.parametrize("prefix", [0, 2, BLOCK - 2])
+def test_a_measurement_is_of_anchors_evenly_spread_in_every_text(trained, tmp_path, prefix):
+    rows = [*KNOWN[:3], *greedy_rows(12, 9, seed=1)[:6], sampled_row("s", KNOWN[4])]
+    texts, expected = texts_of(tmp_path / "cache", rows), []  # more than one batch
+    for i, text in enumerate(texts.texts):
+        anchors = text.anchors[: max(1, len(text.anchors) - prefix)]
+        spread = anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)]
+        found = hits_at(trained, texts, np.array([i]), spread[None], prefix)[0]
+        differs = text.likely[:-1, 0] != text.tokens[1:]
+        for anchor, hits in zip(spread, found, strict=True):
+            wrong = np.flatnonzero(differs[anchor + prefix : anchor + BLOCK - 1])
+            assert not wrong.size or not hits[wrong[0] + 1 :].any(), "the text went another way"
+        expected += [*found]
+    found = measure(trained, texts, prefix)
+    assert 0 < np.mean(expected) < 1 and np.array_equal(found.hits, expected)
+    assert found.tokens_per_round == pytest.approx(1 + np.sum(expected, axis=-1).mean())
+    assert found.by_position == pytest.approx(np.mean(expected, axis=0))
 
 
 # What they start from

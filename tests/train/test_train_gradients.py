@@ -1,8 +1,9 @@
-"""The loss of a training step and its gradients are as worked out in NumPy float64."""
+"""What blocks see, the loss of a training step and its gradients, as NumPy works them out."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,52 +11,39 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
+from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.loss import cross_entropy
+from dflash_mlx.train.specdiff import SpecDiffTrainee
+from dflash_mlx.train.trainee import Trainee
+from support import masked_formats, reference_eagle3
 from support.families import VOCAB_SIZE
 from support.family_configs import sliding
-from support.reference_dflash import hidden_states, random_drafter
+from support.masked_formats import ours as masked
+from support.reference_dflash import hidden_states
 from support.tiny_training import (
     drafter_config,
+    eagle_of,
     greedy_rows,
-    make_trainer,
+    make_trainee,
+    masked_of,
     sampled_row,
     texts_of,
     tiny_target,
+    trainer_of,
 )
 
 BLOCK = 5
-ENTRIES = 1  # drawn in every tensor, beside the one with the largest gradient
 STEP = 1e-4
 ANCHORS = np.array([[5, 9, 17], [12, 7, 29]])  # the last block passes the end of its text
-PREFIXES = {
-    "dflash": np.zeros((2, 3), np.int64),
-    "variable-prefix": np.array([[0, 3, 1], [2, 0, 1]]),
-}
-
-SOFT = 0.5  # where a case does not say
-CASES = {
-    "decay, labels all soft": {"loss": "decay", "soft": 1.0},
-    "decay, variable prefix": {"loss": "decay", "mode": "variable-prefix", "tau": 0.7},
-    "dpace, variable prefix": {"loss": "dpace", "mode": "variable-prefix"},
-    "dpace, hard labels": {"loss": "dpace", "soft": 0.0, "alpha": 0.2},
-    "a small draft vocabulary": {"loss": "dpace", "draft_vocabulary": 20, "soft": 0.7},
-}
-CONFIGS = {
-    "full": drafter_config(block_size=BLOCK),
-    "mixed, scaled and capped": drafter_config(
-        block_size=BLOCK,
-        **sliding("SF", 4),
-        dflash_config={
-            "input_embedding_scale": 2.0,
-            "output_multiplier": 0.6,
-            "final_logit_softcapping": 3.0,
-        },
-    ),
-}
+NONE, SOME = np.zeros((2, 3), np.int64), np.array([[0, 3, 1], [2, 0, 1]])  # visible drafts
+SCALED = {"input_embedding_scale": 2.0, "output_multiplier": 0.6, "final_logit_softcapping": 3.0}
 LAYERS = {
+    "full": drafter_config(),
+    "mixed, scaled and capped": drafter_config(**sliding("SF", 4), dflash_config=SCALED),
     "causal": drafter_config(is_causal=True),
     "sliding": drafter_config(**sliding("SS", 12)),
     "shorter than the block": drafter_config(**sliding("SS", 3)),
@@ -63,6 +51,29 @@ LAYERS = {
     "sliding over one position": drafter_config(**sliding("SS", 1)),
     "mixed": drafter_config(**sliding("SFS", 6), num_key_value_heads=1),
     "a key for every head": drafter_config(num_key_value_heads=4, rope_theta=500.0),
+}
+EAGLES: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle, sliding": sliding("S", 4),
+    "eagle 3.1": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+}
+MASKED = {
+    "masked": masked(),
+    "masked, head norms and biases": masked(head_norms=True, attention_bias=True),
+    "masked, sliding": masked(**masked_formats.SLIDING),
+    "masked, all sliding": masked(**sliding("SS", 5)),
+    "masked, shorter than the block": masked(**sliding("SS", 2)),
+    "masked, one key": masked(num_key_value_heads=1, final_logit_softcapping=3.0),
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # of which drafter, and with what settings
+    "decay, labels all soft": ("full", {"loss": "decay", "soft": 1.0}),
+    "decay, variable prefix": ("full", {"mode": "variable-prefix", "loss": "decay", "tau": 0.7}),
+    "dpace, variable prefix": ("full", {"mode": "variable-prefix"}),
+    "dpace, hard labels": ("full", {"soft": 0.0, "alpha": 0.2}),
+    "a small draft vocabulary": ("full", {"draft_vocabulary": 20, "soft": 0.7}),
+    "capped": ("mixed, scaled and capped", {"mode": "variable-prefix"}),
+    **{name: (name, {"loss": "decay"}) for name in ("eagle", "eagle 3.1", "masked, sliding")},
+    "biased": ("masked, head norms and biases", {}),
 }
 
 
@@ -72,41 +83,72 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return texts_of(tmp_path_factory.mktemp("features"), [greedy, sampled_row("b", other)])
 
 
+def trainee_of(kind: str) -> Trainee:
+    if kind in EAGLES:
+        return eagle_of(**EAGLES[kind])
+    return masked_of(MASKED[kind]) if kind in MASKED else make_trainee(LAYERS[kind])
+
+
+def blocks_of(
+    texts: Texts, trainee: Trainee, prefixes: Any = NONE, size: int = BLOCK, anchors: Any = ANCHORS
+) -> Blocks:
+    """Those of a masked drafter show some of their tokens, in all places."""
+    blocks = cut_blocks(texts.texts, np.array([0, 1]), anchors, size, prefixes)
+    if not isinstance(trainee, SpecDiffTrainee):
+        return blocks
+    shown = np.random.default_rng(0).random(blocks.tokens.shape) < 0.3
+    return replace(blocks, revealed=shown, supervised=blocks.supervised & ~shown)
+
+
 class Loss:
     """The loss of some blocks in float64, as a function of the drafter's weights."""
 
-    def __init__(self, raw: dict[str, Any], texts: Texts, blocks: Blocks, **settings: Any) -> None:
-        self.raw, self.texts, self.blocks, self.settings = raw, texts, blocks, settings
-        self.tensors = {k: v.astype(np.float64) for k, v in random_drafter(raw).items()}
-        self.embedding = np.array(tiny_target().embedding().weight, np.float64)
-        answers = [int(t) for s in texts.texts for t in s.tokens[s.prompt_length :]]
-        counts = Counter(answers)
+    def __init__(self, trainee: Trainee, texts: Texts, blocks: Blocks, **settings: Any) -> None:
+        self.raw, self.trainee, self.texts, self.blocks = trainee.raw, trainee, texts, blocks
+        self.settings = {"loss": "dpace", "soft": 0.5, **settings}
+        weights = parameters_of(trainee.network).items()
+        self.tensors = {name: np.array(array, np.float64) for name, array in weights}
+        self.table = np.array(tiny_target().embedding().weight, np.float64)
+        counts = Counter(int(t) for s in texts.texts for t in s.tokens[s.prompt_length :])
         by_frequency = sorted(range(VOCAB_SIZE), key=lambda token: (-counts[token], token))
         self.words = by_frequency[: settings.get("draft_vocabulary", VOCAB_SIZE)]
         self.trained = blocks.supervised & np.isin(blocks.labels, self.words)
         self.weights = self._weights(np.exp(-self.losses(soft=0.0)))
 
+    def logits(self, s: int, a: int) -> np.ndarray:
+        """[B - 1, V] of a block that is drafted alone, behind its anchor."""
+        anchor, tables = int(self.blocks.anchors[s, a]), (self.table, self.table)
+        before, tokens = self.texts.texts[s].tokens[:anchor], self.blocks.tokens[s, a]
+        given, dflash = (self.tensors, self.raw), self.raw.get("dflash_config", {})
+        if isinstance(self.trainee, SpecDiffTrainee):
+            shown = self.blocks.inputs(masked_formats.MASK)[s, a]
+            return masked_formats.logits(*given[::-1], tables, before, shown)
+        features = np.array(self.texts.features([s], np.zeros(1, int), anchor)[0], np.float64)
+        if isinstance(self.trainee, EagleTrainee):
+            known = *given, tables, before, features
+            steps = range(1, len(tokens))
+            return np.stack([reference_eagle3.logits(*known, tokens[:n]) for n in steps])
+        x = self.table[self.blocks.inputs(dflash["mask_token_id"])[s, a]]
+        hidden = hidden_states(*given, x * dflash.get("input_embedding_scale", 1.0), features)
+        logits = hidden[1:] @ self.table.T * dflash.get("output_multiplier", 1.0)
+        cap = dflash.get("final_logit_softcapping")
+        return np.tanh(logits / cap) * cap if cap else logits
+
     def losses(self, soft: float | None = None) -> np.ndarray:
         """- sum of p(word) * log q(word) where it is trained, 0 elsewhere; [S, A, B]."""
-        dflash, result = self.raw["dflash_config"], np.zeros(self.trained.shape)
-        inputs = self.blocks.inputs(dflash["mask_token_id"])
+        result = np.zeros(self.trained.shape)
         for s, a in np.ndindex(self.blocks.anchors.shape):
-            anchor = int(self.blocks.anchors[s, a])
-            features = np.array(self.texts.features([s], np.zeros(1, int), anchor)[0], np.float64)
-            x = self.embedding[inputs[s, a]] * dflash.get("input_embedding_scale", 1.0)
-            hidden = hidden_states(self.tensors, self.raw, x, features)
-            logits = hidden @ self.embedding[self.words].T * dflash.get("output_multiplier", 1.0)
-            if cap := dflash.get("final_logit_softcapping"):
-                logits = np.tanh(logits / cap) * cap
+            logits = self.logits(s, a)[:, self.words]
             for k in np.flatnonzero(self.trained[s, a]):
                 for word, share in self.shares((s, a, k), soft).items():
-                    log_q = logits[k, self.words.index(word)] - np.log(np.exp(logits[k]).sum())
+                    row = logits[k - 1]
+                    log_q = row[self.words.index(word)] - np.log(np.exp(row).sum())
                     result[s, a, k] -= share * log_q
         return result
 
     def shares(self, at: tuple[int, int, int], soft: float | None) -> dict[int, float]:
         """What the drafter should give the words at a position: all of them, 1."""
-        soft = self.settings.get("soft", SOFT) if soft is None else soft
+        soft = self.settings["soft"] if soft is None else soft
         likely, p = self.blocks.likely[at].tolist(), self.blocks.shares[at].tolist()
         kept = {word: share for word, share in zip(likely, p, strict=True) if word in self.words}
         result = {word: soft * share / sum(kept.values()) for word, share in kept.items()}
@@ -143,72 +185,63 @@ class Loss:
         return result
 
 
-def blocks_of(texts: Texts, mode: str = "dflash", size: int = BLOCK) -> Blocks:
-    return cut_blocks(texts.texts, np.array([0, 1]), ANCHORS, size, PREFIXES[mode])
-
-
 def gradients(
-    texts: Texts, raw: dict[str, Any], blocks: Blocks, **settings: Any
-) -> tuple[float, Any]:
+    trainee: Trainee, texts: Texts, blocks: Blocks, **settings: Any
+) -> tuple[float, dict[str, np.ndarray]]:
     """The loss of a training step, and its gradient for every tensor."""
-    trainer = make_trainer(texts, raw, **{"soft": SOFT, **settings})
+    trainer = trainer_of(trainee, texts, **{"soft": 0.5, **settings})
     loss, found = trainer._gradients(trainer.batch(blocks))
     return float(loss), {name: np.array(array) for name, array in tree_flatten(found)}
 
 
-@pytest.mark.parametrize(
-    ("case", "config"),
-    [*((case, "full") for case in CASES), ("dpace, variable prefix", "mixed, scaled and capped")],
-)
-def test_gradients_are_the_slopes_of_the_loss(texts, config, case):
-    settings = CASES[case]
-    blocks = blocks_of(texts, settings.get("mode", "dflash"))
-    value, found = gradients(texts, CONFIGS[config], blocks, **settings)
-    loss = Loss(CONFIGS[config], texts, blocks, **settings)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_the_slopes_of_the_loss(texts, case, monkeypatch):
+    kind, settings = CASES[case]
+    trainee = trainee_of(kind)
+    blocks = blocks_of(texts, trainee, SOME if "mode" in settings else NONE)
+    value, found = gradients(trainee, texts, blocks, **settings)
+    loss = Loss(trainee, texts, blocks, **settings)
     assert abs(value - loss()) < 1e-5
     assert found.keys() == loss.tensors.keys()
     rng = np.random.default_rng(0)
     for name, gradient in found.items():
         largest = np.unravel_index(np.abs(gradient).argmax(), gradient.shape)
-        places = [tuple(rng.integers(gradient.shape)) for _ in range(ENTRIES)]
         assert abs(gradient[largest]) > 1e-5
-        for at in [largest, *places]:
+        for at in (largest, tuple(rng.integers(gradient.shape))):
             error = abs(loss.slope(name, at) - gradient[at])
             assert error < 1e-3 * abs(gradient[largest]), (name, at)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_mlx_own_functions_give_the_same_gradients(texts, case, monkeypatch):
-    given = CONFIGS["full"], blocks_of(texts, CASES[case].get("mode", "dflash"))
-    value, found = gradients(texts, *given, **CASES[case])
-    monkeypatch.setattr(cpu_math, "applies", lambda: False)
-    other_value, other = gradients(texts, *given, **CASES[case])
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)  # MLX's own functions
+    other_value, other = gradients(trainee, texts, blocks, **settings)
     assert abs(value - other_value) < 1e-5
     for name, gradient in found.items():
         assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
 
 
+@pytest.mark.parametrize("kind", [*LAYERS, *EAGLES, *MASKED])
+def test_blocks_in_one_pass_have_the_logits_that_each_has_alone(texts, kind):
+    trainee = trainee_of(kind)
+    size, prefixes = (8, SOME) if kind in LAYERS else (6, NONE)
+    blocks = blocks_of(texts, trainee, prefixes, size)
+    states = trainee.states(*trainee.inputs(texts, blocks))
+    found, loss = np.array(trainee.logits(states)), Loss(trainee, texts, blocks)
+    for s, a in np.ndindex(ANCHORS.shape):
+        assert np.abs(found[s, a, 1:] - loss.logits(s, a)).max() < 1e-4
+
+
 @pytest.mark.parametrize("loss", ["decay", "dpace"])
-@pytest.mark.parametrize("anchors", [ANCHORS, np.zeros((2, 3), np.int64)], ids=["", "no context"])
+@pytest.mark.parametrize("anchors", [ANCHORS, NONE], ids=["", "no context"])
 def test_a_shorter_block_has_the_loss_of_its_own_positions(texts, loss, anchors):
-    blocks = cut_blocks(texts.texts, np.array([0, 1]), anchors, 3, PREFIXES["dflash"])
-    value, _ = gradients(texts, CONFIGS["full"], blocks, loss=loss)
-    assert abs(value - Loss(CONFIGS["full"], texts, blocks, loss=loss)()) < 1e-5
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_blocks_in_one_pass_see_what_each_sees_alone(texts, kind):
-    raw = LAYERS[kind]
-    blocks = blocks_of(texts, "variable-prefix", size=8)
-    value, _ = gradients(texts, raw, blocks, loss="decay")
-    assert abs(value - Loss(raw, texts, blocks, loss="decay")()) < 1e-5
+    trainee = make_trainee()
+    blocks = blocks_of(texts, trainee, size=3, anchors=anchors)
+    value, _ = gradients(trainee, texts, blocks, loss=loss)
+    assert abs(value - Loss(trainee, texts, blocks, loss=loss)()) < 1e-5
 
 
 def test_blocks_that_have_nothing_to_learn_change_nothing(texts):
     last = np.array([[len(text.tokens) - 2] * 3 for text in texts.texts])
-    behind = np.full(last.shape, 2)
-    blocks = cut_blocks(texts.texts, np.array([0, 1]), last, BLOCK, behind)
-    value, found = gradients(texts, CONFIGS["full"], blocks)
+    trainee = make_trainee()
+    blocks = blocks_of(texts, trainee, np.full(last.shape, 2), anchors=last)
+    value, found = gradients(trainee, texts, blocks)
     assert not blocks.supervised.any()
     assert value == 0.0
     assert not any(gradient.any() for gradient in found.values())

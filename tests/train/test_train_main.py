@@ -120,27 +120,20 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(place, monkeyp
     assert all(again[name].tobytes() == through[name].tobytes() for name in again)
 
 
-def test_a_finished_run_stays_as_it_is_until_more_steps_are_asked_for(place):
+def test_a_finished_run_goes_on_with_more_steps_though_a_kill_spoiled_its_history(place):
     place.train(steps=2)
     before = files(place.out)
     place.train(steps=2)
     assert files(place.out) == before
-    place.train(steps=3)
-    assert [record["step"] for record in place.history()] == [0, 2, 3]
-
-
-@pytest.mark.parametrize("killed", ["in a line", "before its state was saved"])
-def test_a_kill_around_the_writing_of_the_history_is_survived(place, killed):
-    place.train(steps=2)
-    ahead = json.dumps({**place.history()[-1], "step": 9}) + "\n"
-    with (place.out / "history.jsonl").open("a") as file:
-        file.write(ahead[:15] if killed == "in a line" else ahead)
-    for steps in (3, 4):
+    file = place.out / "history.jsonl"
+    ahead = json.dumps({**place.history()[-1], "step": 9}) + "\n"  # its state was not yet saved
+    for steps, added in ((3, ahead), (4, ahead[:15]), (5, "")):
+        file.write_text(file.read_text() + added)
         place.train(steps=steps)
-    assert [record["step"] for record in place.history()] == [0, 2, 3, 4]
-    (place.out / "history.jsonl").write_text('{"steps": 2}\n')
+    assert [record["step"] for record in place.history()] == [0, 2, 3, 4, 5]
+    file.write_text('{"steps": 2}\n')
     with pytest.raises(DFlashError, match="history.jsonl"):
-        place.train(steps=5)
+        place.train(steps=6)
 
 
 def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
@@ -169,18 +162,30 @@ def test_what_training_does_not_change_is_saved_as_it_was(place):
         assert np.array_equal(weights[name], rounded)
 
 
-def test_a_run_is_not_continued_with_another_drafter_or_corpus(place):
-    alike = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
-    init = place.drafter(**alike, dflash_config={"target_layer_ids": [1]})  # but for the mask
-    place.train(init=init, steps=2)
+ALIKE = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
+ALIKE |= {"dflash_config": {"target_layer_ids": [1]}}  # as a new one, but for the mask
+OTHER_RUNS: dict[str, Callable[[Place], dict[str, Any]]] = {
+    "mode 'dflash', not 'variable-prefix'": lambda _: {"mode": "variable-prefix"},
+    "seed 0, not 9": lambda _: {"seed": 9},
+    "mask_token_id 5, not 8": lambda _: {"init": None},
+    r"layer_windows \[None\], not \[None, None\]": lambda p: {
+        "init": p.drafter(**{**ALIKE, "num_hidden_layers": 2})
+    },
+    "rope .*10000.*, not .*500000": lambda p: {"init": p.drafter(**ALIKE, rope_theta=5e5)},
+    "data 'corpus-.*', not 'c-": lambda p: {"corpus": p.write("c.jsonl", corpus_rows()[:5])},
+}
+
+
+def test_a_run_is_not_continued_as_another_one(place):
+    place.train(init=place.drafter(**ALIKE), steps=2)
     before = files(place.out)
-    with pytest.raises(DFlashError, match="mask_token_id 5, not 8"):
-        place.train(steps=3)
-    other = place.write("c.jsonl", corpus_rows()[:5])
-    with pytest.raises(DFlashError, match="data 'corpus-.*', not 'c-"):
-        place.train(init=init, steps=3, corpus=other)
-    assert files(place.out) == before
-    place.train(init=init, steps=3)
+    for named, change in OTHER_RUNS.items():
+        options = {"init": place.drafter(**ALIKE), **change(place)}
+        with pytest.raises(DFlashError, match=named) as failure:
+            place.train(**options, steps=3)
+        assert str(place.out) in failure.value.what and "--out" in failure.value.next_step
+        assert files(place.out) == before
+    place.train(init=place.drafter(**ALIKE), steps=3)
 
 
 # Refusals, before work starts and without touching a file
@@ -211,6 +216,7 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "a folder of other files": (lambda p: {"out": p.root}, "no run to continue"),
     "a file in its place": (lambda p: {"out": p.corpus}, "no run to continue"),
     "a folder for a picture": (lambda p: {"plot": p.root}, "is a folder"),
+    "no matplotlib": (lambda p: {"plot": p.root / "run.png"}, "matplotlib"),
     "neither steps nor minutes": ({"steps": None}, "no end"),
     "steps and minutes": ({"minutes": 1}, "two ends"),
     "more layers than there are, of no kind": (
@@ -240,6 +246,8 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
 def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypatch, capsys, case):
     change, named = REFUSED[case]
     options = change if isinstance(change, dict) else change(place)
+    if named == "matplotlib":
+        monkeypatch.setitem(sys.modules, named, None)
     before = files(place.root)
     monkeypatch.setattr("sys.argv", ["train", *place.words(**options)])
     with pytest.raises(SystemExit) as left:
@@ -280,10 +288,3 @@ def test_without_a_folder_features_go_to_the_users_cache_of_now(place, monkeypat
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: now / name)
     read_texts(DataConfig((place.corpus,)), load_target(str(place.model)), (0, 2))
     assert [f.name for f in (now / "dflash-chat").iterdir()] == ["features"]
-
-
-def test_a_picture_without_matplotlib_is_refused_before_work_starts(place, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(DFlashError, match="matplotlib"):
-        place.train(plot=place.root / "run.png")
-    assert not place.out.exists()

@@ -83,6 +83,8 @@ def test_times_are_kept_for_each_model(target, monkeypatch, tmp_path):
     assert stored_times(other, tmp_path) is None
     keep_times(other, times, tmp_path)
     assert {model_of(file) for file in tmp_path.iterdir()} == {target.name, "another"}
+    target.kv_bits = 8
+    assert stored_times(target, tmp_path) is None, "of another kind of storage"
 
 
 DAMAGES = [

@@ -26,120 +26,86 @@ from dflash_mlx.verifier.sequence import Rows
 from kernels_metal.emulator import Run, emulated
 from kernels_metal.shared_input import SHARED_INPUT, apart, together
 from kernels_metal.verify_qmm import GROUPS
-from support.decoding import ids_of, tree_of
-from support.families import FAMILIES, VOCAB_SIZE, make_model
-from support.hybrids import fresh
+from support.families import VOCAB_SIZE, make_model
+from support.hybrids import BLOCKS, PROMPT, changed_target, fresh, pass_over, through_both
 from support.kernels import arguments, assert_close, exact
 
-TREE = tree_of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
-PROMPT = list(range(11))
-ROWS = mx.arange(9)
 SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def make_target(
-    monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = 4, **changes: Any
-) -> Target:
-    monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **SHAPE, **changes})
-    model = make_model(name)
-    for i, (path, norm) in enumerate(model.named_modules()):
+def make_target(name: str, bits: int | None = 4, **changes: Any) -> Target:
+    target = changed_target(name, bits, **{**SHAPE, **changes})
+    for i, (path, norm) in enumerate(target.model.named_modules()):
         if path.endswith(("q_norm", "k_norm")):
             norm.weight = 1 + 0.3 * mx.random.normal(norm.weight.shape, key=mx.random.key(i))
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
-    return Target(model, 200, name)
+    return target
 
 
-def pass_over(target: Target, rows: mx.array, block: Block) -> tuple[mx.array, Run]:
-    """Logits behind the prompt, and what ran in the emulator for this pass alone."""
-    with emulated():
-        sequence = fresh(target, PROMPT)
-        mx.eval(sequence.arrays)
-    with emulated() as run:
-        logits, _ = target.forward(rows, sequence, block)
-        mx.eval(logits)
-    return logits, run
-
-
-BLOCKS = {
-    "one": (mx.array([5]), Block(1)),
-    "chain": (mx.array([5, 6, 7]), Block(3)),
-    "tree": (ids_of(TREE), Block.of(TREE)),
-    "last": (mx.arange(9), Block(9, last_only=True)),
-}
-
-
-def through_both(target: Target, block: str = "tree") -> Run:
-    """What ran in the emulator, after a look that it gave what stock MLX gives."""
-    stock, _ = pass_over(target, *BLOCKS[block])
-    target.use_kernels("on")
-    ours, run = pass_over(target, *BLOCKS[block])
-    assert mx.abs(ours - stock).max().item() < 2e-4
-    return run
+def products(run: Run) -> int:
+    return sum(counters.kernel.startswith("verify_qmm") for counters in run.counters)
 
 
 @pytest.mark.parametrize(
     ("name", "block", "bits", "changes"),
     [
-        *(("qwen3", block, 4, {}) for block in BLOCKS),
+        *(("qwen3", block, 4, {}) for block in ("one", "chain", "tree", "last")),
         ("qwen3_moe", "tree", 4, {}),
         ("qwen3", "tree", None, {}),
         ("qwen3", "tree", 4, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("qwen3", "tree", 4, {"head_dim": 16}),  # which the kernel does not take
     ],
 )
-def test_norms_and_rope_are_one_launch_and_agree_with_stock_mlx(
-    monkeypatch, name, block, bits, changes
-):
-    target = make_target(monkeypatch, name, bits, **changes)
+def test_norms_and_rope_are_one_launch_and_agree_with_stock_mlx(name, block, bits, changes):
+    target = make_target(name, bits, **changes)
     taken = 0 if "head_dim" in changes else target.num_layers
     assert len(through_both(target, block).of("norm_rope")) == taken
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_gate_and_up_are_one_product_that_is_gated_at_once(monkeypatch, name):
-    target = make_target(monkeypatch, name)
+def test_gate_and_up_are_one_product_that_is_gated_at_once(name):
+    target = make_target(name)
     run = through_both(target, "chain")
-    products = [c for c in run.counters if c.kernel.startswith("verify_qmm")]
-    sizes = [c.buffers["y"].size // 4 // 3 for c in products]
+    launches = [c for c in run.counters if c.kernel.startswith("verify_qmm")]
+    sizes = [c.buffers["y"].size // 4 // 3 for c in launches]
     inner = target.model.layers[0].mlp.gate_proj["weight"].shape[0]
     assert sizes.count(inner) == target.num_layers and 2 * inner not in sizes
     assert any("x2/4/" in case for case in target.kernels.choices)  # a case of its own
 
 
-def test_sequences_side_by_side_are_normed_together_and_attend_alone(monkeypatch):
-    target = make_target(monkeypatch, "qwen3")
+def test_sequences_side_by_side_are_normed_together_and_attend_alone():
+    target = make_target("qwen3")
     target.use_kernels("on")
+    blocks = [BLOCKS[name] for name in ("chain", "tree")]
     with emulated() as run:
         assert target.joins
-        rows = [(mx.array([5, 6]), fresh(target, PROMPT), Block(2))]
-        rows += [(ids_of(TREE), fresh(target, PROMPT), Block.of(TREE))]
+        rows = [Rows(tokens, fresh(target, PROMPT), block) for tokens, block in blocks]
         before = len(run.of("norm_rope"))
-        found = target.forward_all([Rows(*each) for each in rows])
+        found = target.forward_all(rows)
         mx.eval([logits for logits, _ in found])
         assert len(run.of("norm_rope")) == before + target.num_layers
     target.use_kernels("off")
-    for (tokens, _, block), (logits, _) in zip(rows, found, strict=True):
+    for (tokens, block), (logits, _) in zip(blocks, found, strict=True):
         alone, _ = target.forward(tokens, fresh(target, PROMPT), block)
         assert mx.abs(alone - logits).max().item() < 2e-4
 
 
-@pytest.mark.parametrize("which", ["q_norm", "k_norm"])
-def test_norms_that_were_changed_under_the_hooks_count(monkeypatch, which):
-    target = make_target(monkeypatch, "qwen3")
+@pytest.mark.parametrize("member", ["q_norm", "k_norm", "q_proj", "v_proj", "o_proj"])
+def test_weights_that_were_changed_under_the_hooks_count(member):
+    target = make_target("qwen3" if member.endswith("norm") else "llama")
     target.use_kernels("on")
-    before, _ = pass_over(target, *BLOCKS["chain"])
-    norm = target.model.layers[0].self_attn[which]
-    norm.weight = 3 * norm.weight
-    ours, _ = pass_over(target, *BLOCKS["chain"])
+    before, _ = pass_over(target, "chain")
+    module = target.model.layers[0].self_attn[member]
+    for name in ("weight",) if member.endswith("norm") else ("scales", "biases"):
+        module[name] = 3 * module[name]
+    ours, _ = pass_over(target, "chain")
     target.use_kernels("off")
-    stock, _ = pass_over(target, *BLOCKS["chain"])
+    stock, _ = pass_over(target, "chain")
     assert mx.abs(ours - stock).max().item() < 2e-4
     assert mx.abs(ours - before).max().item() > 1e-2
 
 
-def test_a_prompt_and_a_batch_take_the_stock_steps(monkeypatch):
-    target, prompt = make_target(monkeypatch, "qwen3"), mx.arange(100) % VOCAB_SIZE
+def test_a_prompt_and_a_batch_take_the_stock_steps():
+    target, prompt = make_target("qwen3"), mx.arange(100) % VOCAB_SIZE
     target.use_kernels("on")
     with emulated() as run:
         logits, _ = target.forward(prompt, target.new_cache(), Block(100))
@@ -182,50 +148,27 @@ def test_modules_are_known_by_where_their_call_is_written():
 # Products of one input as one: what they give, what they keep, and when they go alone
 
 
-def tiny(name: str = "llama", bits: int = 4) -> Target:
-    model = make_model(name)
-    nn.quantize(model, group_size=32, bits=bits)
-    return Target(model, 200, name)
-
-
-def logits(target: Target, rows: mx.array = ROWS) -> mx.array:
-    found, _ = target.forward(rows, target.new_cache(), Block(rows.size))
-    mx.eval(found)
-    return found
-
-
-def through_kernels(target: Target) -> tuple[mx.array, Run]:
-    target.use_kernels("on")
-    with emulated() as run:
-        return logits(target), run
-
-
-def products(run: Run) -> int:
-    return sum(counters.kernel.startswith("verify_qmm") for counters in run.counters)
-
-
-def bytes_of(target: Target) -> int:
-    return sum(array.nbytes for _, array in target.parameters())
+# Products of one input
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])  # the second with a bias
 @pytest.mark.parametrize("bits", [4, 8])
 def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up(name, bits):
-    target = tiny(name, bits)
-    stock, size = logits(target), bytes_of(target)
-    ours, run = through_kernels(target)
+    target = changed_target(name, bits)
+    (stock, _), parameters = pass_over(target, "nine"), target.parameters()
+    run = through_both(target, "nine")
     assert products(run) == 4 * target.num_layers + 1
-    assert mx.abs(ours - stock).max().item() < 1e-4
-    assert bytes_of(target) == size
+    sizes = [sum(array.nbytes for _, array in each) for each in (parameters, target.parameters())]
+    assert sizes[0] == sizes[1]
     assert any(case.startswith("shared_input/9/") for case in target.kernels.choices)
     target.use_kernels("off")
-    assert mx.array_equal(logits(target), stock)  # the weights are views, and the same
+    assert mx.array_equal(pass_over(target, "nine")[0], stock)  # weights are views, and the same
 
 
 def test_weights_are_stored_once_and_the_modules_see_them():
-    target = tiny()
+    target = changed_target("llama", 4)
     attention = target.model.layers[0].self_attn
-    through_kernels(target)
+    through_both(target, "nine")
     before = mx.get_active_memory()
     parts = [m["weight"] for m in (attention.q_proj, attention.k_proj, attention.v_proj)]
     mx.eval([part + 0 for part in parts])
@@ -235,41 +178,23 @@ def test_weights_are_stored_once_and_the_modules_see_them():
     assert mx.get_active_memory() <= before + sum(part.nbytes for part in parts)
 
 
-def test_a_pass_leaves_nothing_behind_and_a_long_one_goes_alone():
-    target = tiny()
-    through_kernels(target)
+def test_a_pass_leaves_nothing_behind_a_long_one_goes_alone_and_other_dtypes_are_joined_anew():
+    target = changed_target("llama", 4)
+    through_both(target, "nine")
     hooked = target.model.layers[0].self_attn.q_proj
     group = type(hooked).__call__.__closure__[0].cell_contents
     assert group._x is None and group._parts == {}
-    with emulated() as run:
-        logits(target, mx.arange(40))  # more rows than kernels take
+    with emulated() as run:  # more rows than kernels take
+        mx.eval(target.forward(mx.arange(40), target.new_cache(), Block(40))[0])
     assert products(run) == 0
-
-
-@pytest.mark.parametrize("member", ["q_proj", "v_proj", "o_proj"])
-def test_weights_that_were_changed_under_the_hooks_count(member):
-    target = tiny()
-    before, _ = through_kernels(target)
-    module = target.model.layers[0].self_attn[member]
-    module["scales"], module["biases"] = 3 * module["scales"], 3 * module["biases"]
-    with emulated():
-        ours = logits(target)
-    target.use_kernels("off")
-    assert mx.abs(ours - logits(target)).max().item() < 1e-4
-    assert mx.abs(ours - before).max().item() > 1e-2
-
-
-def test_a_model_of_another_dtype_is_put_side_by_side_again():
-    target = tiny()
-    through_kernels(target)
     target.model.set_dtype(mx.bfloat16)
-    with emulated() as run:
-        assert logits(target).dtype == mx.bfloat16
+    logits, run = pass_over(target, "nine")
+    assert logits.dtype == mx.bfloat16
     assert products(run) == 4 * target.num_layers + 1
 
 
 def test_modules_that_are_not_all_called_go_alone_from_then_on():
-    target = tiny()
+    target = changed_target("llama", 4)
     target.use_kernels("on")
     attention = target.model.layers[0].self_attn
     x = mx.random.normal((1, 6, 64), key=mx.random.key(0))
@@ -285,7 +210,7 @@ def test_modules_that_are_not_all_called_go_alone_from_then_on():
 
 
 def test_members_may_be_called_in_any_order_and_twice():
-    target = tiny()
+    target = changed_target("llama", 4)
     target.use_kernels("on")
     mlp = target.model.layers[0].mlp
     x = mx.random.normal((1, 6, 64), key=mx.random.key(0))

@@ -5,7 +5,6 @@ import re
 from itertools import islice
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +22,8 @@ from dflash_mlx.verifier.model import Target
 from support.decoding import ids_of, start, tree_of
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import (
+    WIDE,
+    changed_target,
     difference,
     forward,
     fresh,
@@ -79,12 +80,8 @@ def test_any_number_of_accepted_rows_equals_computing_them_alone(name):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
-def test_quantised_weights_keys_and_values_are_replayed_as_well(name, monkeypatch):
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
-    model = make_model(name)
-    nn.quantize(model, group_size=32, bits=4)
-    target = Target(model, 512, name)
+def test_quantised_weights_keys_and_values_are_replayed_as_well(name):
+    target = changed_target(name, 4, **WIDE)
     target.kv_bits = 8
     forward(target, cache := target.new_cache(), [1, 2])
     attention = [layer for layer in cache.layers if isinstance(layer, LayerCache)]
@@ -279,14 +276,6 @@ def test_a_long_pass_is_kept_whole_or_not_at_all():
     assert difference(target, cache, prompt) < TOLERANCE
 
 
-@pytest.mark.parametrize("path", [[0, 2], [1], [0, 1, 2, 3], [0, -1]])
-def test_rows_out_of_order_are_refused(path):
-    cache = fresh(target := target_of("qwen3_next"), prompt_of(8, 5))
-    forward(target, cache, [1, 2, 3])
-    with pytest.raises(ValueError, match="path from the first row"):
-        cache.commit(path)
-
-
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_models_whose_state_is_in_no_module_of_its_own_are_refused(name):
     with pytest.raises(DFlashError, match=f"layer 0 of {name} "):
@@ -313,10 +302,7 @@ def products_in(arrays: list[mx.array]) -> int:
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 2)])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits):
-    model = make_model(name)
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
-    target = Target(model, 200, name)
+    target = changed_target(name, bits)
     path = [0, 1] if parents[2] == 1 else [0, 2, 3]
     states, left = [], []
     for forget in (False, True):

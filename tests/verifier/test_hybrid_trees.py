@@ -13,12 +13,20 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.verifier import mixers, recurrent
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.mixers import TREE_MIXERS, UNTRIED, Paths
-from dflash_mlx.verifier.model import Target
-from support.decoding import path_to
-from support.families import VOCAB_SIZE, make_model
-from support.hybrids import difference, forward, fresh, target_of
+from support.decoding import ids_of, path_to
+from support.hybrids import (
+    WIDE,
+    changed_target,
+    difference,
+    forward,
+    fresh,
+    some_tree,
+    target_of,
+    tokens_on,
+    worst_node,
+)
 from support.recurrent_families import RECURRENT
-from support.toys import prompt_of, random_tree
+from support.toys import prompt_of
 
 TREES = sorted(set(RECURRENT) & TREE_MIXERS)
 FIVE = ["falcon_h1", "lfm2", "mamba2", "nemotron_h", "qwen3_5"]
@@ -33,36 +41,24 @@ SHAPES = {
 }
 
 
-def some_tree(rng, nodes=8):
-    tokens, parents = random_tree(rng, nodes, VOCAB_SIZE)
-    return Tree(tuple(tokens), (-1, *parents))
-
-
 def of_shape(parents):
     return Tree(tuple(prompt_of(len(parents), len(parents) - 1)), parents)
 
 
-def verify(target, cache, tree, aux_layers=()):
-    """Logits, features and tokens of a pass over a tree behind an anchor."""
-    ids = tree.ids(mx.array([7]))
-    return *target.forward(ids, cache, Block.of(tree), aux_layers), ids.tolist()
+def verify(target, cache, tree):
+    target.forward(ids_of(tree), cache, Block.of(tree))
 
 
 def worst(target, cache, before, tree):
     """By how much any node's logits or features are off, the latter over the largest of theirs."""
     aux_layers = tuple(range(target.num_layers))
     target.tap(aux_layers)
-    logits, features, ids = verify(target, cache, tree, aux_layers)
-    off = []
-    for leaf in set(range(len(tree))) - set(tree.parents):
-        path = mx.array(path_to(tree, leaf))
-        tokens = before + [ids[n] for n in path.tolist()]
-        given = mx.array(tokens), target.new_cache(), Block(len(tokens)), aux_layers
-        expected, states = (found[len(before) :] for found in target.forward(*given))
-        off.append(mx.abs(logits[path] - expected).max().item())
-        apart = mx.abs(features[path] - states).max(axis=-1) / mx.abs(states).max(axis=-1)
-        off.append(apart.max().item())
-    return np.max(off)  # no number, where any of these is none
+
+    def alone(path):
+        given = mx.array(before + path), target.new_cache(), Block(len(before) + len(path))
+        return [found[len(before) :] for found in target.forward(*given, aux_layers)]
+
+    return worst_node(target, cache, tree, alone, aux_layers)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -90,10 +86,10 @@ def test_two_hundred_rounds_of_random_trees_and_paths_leave_no_drift(name):
     cache = fresh(target, tokens)
     for i in range(200):
         tree = some_tree(rng, int(rng.integers(1, 9)))
-        _, _, ids = verify(target, cache, tree)
         path = path_to(tree, int(rng.integers(len(tree))))
+        verify(target, cache, tree)
         cache.commit(path)
-        tokens += [ids[node] for node in path]
+        tokens += tokens_on(tree, path)
         if i % 50 == 49:
             assert difference(target, cache, tokens) < TOLERANCE
     assert len(tokens) > 400
@@ -105,11 +101,11 @@ def test_a_state_goes_back_into_the_path_of_a_tree_and_forks_keep_paths_of_their
     target, prompt, tree = target_of(name), prompt_of(6, 9), of_shape(SHAPES["mixed"])
     for leaf in (8, 9):
         cache = fresh(target, prompt)
-        _, _, ids = verify(target, cache, tree)
+        verify(target, cache, tree)
         other, path = cache.fork(), path_to(tree, leaf)
         cache.commit(path)
         other.commit(path[:2])
-        tokens = prompt + [ids[node] for node in path]
+        tokens = prompt + tokens_on(tree, path)
         assert difference(target, cache, tokens) < TOLERANCE
         assert difference(target, other, tokens[: len(prompt) + 2]) < TOLERANCE
         for length in range(len(tokens), len(prompt) - 1, -1):
@@ -123,9 +119,9 @@ def test_a_state_goes_back_into_the_path_of_a_tree_and_forks_keep_paths_of_their
 def test_mixers_that_follow_no_paths_or_wrong_ones_are_noticed(name, fault, monkeypatch):
     of, along = Paths.of, recurrent.RecurrentLayer.along
     faults = {
-        "one chain": lambda layer, paths, call: call.on(
+        "one chain": lambda layer, paths, call: call.changed(
             lambda arg: layer.__class__(len(layer.cache), 0) if arg is mixers.STATE else arg
-        ),
+        )(),
         "copies": along,
         "places": lambda layer, paths, call: along(layer, of(of_shape(SHAPES["comb"])), call),
     }
@@ -138,10 +134,11 @@ def test_mixers_that_follow_no_paths_or_wrong_ones_are_noticed(name, fault, monk
 
 @pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_5"])
 def test_quantised_weights_see_every_node_once_whichever_kernels_are_used(name, monkeypatch):
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    monkeypatch.setitem(RECURRENT, name, {**RECURRENT[name], **heads})
-    model, prompt, tree = make_model(name), prompt_of(3, 12), of_shape(SHAPES["comb"])
-    nn.quantize(model, group_size=32, bits=4)
+    target, prompt, tree = (
+        changed_target(name, 4, **WIDE),
+        prompt_of(3, 12),
+        of_shape(SHAPES["comb"]),
+    )
     stock, sizes = nn.QuantizedLinear.__call__, set()
 
     def product(linear, x):
@@ -149,7 +146,6 @@ def test_quantised_weights_see_every_node_once_whichever_kernels_are_used(name, 
         return stock(linear, x)
 
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", product)
-    target = Target(model, 512, name)
     for mode in ("off", "auto", "off"):
         target.use_kernels(mode)
         cache = fresh(target, prompt)
@@ -171,22 +167,30 @@ def test_a_tree_that_fails_leaves_mixers_and_states_as_they_were(monkeypatch):
     assert difference(target, cache, [1, 2]) < TOLERANCE
 
 
-@pytest.mark.parametrize("path", [[1], [0, 3], [0, 2, 3], [0, 1, 3, 4], [0, 9]])
-def test_what_is_no_path_of_the_tree_is_refused(path):
-    target = target_of("lfm2")
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        (Tree((1, 2), (-1, 0, 1)), ([0, 2], [1], [0, 1, 2, 3], [0, -1])),
+        (Tree((1, 2, 3), (-1, 0, 0, 1)), ([1], [0, 3], [0, 2, 3], [0, 1, 3, 4], [0, 9])),
+    ],
+)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_what_is_no_path_of_the_rows_is_refused(name, tree, paths):
+    target = target_of(name)
     cache = fresh(target, prompt_of(8, 5))
-    verify(target, cache, Tree((1, 2, 3), (-1, 0, 0, 1)))
-    with pytest.raises(ValueError, match="path from the first row"):
-        cache.commit(path)
+    verify(target, cache, tree)
+    for path in paths:
+        with pytest.raises(ValueError, match="path from the first row"):
+            cache.commit(path)
 
 
 def test_a_tree_wider_than_what_is_kept_of_prompts_can_be_kept_in_part():
     target, prompt = target_of("lfm2"), prompt_of(8, 5)
     nodes = recurrent.MOST_ROWS + 2
     tree = of_shape((-1, *[0] * (nodes - 2), nodes - 2))
-    _, _, ids = verify(target, cache := fresh(target, prompt), tree)
-    cache.commit([0, nodes - 2, nodes - 1])
-    assert difference(target, cache, [*prompt, ids[0], *ids[-2:]]) < TOLERANCE
+    verify(target, cache := fresh(target, prompt), tree)
+    cache.commit(path := [0, nodes - 2, nodes - 1])
+    assert difference(target, cache, prompt + tokens_on(tree, path)) < TOLERANCE
 
 
 def test_recurrent_layers_that_were_never_tried_on_branches_verify_chains_alone():

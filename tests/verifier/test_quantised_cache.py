@@ -12,17 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.verifier import pass_times as budget
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import SLACK, LayerCache, pack, unpack
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import KeyValues
 from kernels_metal.emulator import emulated
 from support import rounding
-from support.decoding import ids_of, path_to, start, tokens_in, tree_of
-from support.families import FAMILIES, VOCAB_SIZE, make_model
-from support.hybrids import fresh, plain_answer, rounds
-from support.toys import foretold, prompt_of, random_tree
+from support.decoding import ids_of, start, tokens_in, tree_of
+from support.families import FAMILIES
+from support.hybrids import (
+    changed_target,
+    forward,
+    fresh,
+    plain_answer,
+    rounds,
+    some_tree,
+    worst_node,
+)
+from support.toys import foretold, prompt_of
 
 BITS = [4, 8]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -43,9 +50,7 @@ def random_rows(count: int, width: int = 64, heads: int = 2, seed: int = 0) -> m
 
 
 def wide_target(name: str, bits: int | None) -> Target:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, name, {**FAMILIES[name], **WIDE[name]})
-        target = Target(make_model(name), 512, name)
+    target = changed_target(name, **WIDE[name])
     target.kv_bits = bits
     return target
 
@@ -164,21 +169,19 @@ def test_a_window_gives_quantised_slots_up_as_well(bits):
 # Targets
 
 
-def worst_node(target: Target, seed: int) -> float:
+def off_row_by_row(target: Target, seed: int) -> float:
     """How far a tree's logits are from those of one-row passes over each node's own path."""
-    rng = np.random.default_rng(seed)
-    tokens, parents = random_tree(rng, 5, VOCAB_SIZE)
-    tree = tree_of([7, *tokens], [-1, *parents])
     cache = fresh(target, prompt_of(seed, 20), step=9)
-    start, off = cache.fork(), []
-    logits, _ = target.forward(ids_of(tree), cache, Block.of(tree))
-    for leaf in set(range(len(tree))) - set(tree.parents):
-        alone = start.fork()
-        for node in path_to(tree, leaf):
-            expected, _ = target.forward(ids_of(tree)[node : node + 1], alone, Block(1))
-            alone.commit([0])
-            off.append(logits[node] - expected[0])
-    worst = mx.abs(mx.stack(off)).max().item()
+    start = cache.fork()
+
+    def alone(path):
+        rows, own = [], start.fork()
+        for token in path:
+            rows.append(forward(target, own, [token])[0])
+            own.commit([0])
+        return mx.stack(rows), None
+
+    worst = worst_node(target, cache, some_tree(np.random.default_rng(seed), 5), alone)
     assert np.isfinite(worst)
     return worst
 
@@ -187,7 +190,7 @@ def worst_node(target: Target, seed: int) -> float:
 @pytest.mark.parametrize("name", WIDE)
 def test_every_node_of_a_tree_equals_its_own_path_token_by_token(name, bits):
     """In two of three trees: a number on the edge between two steps may be rounded either way."""
-    worst = [worst_node(targets(name, bits), seed) for seed in range(3)]
+    worst = [off_row_by_row(targets(name, bits), seed) for seed in range(3)]
     assert sorted(worst)[1] < 1e-4
 
 
@@ -238,8 +241,3 @@ def test_the_attention_kernel_takes_what_is_stored_and_the_commit_says_why_it_ca
         }
     assert mx.abs(ours - stock).max() < 1e-4
     assert target.kernels.choices["cache_commit"].reason == "keys and values are quantised"
-
-
-def test_pass_times_are_not_shared_between_kinds_of_storage():
-    keys = {budget._file(targets("llama", bits)) for bits in (None, 4, 8)}
-    assert len(keys) == 3

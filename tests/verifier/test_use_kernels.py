@@ -12,7 +12,6 @@ from mlx_lm.models import base, cache, gpt_oss, llama
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import rank
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.verify import WALK, Verdict
@@ -22,15 +21,15 @@ from dflash_mlx.verifier import routing
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Plans
-from kernels_metal.emulator import Run, emulated
+from kernels_metal.emulator import emulated
 from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
 from support.decoding import ids_of, tree_of
-from support.families import FAMILIES, make_model
+from support.families import make_model
+from support.hybrids import changed_target, forward, pass_over, through_both
 from support.models import write_model
 from support.toys import random_tree
 
-TREE = tree_of([3, 1, 4, 1, 5, 9], [-1, 0, 0, 1, 2, 2])
-PROMPT = mx.arange(11)
+TOKENS = mx.arange(11)[None]
 # Head dims that the kernel takes, and what is special about each family.
 ROUTED = {
     "llama": {"head_dim": 64},
@@ -41,58 +40,33 @@ ROUTED = {
 }
 
 
-def make_target(
-    monkeypatch: pytest.MonkeyPatch, name: str, bits: int | None = None, **packing: Any
-) -> Target:
+def make_target(name: str, bits: int | None = None, mode: str = "affine") -> Target:
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, **ROUTED.get(name, {})}
-    monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **changes})
-    model = make_model(name)
-    if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits, **packing)
-    return Target(model, 200, name)
-
-
-def pass_over(target: Target, tree: Tree = TREE) -> mx.array:
-    """Logits of a tree's nodes behind the prompt."""
-    sequence = target.new_cache()
-    target.forward(PROMPT, sequence, Block(len(PROMPT)))
-    sequence.commit(range(len(PROMPT)))
-    logits = target.forward(ids_of(tree), sequence, Block.of(tree))[0]
-    mx.eval(logits)
-    return logits
-
-
-def through_kernels(target: Target, mode: str = "on") -> tuple[mx.array, Run]:
-    """The same, with kernels emulated, and what they did."""
-    target.use_kernels(mode)  # type: ignore[arg-type]
-    with emulated() as run:
-        return pass_over(target), run
+    return changed_target(name, bits, mode, **changes)
 
 
 @pytest.mark.parametrize("name", ROUTED)
-def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(monkeypatch, name):
-    target = make_target(monkeypatch, name)
-    stock = pass_over(target)
-    ours, run = through_kernels(target)
-    assert len(run.of("cascade_attention")) == 2 * target.num_layers
-    assert mx.abs(ours - stock).max().item() < 1e-4
+def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(name):
+    target = make_target(name)
+    assert len(through_both(target).of("cascade_attention")) == target.num_layers
     assert all(choice.kernel for choice in target.kernels.choices.values())
 
 
 REFUSED = {
-    "qwen2": (None, {}, "the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"),
-    "gemma2": (None, {}, "gemma2 computes the attention of some layers itself"),
-    "smollm3": (3, {}, "bits is 3, but must be one of 4, 8"),
-    "olmo2": (4, {"mode": "mxfp4"}, "mode is mxfp4, but must be affine"),
+    "qwen2": (None, "", "the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"),
+    "gemma2": (None, "", "gemma2 computes the attention of some layers itself"),
+    "smollm3": (3, "affine", "bits is 3, but must be one of 4, 8"),
+    "olmo2": (4, "mxfp4", "mode is mxfp4, but must be affine"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monkeypatch, name):
-    bits, packing, reason = REFUSED[name]
-    target = make_target(monkeypatch, name, bits, **packing)
-    stock = pass_over(target)
-    ours, run = through_kernels(target)
+def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(name):
+    bits, mode, reason = REFUSED[name]
+    target = make_target(name, bits, mode)
+    stock, _ = pass_over(target)
+    target.use_kernels("on")
+    ours, run = pass_over(target)
     assert run.counters == []
     assert mx.array_equal(ours, stock)
     assert reason in {choice.reason for choice in target.kernels.choices.values()}
@@ -102,18 +76,15 @@ def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(monke
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
-    target = make_target(monkeypatch, "llama", bits=4)
-    target.model.set_dtype(dtype)
-    stock = pass_over(target)
-    exact = make_target(monkeypatch, "llama", bits=4)
-    exact.model.set_dtype(dtype)
+def test_models_of_half_precision_go_through_every_kernel(dtype):
+    target, exact = (make_target("llama", bits=4) for _ in "12")
+    for each in (target, exact):
+        each.model.set_dtype(dtype)
     exact.model.set_dtype(mx.float32)
-    logits = pass_over(exact)
-    ours, run = through_kernels(target)
-    assert {"cascade_attention", "verify_qmm_matrix"} <= {
-        counters.kernel for counters in run.counters
-    }
+    stock, logits = pass_over(target)[0], pass_over(exact)[0]
+    target.use_kernels("on")
+    ours, run = pass_over(target)
+    assert {"cascade_attention", "verify_qmm_matrix"} <= {c.kernel for c in run.counters}
     assert all(choice.kernel for choice in target.kernels.choices.values())
     assert ours.dtype == dtype
     error, stock_error = (mx.abs(found - logits).max().item() for found in (ours, stock))
@@ -124,7 +95,7 @@ def test_models_of_half_precision_go_through_every_kernel(monkeypatch, dtype):
 def test_a_pass_asks_once_for_all_layers_of_a_kind_and_for_what_it_knows_not_at_all(
     monkeypatch, name, kinds
 ):
-    target, asked = make_target(monkeypatch, name, bits=4), []
+    target, asked = make_target(name, bits=4), []
     target.use_kernels("on")
     chosen = target.kernels.chosen
 
@@ -134,67 +105,62 @@ def test_a_pass_asks_once_for_all_layers_of_a_kind_and_for_what_it_knows_not_at_
 
     monkeypatch.setattr(target.kernels, "chosen", spy)
     with emulated() as run:
-        pass_over(target)  # the prompt and a tree
+        pass_over(target, run=run)  # the prompt and a tree
         assert {"cascade_attention", "shared_input", "verify_qmm"} == set(asked)
         asked.clear()
-        pass_over(target)
+        pass_over(target, run=run)
     assert asked == ["cascade_attention"] * 2 * kinds
-    assert len(run.of("cascade_attention")) == 4 * target.num_layers
+    assert len(run.of("cascade_attention")) == target.num_layers
 
 
-def test_off_gives_every_module_its_class_back_and_a_living_cache_follows(monkeypatch):
-    target = make_target(monkeypatch, "llama", bits=4)
+def test_off_gives_every_module_its_class_back_and_a_living_cache_follows():
+    target = make_target("llama", bits=4)
     target.tap((1,))
 
     def hooks() -> list[int]:
         return [len(type(module).__mro__) for module in target.model.modules()]
 
-    stock, before = pass_over(target), hooks()  # a tree's pass hooks ropes, and for good
+    stock, before = pass_over(target)[0], hooks()  # a tree's pass hooks ropes, and for good
+    target.pass_times = target.noise = object()
     target.use_kernels("on")
+    assert (target.pass_times, target.noise) == (None, None), "measured with other kernels"
     assert (hooked := hooks()) != before
     target.use_kernels("auto")
     assert hooks() == hooked
     sequence, head = target.new_cache(), target.head()
-    with emulated() as run:
-        pass_over(target)
-    assert len(run.of("cascade_attention")) == 2 * target.num_layers
+    assert len(pass_over(target)[1].of("cascade_attention")) == target.num_layers
     target.use_kernels("off")
     assert hooks() == before
     with emulated() as run:
-        target.forward(PROMPT, sequence, Block(len(PROMPT)))
+        forward(target, sequence, list(range(11)))
         mx.eval(head(mx.zeros((1, 64))))
-        assert mx.array_equal(pass_over(target), stock)
-    assert run.counters == []
+    logits, again = pass_over(target)
+    assert mx.array_equal(logits, stock)
+    assert run.counters == again.counters == []
     assert target.kernels.choices == {}
 
 
-def test_what_was_measured_with_other_kernels_is_forgotten(monkeypatch):
-    target = make_target(monkeypatch, "llama")
-    target.pass_times = target.noise = object()
-    target.use_kernels("auto")
-    assert (target.pass_times, target.noise) == (None, None)
-
-
-def test_two_models_of_one_family_have_settings_of_their_own(monkeypatch):
+def test_two_models_of_one_family_have_settings_of_their_own():
     names = [(base, "scaled_dot_product_attention"), (llama, "scaled_dot_product_attention")]
     names += [(gpt_oss, "scaled_dot_product_attention"), (mx.fast, "scaled_dot_product_attention")]
     names += [(mx, "quantized_matmul"), (llama.Attention, "__call__")]
     names += [(nn.QuantizedLinear, "__call__"), (nn.QuantizedEmbedding, "as_linear")]
     before = [getattr(owner, name) for owner, name in names]
-    on, off = (make_target(monkeypatch, "llama", bits=4) for _ in "12")
-    found = {counters.kernel for counters in through_kernels(on)[1].counters}
+    on, off = (make_target("llama", bits=4) for _ in "12")
+    on.use_kernels("on")
+    found = {counters.kernel for counters in pass_over(on)[1].counters}
     assert found == {"cascade_attention", "verify_qmm_matrix"}
-    assert through_kernels(off, "off")[1].counters == []
+    assert pass_over(off)[1].counters == []
     assert on.kernels.choices and not off.kernels.choices
     assert [getattr(owner, name) for owner, name in names] == before
 
 
-def test_mlx_lms_own_caches_still_work_with_a_hooked_model(monkeypatch):
-    target = make_target(monkeypatch, "llama")
-    stock = target.model(PROMPT[None], cache=cache.make_prompt_cache(target.model))
+def test_mlx_lms_own_caches_still_work_with_a_hooked_model():
+    target = make_target("llama")
+    stock = target.model(TOKENS, cache=cache.make_prompt_cache(target.model))
     target.use_kernels("on")
     with emulated() as run:
-        hooked = target.model(PROMPT[None], cache=cache.make_prompt_cache(target.model))
+        hooked = target.model(TOKENS, cache=cache.make_prompt_cache(target.model))
         assert mx.array_equal(hooked, stock)
     assert run.counters == []
 
@@ -226,18 +192,19 @@ def no_metal(monkeypatch):
 @pytest.mark.usefixtures("no_metal")
 @pytest.mark.parametrize("mode", ["auto", "on"])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_without_metal_a_pass_gives_what_it_gives_with_kernels_off(monkeypatch, mode, bits):
-    target = make_target(monkeypatch, "llama_sliding", bits)
-    stock = pass_over(target)
+def test_without_metal_a_pass_gives_what_it_gives_with_kernels_off(mode, bits):
+    target = make_target("llama_sliding", bits)
+    stock, _ = pass_over(target)
     target.use_kernels(mode)
-    assert mx.array_equal(pass_over(target), stock)
+    ours, run = pass_over(target)
+    assert mx.array_equal(ours, stock) and run.counters == []
     assert target.kernels.choices == {}
 
 
 @pytest.mark.usefixtures("no_metal")
 def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
     monkeypatch.setattr(cpu_math, "applies", lambda: True)
-    target = make_target(monkeypatch, "llama")
+    target = make_target("llama")
     target.use_kernels("on")
     logits = mx.random.normal((4, 50), key=mx.random.key(0))
     monkeypatch.setattr(mx, "argpartition", None)  # MLX's, which the host does without

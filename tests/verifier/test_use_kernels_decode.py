@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
@@ -19,12 +18,11 @@ from dflash_mlx.drafters.growth import grow
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier import sequence
-from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import Run, emulated
 from support.configs import config_with
 from support.decoding import rounds, start
 from support.drafter_formats import drafter_folder
-from support.families import FAMILIES, make_model
+from support.hybrids import changed_target
 
 HEAD_DIM = 64  # the least that the attention kernel takes
 VOCABULARY = 16  # so small that random drafters are often right, and not by their first choice
@@ -38,32 +36,20 @@ METHODS = {
 }
 
 
-def model(monkeypatch: pytest.MonkeyPatch, bits: int | None) -> nn.Module:
-    """Two layers; quantised, embedding and head included, if there are bits."""
-    small = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
-    small |= {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 64}
-    monkeypatch.setitem(FAMILIES, "small", {**FAMILIES["qwen3"], **small})
-    made = make_model("small")
-    if bits is not None:
-        nn.quantize(made, group_size=32, bits=bits)
-    return made
+SMALL = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def drafter_of(
-    target: Target, folder: Path, aux_layers: list[int], seed: int, **changes: Any
-) -> BlockModel:
-    """A drafter of one layer."""
-    heads = {"head_dim": HEAD_DIM, "num_attention_heads": 2, "num_key_value_heads": 1}
-    small = {"num_hidden_layers": 1, "vocab_size": VOCABULARY, "block_size": 5}
-    return drafter_folder(folder, aux_layers, seed, target, **heads, **small, **changes)
+def make_pair(folder: Path, bits: int | None) -> Pair:
+    """A target, quantised with embedding and head if there are bits, and drafters of one layer."""
+    more = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 64}
+    target = changed_target("qwen3", bits, **SMALL, **more)
 
+    def drafter(seed: int, aux_layers: list[int], **changes: Any) -> BlockModel:
+        small = {**SMALL, "num_hidden_layers": 1, "vocab_size": VOCABULARY, "block_size": 5}
+        return drafter_folder(folder / str(seed), aux_layers, seed, target, **small, **changes)
 
-def make_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bits: int | None) -> Pair:
-    target = Target(model(monkeypatch, bits), 200, "tiny")
     window = {"layer_types": ["sliding_attention"], "sliding_window": 12}
-    first = drafter_of(target, tmp_path / "1", [0, 1], 1)
-    second = drafter_of(target, tmp_path / "2", [1], 2, **window)
-    return Pair(target, None, (first, second), "tiny")
+    return Pair(target, None, (drafter(1, [0, 1]), drafter(2, [1], **window)), "tiny")
 
 
 def answer(pair: Pair, config: DecodeConfig) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -99,7 +85,7 @@ CASES = [("none", None), ("dflash", None), ("d2sd", None), ("dflash", 4), ("d2sd
 def test_answers_through_emulated_kernels_are_those_of_stock_mlx(
     monkeypatch, tmp_path, method, bits
 ):
-    pair, config = make_pair(monkeypatch, tmp_path, bits), METHODS[method]
+    pair, config = make_pair(tmp_path, bits), METHODS[method]
     expected = answer(pair, config)
     pair.target.use_kernels("on")
     with only_kernels(monkeypatch) as run:

@@ -15,27 +15,15 @@ from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Kernels, kernel_choices
 from kernels_metal import dispatch
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
-from kernels_metal.dispatch import CALLS, RUNS, Choice
+from kernels_metal.dispatch import CALLS, Choice
 from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import Run, emulated
 from support.families import make_model
+from support.kernels import clock
 
 FASTER = Choice(True, f"faster: 1000 us against 2000 us, in chains of {CALLS}")
+RACE = 1.0, 2.0
 CASE = "draft_head/2/9x3/32/float32/"
-
-
-class Clock:
-    """A millisecond a call for a kernel, `stock` for MLX's; `stopped` where no race must be."""
-
-    def __init__(self, stopped: bool = False, stock: float = 2.0) -> None:
-        self.looks, self.now, self.stopped, self.stock = 0, 0.0, stopped, stock
-
-    def __call__(self) -> float:
-        assert not self.stopped, "raced again"
-        race, ends = self.looks // 2 // RUNS, self.looks % 2
-        self.looks += 1
-        self.now += ends * CALLS * (self.stock if race % 2 else 1.0) * 1e-3
-        return self.now
 
 
 class Safe:
@@ -58,9 +46,9 @@ def metal(monkeypatch) -> Iterator[Run]:
         yield run
 
 
-def session(folder: Path, stopped: bool = False, name: str = "tiny", mode: str = "auto") -> Kernels:
-    """The kernels of a newly loaded model."""
-    made = Kernels(name, lambda: [("weight", mx.zeros(3))], folder, Clock(stopped))
+def session(folder: Path, *steps: float, name: str = "tiny", mode: str = "auto") -> Kernels:
+    """The kernels of a newly loaded model. steps: milliseconds of a call, by kernel and stock."""
+    made = Kernels(name, lambda: [("weight", mx.zeros(3))], folder, clock(*steps))
     made.switch(mode)
     return made
 
@@ -76,29 +64,26 @@ def stored(folder: Path) -> dict[str, Choice]:
 
 
 def test_a_race_is_kept_and_the_next_session_does_not_race_again(tmp_path):
-    first = session(tmp_path)
+    first = session(tmp_path, 1.0, 2.0, 1.0, 2.0)
     assert ask(first)
     assert list(first.choices.values()) == [FASTER]
     assert stored(tmp_path) == first.choices
     (key,) = first.choices
     assert key.startswith(CASE)
 
-    second = session(tmp_path, stopped=True)
+    second = session(tmp_path)
     assert ask(second)
     assert second.choices == first.choices
-    with pytest.raises(AssertionError, match="raced again"):
+    with pytest.raises(StopIteration):  # it has to race again
         ask(second, rows=9)
     ask(first, rows=9)  # a new case joins the file
     assert len(stored(tmp_path)) == 2
-    assert ask(session(tmp_path, stopped=True), rows=9)
+    assert ask(session(tmp_path), rows=9)
 
 
 def test_a_slower_kernel_is_not_taken_by_the_next_session_either(tmp_path):
-    first = session(tmp_path)
-    first._clock = Clock(stock=0.5)
-    first.switch("auto")
-    assert not ask(first)
-    assert not ask(session(tmp_path, stopped=True))
+    assert not ask(session(tmp_path, 1.0, 0.5))
+    assert not ask(session(tmp_path))
     (choice,) = stored(tmp_path).values()
     assert choice.reason.startswith("not faster: ")
 
@@ -106,33 +91,32 @@ def test_a_slower_kernel_is_not_taken_by_the_next_session_either(tmp_path):
 def test_what_a_trial_process_refused_is_not_taken_until_that_is_forgotten(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(routing, "Watchdog", lambda folder, keep: Safe("hangs"))
-        kernels = session(tmp_path, stopped=True)
+        kernels = session(tmp_path)
         assert not ask(kernels)
         assert list(kernels.choices.values()) == [Choice(False, "hangs")]
     assert kernel_choices(tmp_path) == {}
-    assert ask(session(tmp_path))
+    assert ask(session(tmp_path, *RACE))
 
 
 def test_models_share_no_choices(tmp_path):
-    ask(session(tmp_path))
-    ask(session(tmp_path, name="another"))
+    ask(session(tmp_path, *RACE))
+    ask(session(tmp_path, *RACE, name="another"))
     assert sorted(kernel_choices(tmp_path)) == ["another", "tiny"]
     assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
 def test_what_was_not_raced_is_neither_kept_nor_read(tmp_path, mode):
-    kernels = session(tmp_path / "none", stopped=True, mode=mode)
+    kernels = session(tmp_path / "none", mode=mode)
     assert ask(kernels) == (mode == "on")
     assert not (tmp_path / "none").exists()
 
 
 def test_off_makes_a_model_forget_and_auto_remembers(tmp_path):
-    kernels = session(tmp_path)
+    kernels = session(tmp_path, *RACE)
     ask(kernels)
     kernels.switch("off")
     assert kernels.choices == {} and not ask(kernels)
-    kernels._clock = Clock(stopped=True)
     kernels.switch("auto")
     assert ask(kernels)
 
@@ -153,20 +137,20 @@ def damages() -> dict[str, str | bytes]:
 
 @pytest.mark.parametrize("damage", damages())
 def test_a_damaged_or_outdated_file_is_raced_anew_and_replaced(tmp_path, damage):
-    ask(session(tmp_path))
+    ask(session(tmp_path, *RACE))
     (file,) = tmp_path.iterdir()
     found = damages()[damage]
     file.write_bytes(found if isinstance(found, bytes) else found.encode())
     assert kernel_choices(tmp_path) == {}
-    kernels = session(tmp_path)
+    kernels = session(tmp_path, *RACE)
     assert ask(kernels)
     assert stored(tmp_path) == kernels.choices
-    assert ask(session(tmp_path, stopped=True))
+    assert ask(session(tmp_path))
 
 
 def test_choices_that_cannot_be_kept_hold_for_the_session(tmp_path):
     (tmp_path / "file").write_text("")
-    kernels = session(tmp_path / "file")
+    kernels = session(tmp_path / "file", *RACE)
     assert ask(kernels) and ask(kernels)
     assert list(kernels.choices.values()) == [FASTER]
     assert kernel_choices(tmp_path / "file") == {}
