@@ -56,7 +56,7 @@ def test_mixers_that_follow_no_paths_break_the_law(target, monkeypatch):
     def as_a_chain(layer, paths, call):
         state = recurrent.RecurrentLayer(len(layer.cache), 0)
         state.cache = list(layer.cache)
-        return call.on(lambda arg: state if arg is mixers.STATE else arg)
+        return call.changed(lambda arg: state if arg is mixers.STATE else arg)()
 
     monkeypatch.setattr(recurrent.RecurrentLayer, "along", as_a_chain)
     assert distance(target, 1.0) > 3.5
