@@ -227,7 +227,6 @@ class Collection:
         return Job(
             key=replace(asked, temperature=heat, top_p=top_p, seed=None if greedy else seed),
             prompt=asked.prompt,
-            stops=frozenset(self._pair.tokenizer.eos_token_ids),
             max_tokens=min(config.max_tokens, self._pair.target.context_length - len(asked.prompt)),
             sampling=SamplingConfig(heat, top_p, seed=seed),
         )

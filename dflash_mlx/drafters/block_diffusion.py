@@ -6,18 +6,19 @@ A chain (arXiv 2602.06036), drawn or not, or DDTree's prefix tree (arXiv 2604.12
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import compress
 from typing import Any, cast
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.paths import Candidates
-from dflash_mlx.drafters.growth.grow import TOP_K, best_first
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawing, Method, Plan
+from dflash_mlx.drafters.growth.grow import TOP_K, Choices, best_first
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -31,6 +32,13 @@ def contexts_of(state: State) -> tuple[FeatureContext, ...]:
 def block_models(pair: Pair) -> list[BlockModel]:
     """The pair's DFlash models, at least one; DFlashError where there is none."""
     return [cast(BlockModel, model) for model in pair.of(FAMILY)]
+
+
+def choices(model: BlockModel, asks: Sequence[Ask], width: int = TOP_K) -> list[list[Choices]]:
+    """What can follow each prefix of each block, [] for a block that leaves nothing to draft."""
+    drafts = [ask.rows > 1 and len(ask.prefixes) > 0 for ask in asks]
+    found = iter(model.choices([*compress(asks, drafts)], width))
+    return [next(found) if drafted else [] for drafted in drafts]
 
 
 class BlockDiffusion(BlockDrafter[BlockModel]):
@@ -77,10 +85,9 @@ class BestFirst(BlockDrafter[BlockModel]):
             Ask(contexts_of(state)[0], state.anchor, min(self.block_size, remaining))
             for state, remaining in zip(states, rooms, strict=True)
         ]
-        found = iter(self._model.choices([ask for ask in asks if ask.rows > 1], self._width))
         return [
-            Proposal(best_first(next(found)[0], self._nodes) if ask.rows > 1 else Tree.chain())
-            for ask in asks
+            Proposal(best_first(found[0], self._nodes) if found else Tree.chain())
+            for found in choices(self._model, asks, self._width)
         ]
 
     def draft_block(self, state: State, rows: int) -> Proposal:
@@ -96,24 +103,14 @@ class RankedChain(BestFirst):
         super().__init__(model, None, nodes=model.block_size, width=1)
 
 
-class DrawnBlock(BlockDrafter[BlockModel]):
+class DrawnBlock(Drawn[BlockModel]):
     """Every token drawn from the drafter's distribution, for rejection sampling."""
 
     name = "dflash"
 
-    def __init__(
-        self,
-        model: BlockModel,
-        block_size: int | None,
-        sampling: SamplingConfig,
-        weighed: bool = False,  # see `Drawing`
-    ) -> None:
-        super().__init__(model, block_size)
-        self._drawing = Drawing(sampling, weighed)
-
     def draft_block(self, state: State, rows: int) -> Proposal:
-        drawn = self.drawn(contexts_of(state)[0], state.anchor, rows, self._drawing.key(state))
-        return self._drawing.proposal(state, *drawn)
+        drawn = self.drawn(contexts_of(state)[0], state.anchor, rows, self.key(state))
+        return self.proposal(state, *drawn)
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array
@@ -122,7 +119,7 @@ class DrawnBlock(BlockDrafter[BlockModel]):
 
         key: randomness. sure: [rows - 1] the largest probabilities, whatever is drawn.
         """
-        logits = tempered(self._model.logits(context, anchor, rows), self._drawing.config)
+        logits = tempered(self._model.logits(context, anchor, rows), self.sampling)
         q = mx.softmax(logits, axis=-1)
         return mx.random.categorical(logits, key=key), q, q.max(axis=-1)
 
@@ -137,7 +134,7 @@ class DrawnPath(DrawnBlock):
 
         sure: along the likeliest path, by the drafter's confidence head if it has one.
         """
-        found, config = self._model.candidates(context, anchor, rows), self._drawing.config
+        found, config = self._model.candidates(context, anchor, rows), self.sampling
         drawn = Candidates(found.tokens, lambda t, before: tempered(found.after(t, before), config))
         keys = mx.random.split(key, rows - 1)
         path, scores = drawn.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
@@ -159,24 +156,19 @@ def _make_chain(how: Plan) -> Drafter:
     return RankedChain(model)
 
 
-DFLASH = Method(
+dflash_method = partial(Method, family=FAMILY, files=FILES, best_with=1)
+DFLASH = dflash_method(
     "dflash",
     "DFlash",
     _make_chain,
-    family=FAMILY,
-    files=FILES,
-    best_with=1,
     draws=True,
     sources=(DRAFT, LOOKUP),
     preference=2,
 )
-DDTREE = Method(
+DDTREE = dflash_method(
     "ddtree",
     "DFlash tree",
     lambda how: BestFirst(block_models(how.pair)[0], how.config.block_size, how.nodes),
-    family=FAMILY,
-    files=FILES,
-    best_with=1,
     needs_trees=True,
     has_budget=True,
     sources=(DRAFT, LOOKUP),

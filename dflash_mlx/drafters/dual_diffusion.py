@@ -10,11 +10,14 @@ import mlx.core as mx
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.block_diffusion import block_models, contexts_of
-from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.block_diffusion import (
+    block_models,
+    choices,
+    contexts_of,
+    dflash_method,
+)
+from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.growth.grow import (
-    TOP_K,
     Choices,
     Offers,
     Path,
@@ -28,7 +31,6 @@ from dflash_mlx.drafters.method import (
     LOOKUP,
     SECOND_DRAFT,
     FirstDraft,
-    Method,
     Plan,
     TwoPass,
     branches_option,
@@ -177,15 +179,12 @@ class DualDiffusion(TwoPass):
         asks = [
             Ask(contexts_of(state)[0], state.anchor, min(self._sizes[0], remaining))
             for state, remaining in zip(states, rooms, strict=True)
-            if remaining > 1
         ]
-        found = iter(self._ends[0].choices(asks, TOP_K))
         drafts = [FirstDraft(Tree.chain()) for _ in rooms]
-        for i, remaining in enumerate(rooms):
-            if remaining > 1:
-                (first,) = next(found)
-                tree, branches = self._growth.tree(first, {}), self._prefixes(first, {}, remaining)
-                drafts[i] = FirstDraft(tree, remaining=remaining, choices=first, branches=branches)
+        for i, found in enumerate(choices(self._ends[0], asks)):
+            for first in found:
+                tree, branches = self._growth.tree(first, {}), self._prefixes(first, {}, rooms[i])
+                drafts[i] = FirstDraft(tree, remaining=rooms[i], choices=first, branches=branches)
         return drafts
 
     def _prefixes(self, first: Choices, second: Drafts, remaining: int) -> dict[Path, float]:
@@ -197,7 +196,8 @@ class DualDiffusion(TwoPass):
     def second_pass(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
     ) -> list[Proposal]:
-        found = zip(drafts, self.second(states, drafts, counts), strict=True)
+        chosen = [list(draft.branches)[:n] for draft, n in zip(drafts, counts, strict=True)]
+        found = zip(drafts, self.behind(states, drafts, chosen), strict=True)
         return [
             Proposal(self._growth.tree(first, second))
             if (first := draft.choices) and second
@@ -205,26 +205,17 @@ class DualDiffusion(TwoPass):
             for draft, second in found
         ]
 
-    def second(
-        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
-    ) -> list[dict[Path, Choices]]:
-        chosen = [list(draft.branches)[:n] for draft, n in zip(drafts, counts, strict=True)]
-        return self.behind(states, drafts, chosen)
-
     def behind(
         self, states: Sequence[State], drafts: Sequence[FirstDraft], chosen: Sequence[list[Path]]
     ) -> list[dict[Path, Choices]]:
         """For each sequence what the second drafter offers after each of the chosen prefixes."""
-        known = [dict[Path, Choices]() for _ in drafts]
-        asked, asks = [], []
-        for i, (state, draft, prefixes) in enumerate(zip(states, drafts, chosen, strict=True)):
-            if prefixes:
-                rows = min(self._sizes[1], draft.remaining)
-                asked.append(i)
-                asks.append(Ask(contexts_of(state)[-1], state.anchor, rows, prefixes))
-        for i, found in zip(asked, self._ends[1].choices(asks, TOP_K), strict=True):
-            known[i] = dict(zip(chosen[i], found, strict=True))
-        return known
+        size = self._sizes[1]
+        asks = [
+            Ask(contexts_of(state)[-1], state.anchor, min(size, draft.remaining), prefixes)
+            for state, draft, prefixes in zip(states, drafts, chosen, strict=True)
+        ]
+        found = zip(chosen, choices(self._ends[1], asks), strict=True)
+        return [dict(zip(prefixes, each, strict=True)) for prefixes, each in found]
 
 
 @dataclass(frozen=True)
@@ -263,14 +254,12 @@ def _make(how: Plan) -> Drafter:
     return options.drafter(first, second, options.growth_of(how), sizes)
 
 
-METHOD = Method(
+METHOD = dflash_method(
     "d2sd",
     "DFlash + variable-prefix",
     _make,
     DualOptions,
     lone_label="DFlash, continuing itself",
-    family=FAMILY,
-    files=FILES,
     best_with=2,
     needs_trees=True,
     has_budget=True,

@@ -152,22 +152,26 @@ def check_block_size(block_size: int | None, most: int, option: str = "block_siz
         )
 
 
-class Drawing:
-    """Draws at the target's own temperature and filters; every answer is a draw of its own.
+class Drawn(BlockDrafter[Model]):
+    """Draws chains at the target's temperature and filters, for rejection sampling.
 
-    weighed: whether trees say how sure each position is. They go by what is known before anything
-    is drawn: a chain that was cut by its own tokens would no longer follow q.
+    Every answer is a draw of its own. weighed: whether trees say how sure each position is. They go
+    by what is known before anything is drawn: a chain that was cut by its own tokens would no
+    longer follow q.
     """
 
-    def __init__(self, sampling: SamplingConfig, weighed: bool = False) -> None:
-        self.config, self._weighed = sampling, weighed
+    def __init__(
+        self, model: Model, block_size: int | None, sampling: SamplingConfig, weighed: bool = False
+    ) -> None:
+        super().__init__(model, block_size)
+        self.sampling, self._weighed = sampling, weighed
         self._sampler = Sampler(sampling)
         self._opening: mx.array | None = None  # of the answer that is being written
 
     def key(self, state: State) -> mx.array:
         """Randomness for a draft at this position of this answer."""
         if state.opening is not self._opening:
-            self._sampler, self._opening = Sampler(self.config), state.opening
+            self._sampler, self._opening = Sampler(self.sampling), state.opening
         return self._sampler.key(state.position, DRAW)
 
     def proposal(self, state: State, tokens: mx.array, q: mx.array, sure: mx.array) -> Proposal:

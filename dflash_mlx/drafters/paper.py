@@ -16,9 +16,13 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import dual_diffusion
-from dflash_mlx.drafters.block_diffusion import BlockDiffusion, block_models, contexts_of
-from dflash_mlx.drafters.dflash.block_model import FAMILY, BlockModel
-from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.block_diffusion import (
+    BlockDiffusion,
+    block_models,
+    contexts_of,
+    dflash_method,
+)
+from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dual_diffusion import (
     BRANCHES,
     Drafts,
@@ -43,7 +47,6 @@ from dflash_mlx.drafters.method import (
     MOST_NODES,
     BlockDrafter,
     FirstDraft,
-    Method,
     Plan,
     branches_option,
     legal,
@@ -124,10 +127,10 @@ class AblatedDual(DualDiffusion):
         self._longest = self._sizes[1] if extends else min(self._sizes)
         return self
 
-    def second(
-        self, states: Sequence[State], drafts: Sequence[FirstDraft], counts: Sequence[int]
+    def behind(
+        self, states: Sequence[State], drafts: Sequence[FirstDraft], chosen: Sequence[list[Path]]
     ) -> list[dict[Path, Choices]]:
-        known = super().second(states, drafts, counts)
+        known = super().behind(states, drafts, chosen)
         for _ in range(2, self.levels):
             chosen = [
                 [*legal(self._prefixes(draft.choices, second, draft.remaining), state)]
@@ -135,7 +138,7 @@ class AblatedDual(DualDiffusion):
                 else []
                 for draft, second, state in zip(drafts, known, states, strict=True)
             ]
-            further = self.behind(states, drafts, chosen)
+            further = super().behind(states, drafts, chosen)
             known = [{**one, **more} for one, more in zip(known, further, strict=True)]
         return known
 
@@ -289,25 +292,19 @@ def _make_resample(how: Plan) -> Drafter:
     return Resample(block_models(how.pair)[0], how.config.block_size, samples, seed)
 
 
-RESAMPLE = Method(
+RESAMPLE = dflash_method(
     "resample",
     "resampled blocks",
     _make_resample,
     ResampleOptions,
-    family=FAMILY,
-    files=FILES,
-    best_with=1,
     needs_trees=True,
     sources=(DRAFT,),
     is_control=True,
 )
-FIRST_VERSION = Method(
+FIRST_VERSION = dflash_method(
     "dflash1",
     "DFlash without its selector",
     lambda how: BlockDiffusion(block_models(how.pair)[0], how.config.block_size),
-    family=FAMILY,
-    files=FILES,
-    best_with=1,
     sources=(DRAFT,),
     is_control=True,
 )

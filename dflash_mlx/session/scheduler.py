@@ -43,7 +43,8 @@ class CacheMemory:
     def __init__(self, target: Target, limit: int | None) -> None:
         self.limit = limit  # bytes, None for no limit
         self._target = target
-        # By drafter: bytes of STEP tokens, and of twice as many.
+        # Bytes of STEP tokens, and of twice as many, by what is in the caches, and by drafter.
+        self._found: dict[CacheKey, list[int]] = {}
         self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
 
     def check(self, sequence: Sequence) -> None:
@@ -74,18 +75,26 @@ class CacheMemory:
         return max(now, sequence.preempted_nbytes, prompt)
 
     def bytes_of(self, drafter: Drafter, tokens: int) -> int:
-        """What a sequence of so many tokens takes, by two short passes per drafter."""
+        """What a sequence of so many tokens takes, by two passes over one row."""
         if drafter not in self._sizes:
-            state, sizes = State(self._target.new_cache(), drafter.new_context()), []
-            for rows in (STEP, STEP):
-                ids, layers = mx.zeros(rows, mx.int32), drafter.aux_layers
-                _, features = self._target.forward(ids, state.cache, Block(rows), layers)
-                state.cache.commit(range(rows))
-                state.context.append(ids, features)
-                sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
-            self._sizes[drafter] = sizes
+            state = State(self._target.new_cache(), drafter.new_context())
+            key = CacheKey.of(self._target, drafter, state)
+            self._sizes[drafter] = self._found.get(key) or self._measured(drafter, state)
+            self._found[key] = self._sizes[drafter]
         least, more = self._sizes[drafter]
         return least + (more - least) * (tokens // STEP)
+
+    def _measured(self, drafter: Drafter, state: State) -> list[int]:
+        sizes: list[int] = []
+        for lengthened in (0, STEP - 1):
+            state.cache.lengthen(lengthened)
+            ids, layers = mx.zeros(1, mx.int32), drafter.aux_layers
+            _, features = self._target.forward(ids, state.cache, Block(1), layers)
+            state.cache.commit(range(1))
+            rows = None if features is None else mx.repeat(features, STEP, axis=0)
+            state.context.append(mx.zeros(STEP, mx.int32), rows)
+            sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
+        return sizes
 
 
 class Scheduler:
@@ -103,7 +112,6 @@ class Scheduler:
         observer: Observer | None = None,
         prefixes: PrefixCache | None = None,
         most: int = sys.maxsize,
-        drafters: dict[Hashable, Drafter] | None = None,
     ) -> None:
         self.pair, self.target = pair, pair.target
         self.memory = CacheMemory(pair.target, memory)  # bytes, None for no limit
@@ -117,7 +125,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self.observer = observer or Observer()
-        self._drafters = {} if drafters is None else drafters
+        self.drafters: dict[Hashable, Drafter] = {}  # by what those that draft alike have in common
         self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows = 1  # of trees in the last step
 
@@ -151,12 +159,12 @@ class Scheduler:
     def drafter(self, config: DecodeConfig) -> Drafter:
         """One for all that draft alike; of those that nobody uses, the newest few are kept."""
         key = drafting_of(config)
-        drafter = self._drafters.pop(key, None) or make_drafter(self.pair, config)
+        drafter = self.drafters.pop(key, None) or make_drafter(self.pair, config)
         used = {id(each.drafter) for each in (*self.running, *self.waiting)}
-        unused = [k for k, kept in self._drafters.items() if id(kept) not in used]
+        unused = [k for k, kept in self.drafters.items() if id(kept) not in used]
         for oldest in unused[: max(0, len(unused) - UNUSED)]:
-            del self._drafters[oldest]
-        self._drafters[key] = drafter
+            del self.drafters[oldest]
+        self.drafters[key] = drafter
         return drafter
 
     def cancel(self, sequence: Sequence) -> None:
@@ -285,7 +293,7 @@ class Scheduler:
     def _read(self, sequence: Sequence, ahead: int, said: Said) -> None:
         """Tell the finished rounds of a sequence, but for the last few that may still run."""
         while sequence.rounds and (len(sequence.rounds) > ahead or sequence.is_full):
-            sequence.rounds[0].accepted.wait()
+            _ = sequence.rounds[0].accepted.tokens  # waits for them
             self.observer.mark("verify")
             delta = sequence.next_delta()
             said.append((sequence, delta))

@@ -111,7 +111,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--recipe", choices=tuple(RECIPES), help="settings of a paper, where others are not given"
     )
-    cli.add_options(result, DataConfig, PairConfig, TrainConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, DataConfig, TrainConfig)
     return result
 
 

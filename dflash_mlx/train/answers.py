@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import parse_json
+from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler
@@ -37,9 +38,9 @@ class Job:
 
     key: Any  # whatever the caller knows it by
     prompt: tuple[int, ...]
-    stops: frozenset[int]
     max_tokens: int
     sampling: SamplingConfig  # with a seed of the job's own
+    stops: frozenset[int] = frozenset()  # besides what ends every answer
     tokens: list[int] = field(default_factory=list)
     finish: str = ""  # "stop" (its token is the last), "length" or "loop"
 
@@ -50,8 +51,6 @@ class Job:
         elif (end := loop_end(self.tokens)) is not None:
             del self.tokens[end:]
             self.finish = "loop"
-        elif len(self.tokens) >= self.max_tokens:
-            self.finish = "length"
         return self.finish != ""
 
 
@@ -100,7 +99,7 @@ class Answers:
                 if isinstance(told, Exception):
                     raise told
                 job = self._running.get(sequence)
-                if job is not None and self._take(job, told.tokens):
+                if job is not None and self._take(job, told):
                     self._scheduler.cancel(sequence)
                     done.append(self._running.pop(sequence))
             yield done
@@ -112,18 +111,18 @@ class Answers:
             job = self.waiting.popleft()
             config = DecodeConfig(self._method, max_tokens=job.max_tokens, sampling=job.sampling)
             sequence = self._scheduler.submit(job.prompt, config)
-            sequence.text = None  # tokens alone are collected
             self._running[sequence] = job
             unread += len(job.prompt)
 
-    def _take(self, job: Job, tokens: abc.Sequence[int]) -> bool:
+    def _take(self, job: Job, delta: Delta) -> bool:
         begins = not job.tokens
         self._begun, self._rounds = self._begun + begins, self._rounds + (not begins)
-        for token in tokens:
+        for token in delta.tokens:
             self.generated += 1
             if job.add(token):
                 return True
-        return False
+        job.finish = delta.finish_reason or ""
+        return job.finish != ""
 
 
 def lot(seed: int, name: str) -> tuple[float, int]:

@@ -193,7 +193,8 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--drafter", required=True, help="a DFlash drafter that fits the model")
     result.add_argument("--out", required=True, type=Path, help="new folder for both together")
-    cli.add_options(result, DataConfig, PairConfig, SelectorTraining, without=ALL_BUT_MODEL)
+    cli.add_options(result, PairConfig, without=ALL_BUT_MODEL)
+    cli.add_options(result, DataConfig, SelectorTraining)
     return result
 
 

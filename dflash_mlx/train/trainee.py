@@ -219,26 +219,20 @@ def take_layers(
         given |= {called(i, name): a for name, a in dense(target.model.layers[place]).items()}
     if "fc" in network:
         given["fc.weight"] = mx.eye(trainee.config.hidden_size)
-    taken = [
-        (name, _ending_with(own, given[name].astype(mx.float32)))
-        for name, own in parameters_of(network).items()
-        if name in given and _fits(own, given[name])
-    ]
+    taken = []
+    for name, own in parameters_of(network).items():
+        theirs = given.get(name)
+        if theirs is not None and own.shape[:-1] == theirs.shape[:-1]:
+            beside, rest = divmod(own.shape[-1], theirs.shape[-1])
+            if beside and not rest:
+                kept = own[..., : -theirs.shape[-1]]
+                taken.append((name, mx.concatenate([kept, theirs.astype(mx.float32)], axis=-1)))
     if not any(name.endswith("down_proj.weight") for name, _ in taken):
         raise DFlashError(
             f"the layers of {target.name} are not built like a drafter's", "use --start random"
         )
     network.load_weights(taken, strict=False)
     mx.eval(network.parameters())
-
-
-def _fits(own: mx.array, theirs: mx.array) -> bool:
-    same_rows = own.ndim == theirs.ndim and own.shape[:-1] == theirs.shape[:-1]
-    return same_rows and (own.shape == theirs.shape or own.shape[-1] % theirs.shape[-1] == 0)
-
-
-def _ending_with(own: mx.array, theirs: mx.array) -> mx.array:
-    return mx.concatenate([own[..., : own.shape[-1] - theirs.shape[-1]], theirs], axis=-1)
 
 
 def dense(layer: nn.Module) -> dict[str, mx.array]:

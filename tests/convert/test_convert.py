@@ -253,18 +253,25 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         yield served
 
 
-def test_a_repository_converts_as_the_folder_it_serves(hub, tmp_path):
+def test_a_repository_converts_as_the_folder_it_serves_once_it_is_here_without_a_network(
+    hub, tmp_path, monkeypatch
+):
     """With its licence; copies of the weights for other libraries are left out."""
     folder = hub.repositories["owner/model"]
     shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
     (folder / "LICENSE").write_text("free")
-    main(["owner/model", str(tmp_path / "out" / "dst")])
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    main(["owner/model", str(tmp_path / "out" / "online")])
+    use_hub(monkeypatch)
+    main(["owner/model", str(tmp_path / "out" / "offline")])
     main([str(folder), str(tmp_path / "out" / "local")])
-    local = {f.name: f.read_bytes() for f in (tmp_path / "out" / "local").iterdir()}
-    remote = {f.name: f.read_bytes() for f in (tmp_path / "out" / "dst").iterdir()}
-    assert remote == local
-    assert "consolidated.safetensors" not in remote
-    assert remote["LICENSE"] == b"free"
+    local, online, offline = (
+        {file.name: file.read_bytes() for file in (tmp_path / "out" / name).iterdir()}
+        for name in ("local", "online", "offline")
+    )
+    assert online == local and offline == local
+    assert "consolidated.safetensors" not in local and local["LICENSE"] == b"free"
     assert [r for r in hub.requests if "consolidated" in r[1]] == []
 
 
@@ -314,13 +321,3 @@ def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path,
     with pytest.raises(DFlashError, match=r"the download needs .* MB, .* 1\.0 MB"):
         main(["owner/model", str(tmp_path / "out" / "dst")])
     assert hub.fetched() == ["bytes=0-100000"]
-
-
-def test_without_a_network_what_is_in_the_cache_still_converts(hub, tmp_path, monkeypatch):
-    folder = hub.repositories["owner/model"]
-    (folder / "original").mkdir()
-    (folder / "original" / "params.json").write_text("{}")
-    main(["owner/model", str(tmp_path / "out" / "online")])
-    use_hub(monkeypatch)
-    main(["owner/model", str(tmp_path / "out" / "offline")])
-    assert_same_tensors(tensors(tmp_path / "out" / "offline"), tensors(tmp_path / "out" / "online"))

@@ -221,28 +221,25 @@ def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alo
 # What is refused before anything is written
 
 
-def test_a_folder_with_something_in_it_is_refused_and_kept(pair, tmp_path):
-    (tmp_path / "dst").mkdir()
-    (tmp_path / "dst" / "precious").write_text("data")
-    for check in ([], ["--check"]):
-        with pytest.raises(DFlashError, match="dst .* precious"):
-            main([*pair, *check])
-    assert (tmp_path / "dst" / "precious").read_text() == "data"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("full", "full .* precious"),
         ("model/config.json", "config.json is a file"),
         ("nowhere/dst", "no folder .*nowhere"),
         ("x" * 300, "xxx.*cannot be DST"),
         ("a\0b", "cannot be DST"),
     ],
 )
-def test_what_cannot_be_a_destination_is_refused(pair, tmp_path, name, value):
-    with pytest.raises(DFlashError, match=value) as failure:
-        main([pair[0], str(tmp_path / name)])
-    assert "DST" in str(failure.value)
+def test_what_cannot_be_a_destination_is_refused_and_kept(pair, tmp_path, name, value):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious").write_text("data")
+    for check in ([], ["--check"]):
+        with pytest.raises(DFlashError, match=value) as failure:
+            main([pair[0], str(tmp_path / name), *check])
+        assert "DST" in str(failure.value)
+    assert (tmp_path / "full" / "precious").read_text() == "data"
+    shutil.rmtree(tmp_path / "full")
     assert nothing_is_left(tmp_path)
 
 

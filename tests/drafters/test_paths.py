@@ -64,7 +64,7 @@ def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
         drafts = both.begin([subject.behind(seed, anchor)], [6])
-        (second,) = both.second([subject.behind(seed, anchor)], drafts, [3])
+        (second,) = both.behind([subject.behind(seed, anchor)], drafts, [[*drafts[0].branches]])
         assert len(second) == 3
         for prefix, choices in second.items():
             block, path = subject.block(seed, anchor, 6, prefix), walk(choices)[0]

@@ -18,24 +18,16 @@ from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, generate
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.core.config import StructureConfig
-from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import Quantization, quantization_of
-from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
 from support.app_scripts import ScriptedBackend, drive, notices, until
-from support.decoding import feed
-from support.drafter_formats import (
-    Drafting,
-    case,
-    difference,
-    features_of,
-    sliding,
-    version_1,
-)
+from support.drafter_formats import case, version_1
+from support.drafting import Blocks, cut, difference, grow
 from support.families import FAMILIES, make_model
+from support.family_configs import sliding
 from support.models import write_drafter, write_model
 
 HEAD_DIM = 32
@@ -121,37 +113,19 @@ def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
 # The window
 
 
-def limited(folder: Path, most: int | None, **changes: Any) -> Drafting:
+def limited(folder: Path, most: int | None, **changes: Any) -> Blocks:
     """A drafter whose windows are limited."""
     target = Target(make_model("llama"), 4000, "llama")
-    subject = Drafting(folder, *case(version_1(**changes)), target)
-    windows = limit_windows(subject.model.config.layer_windows, most)
-    config = replace(subject.model.config, layer_windows=windows)
-    subject.model = BlockModel(subject.model.module, config, target)
-    return subject
-
-
-def block_behind(subject: Drafting, features: np.ndarray, step: int = 50) -> np.ndarray:
-    return subject.logits(subject.state(7, features, *[step] * (len(features) // step)), 8)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("most", "length"), [(12, 5), (12, 700), (3, 40)])
-def test_a_limited_window_is_a_drafters_sliding_window(tmp_path, most, length, causal):
-    subject, features = limited(tmp_path, most, is_causal=causal), features_of(length)
-    found, plain = block_behind(subject, features), subject.raw
-    if length + 8 > most:
-        assert difference(found, subject.expected(features, 7, 8)) > 1e-2
-    subject.raw = {**plain, **sliding("SS", most)}
-    assert difference(found, subject.expected(features, 7, 8)) < 1e-4
+    return Blocks(folder, *case(version_1(**changes)), target, draft_window=most)
 
 
 def test_a_window_bounds_the_memory_of_the_context(tmp_path):
     sizes = {}
     for most in (None, 16):
-        context, sizes[most] = limited(tmp_path, most).model.new_context(), []
+        subject, sizes[most] = limited(tmp_path, most), []
+        context = subject.model.new_context()
         for _ in range(12):
-            feed(context, mx.array(features_of(256)))
+            grow(context, subject.text(256))
             sizes[most].append(stored_bytes(context.arrays))
     assert sizes[None][-1] > 10 * sizes[None][0]
     assert max(sizes[16][2:]) == min(sizes[16][2:]) < 2 * sizes[16][0]
@@ -160,22 +134,21 @@ def test_a_window_bounds_the_memory_of_the_context(tmp_path):
 @pytest.mark.parametrize("changes", [{}, sliding("SF", 6)], ids=["equal", "mixed"])
 @pytest.mark.parametrize("length", [9, 300])
 def test_a_context_that_cannot_go_back_needs_only_a_window_again(tmp_path, changes, length):
-    subject, features = limited(tmp_path, WINDOW, **changes), features_of(700)
-    state = subject.state(7, features, *[50] * 14)
-    context = state.context
+    subject = limited(tmp_path, WINDOW, **changes)
+    text = subject.text(700)
+    context = subject.context(text, *[50] * 14)
     start = context.refill_from(length)
     assert start == max(0, length - WINDOW + 1)
     for stop in (start + 3, length):  # interrupted, and then begun again
         context.trim(start)
         assert context.length == start
-        feed(context, mx.array(features[start:stop]))
-        subject.logits(state, 8)  # sees what there is
+        grow(context, cut(text, start, stop))
+        subject.found(context, 7, 8)  # sees what there is
     assert context.refill_from(length) == length
-    found = subject.logits(state, 8)
-    assert difference(found, block_behind(subject, features[:length])) < 1e-4
-    feed(context, mx.array(features[length : length + 100]))
-    found = subject.logits(state, 8)
-    assert difference(found, block_behind(subject, features[: length + 100])) < 1e-4
+    for end in (length, length + 100):
+        grow(context, cut(text, context.length, end))
+        fresh = subject.found(subject.context(cut(text, 0, end)), 7, 8)
+        assert difference(subject.found(context, 7, 8), fresh) < 1e-4
 
 
 def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_question(folders):

@@ -98,27 +98,35 @@ def test_what_ranks_cannot_share_is_refused_by_name(tmp_path, ranks, changes, sa
     assert [(each.code, each.out, each.error) for each in others] == [(0, "", "")] * (ranks - 1)
 
 
-@pytest.mark.parametrize("what", ["model", "version"])
-def test_ranks_that_differ_are_refused_by_name(tmp_path, model, what):
+OTHER_VERSION = """
+import runpy, sys
+from dflash_mlx.system import machine
+versions = machine.describe_versions()
+machine.describe_versions = lambda: {**versions, "mlx": "0.0.1"}
+runpy.run_module("dflash_mlx.generate", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("model", "rank 1 of 2 differs: config.json is"),
+        ("version", "rank 1 of 2 differs: mlx is 0.0.1 there"),
+        ("nothing", "rank 1 of 2: model is no"),
+    ],
+)
+def test_a_rank_with_another_model_or_version_or_without_ends_all(tmp_path, model, what, said):
     places = [model.parent, tmp_path / "other"]
-    write_model(places[1] / "model", eos_token_id=5 if what == "model" else EOS)
-    words = ["-m", "support.other_version", "1" if what == "version" else "", *GENERATE[1:]]
-    with started(tmp_path, [[*words, "--model", "model"]] * 2, places=places) as running:
+    places[1].mkdir()
+    if what != "nothing":
+        write_model(places[1] / "model", eos_token_id=5 if what == "model" else EOS)
+    words = [[*GENERATE, "--model", "model"]] * 2
+    if what == "version":
+        words = [words[0], ["-c", OTHER_VERSION, *words[1][2:]]]
+    with started(tmp_path, words, places=places) as running:
         first, second = ended(running)
     (sentence,) = first.sentences
-    differs = "config.json is" if what == "model" else "mlx is 0.0.1 there"
-    assert first.code == 2 and f"rank 1 of 2 differs: {differs}" in sentence
-    assert (second.code, second.error) == (2, "")
-
-
-def test_a_rank_without_the_model_ends_all(tmp_path, model):
-    other = tmp_path / "elsewhere"
-    other.mkdir()
-    words = [*GENERATE, "--model", "model"]
-    with started(tmp_path, [words, words], places=[model.parent, other]) as running:
-        first, second = ended(running)
-    (sentence,) = first.sentences
-    assert first.code == 2 and "rank 1" in sentence and "model is no" in sentence
+    assert first.code == 2 and said in sentence
     assert (second.code, second.error) == (2, "")
 
 
@@ -207,9 +215,6 @@ def test_a_server_needs_only_its_part_of_the_memory(monkeypatch):
     check_memory(PairConfig(), machines=3)
     with pytest.raises(DFlashError, match="needs about"):
         check_memory(PairConfig())
-
-
-# What docs/two-machines.md names
 
 
 def test_the_commands_of_the_page_are_there_and_take_what_it_gives_them(monkeypatch):

@@ -19,9 +19,12 @@ from support import reference_dflash, reference_dflash2, reference_dspark
 from support.families import VOCAB_SIZE
 from support.family_configs import sliding
 from support.reference_dflash import (
+    DRAFT_IDS,
     Array,
     Config,
     LinkedBlock,
+    draft_vocabulary,
+    over_vocabulary,
     random_drafter,
     write_drafter_folder,
 )
@@ -39,7 +42,6 @@ HEADS = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
-DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
 
 
 def speculators(kind: str = "dflash", **changes: Any) -> dict[str, Any]:
@@ -91,10 +93,7 @@ def own_tables(draft_ids: Array | None, seed: int = 5) -> dict[str, Array]:
         "embed_tokens.weight": rng.standard_normal((VOCAB_SIZE, 64)).astype(np.float32),
         "lm_head.weight": (rng.standard_normal((rows, 64)) / 8).astype(np.float32),
     }
-    if draft_ids is not None:
-        tables["d2t"] = np.asarray(draft_ids - np.arange(rows), np.int64)
-        tables["t2d"] = np.isin(np.arange(VOCAB_SIZE), draft_ids)
-    return tables
+    return tables if draft_ids is None else tables | draft_vocabulary(draft_ids)
 
 
 def write_shards(folder: Path, config: Config, tensors: Mapping[str, Array]) -> Path:
@@ -170,18 +169,14 @@ def expected_logits(
     config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
 ) -> Array:
     """[n, V] over the target's vocabulary, in NumPy, without what a linking head adds."""
-    raw, known = as_version_1(config), np.arange(VOCAB_SIZE)
+    raw = as_version_1(config)
     if is_dspark(config) or "conv_kernel_size" in raw["dflash_config"]:
         logits = reference_block(config, tensors, tables, *block).logits
     else:
         own = zip(("embed_tokens.weight", "lm_head.weight"), tables, strict=True)
         given = [tensors.get(name, table) for name, table in own]
         logits = reference_dflash.draft_logits(tensors, raw, *given, *block)
-    if "d2t" in tensors:
-        known = np.arange(len(tensors["d2t"])) + tensors["d2t"]
-    whole = np.full((len(logits), VOCAB_SIZE), -np.inf)
-    whole[:, known] = logits
-    return whole
+    return over_vocabulary(logits, tensors)
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}

@@ -20,12 +20,10 @@ from support import family_configs
 from support.drafter_formats import written
 from support.reference_dflash import (
     Array,
-    attention,
+    capped,
+    decoded,
     layer_shapes,
-    layer_tensors,
-    mlp,
     random_weights,
-    rms_norm,
 )
 
 MASK = 5
@@ -119,28 +117,18 @@ def logits(
     embedding = named.get("embed_tokens.weight", np.asarray(tables[0], np.float64))
     tied = raw.get("tie_word_embeddings") and "embed_tokens.weight" in named
     head = embedding if tied else named.get("lm_head.weight", np.asarray(tables[1], np.float64))
-    x, eps = embedding[[*text, *block]], raw["rms_norm_eps"]
-    for i in range(raw["num_hidden_layers"]):
-        layer, visible = layer_tensors(named, i), _visible(raw, i, len(text), len(block))
-        normed = rms_norm(x, layer["input_layernorm.weight"], eps)
-        x = x + attention(layer, raw, normed, normed[:0], visible)
-        x = x + mlp(layer, rms_norm(x, layer["post_attention_layernorm.weight"], eps))
-    states = rms_norm(x, named["norm.weight"], eps)[len(text) :]
-    rows = states[:-1] if is_shifted(raw) else states[1:]
-    result = rows @ head.T
-    cap = raw.get("final_logit_softcapping")
-    return np.tanh(result / cap) * cap if cap else result
-
-
-def _visible(raw: dict[str, Any], layer: int, text: int, block: int) -> Array:
-    """[T, T]: text sees what precedes it, the block sees everything; a window cuts both."""
-    rows = np.arange(text + block)
-    visible = rows <= rows[:, None]
-    visible[text:] = True
+    x, rows = embedding[[*text, *block]], np.arange(len(text) + len(block))
     types = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
-    if types[layer] == "sliding_attention":
-        visible &= np.abs(rows - rows[:, None]) < raw["sliding_window"]
-    return visible
+
+    def visible(layer: int) -> Array:
+        """Text sees what precedes it, the block sees everything; a window cuts both."""
+        seen = (rows <= rows[:, None]) | (rows >= len(text))[:, None]
+        if types[layer] == "sliding_attention":
+            seen &= np.abs(rows - rows[:, None]) < raw["sliding_window"]
+        return seen
+
+    states = decoded(named, raw, x, x[:0], visible)[len(text) :]
+    return capped((states[:-1] if is_shifted(raw) else states[1:]) @ head.T, raw)
 
 
 def case(raw: dict[str, Any], **more: Array) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -69,8 +69,8 @@ def write_drafter(folder: Path, **changes: Any) -> Path:
     return write_drafter_folder(folder, config, random_drafter(config))
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
+def edit_config(folder: Path, name: str = "config.json", **changes: Any) -> None:
+    file = folder / name
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
@@ -119,7 +119,5 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 def write_endless_model(folder: Path) -> Path:
     """A tiny llama whose answers go on for as long as one likes: no token ends them."""
     model = write_model(folder, max_position_embeddings=100_000, eos_token_id=999)
-    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
-    del tokenizer["eos_token"]
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    edit_config(model, "tokenizer_config.json", eos_token=None)
     return model

@@ -49,9 +49,7 @@ def everything(pair: Pair) -> dict[str, Any]:
     found["another turn"] = _answer(talk, [*PROMPT, *first[:5], 2, 6])
     found["reused"] = talk.state.position
     many = Answers(pair, "dflash", 3)
-    many.waiting.extend(
-        Job(i, tuple(PROMPT[i:]), frozenset(), TOKENS, SamplingConfig(0.0)) for i in range(5)
-    )
+    many.waiting.extend(Job(i, tuple(PROMPT[i:]), TOKENS, SamplingConfig(0.0)) for i in range(5))
     done = [each for step in many.run() for each in step]
     found["several"] = [e.tokens for e in sorted(done, key=lambda e: int(e.key))]
     return found

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from support.family_configs import BASE
+from support.family_configs import BASE, VOCAB_SIZE
 
 Array = NDArray[Any]
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Array]
+DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])  # a draft vocabulary
 Around = Callable[[Tensors, Config, str, Array, Any], Array]
 
 
@@ -36,8 +37,28 @@ def draft_logits(
     method = config["dflash_config"]
     hidden = draft_states(tensors, config, embedding, *block, **more)
     logits = hidden @ np.asarray(lm_head, np.float64).T * method.get("output_multiplier", 1.0)
-    cap = method.get("final_logit_softcapping", config.get("final_logit_softcapping"))
+    return capped(logits, {**config, **method})
+
+
+def capped(logits: Array, config: Config) -> Array:
+    """Logits under the soft cap of a config that has one."""
+    cap = config.get("final_logit_softcapping")
     return np.tanh(logits / cap) * cap if cap else logits
+
+
+def draft_vocabulary(ids: Array) -> dict[str, Array]:
+    """The two maps between a draft vocabulary of these tokens and the whole one."""
+    maps = np.asarray(ids - np.arange(len(ids)), np.int64), np.isin(np.arange(VOCAB_SIZE), ids)
+    return dict(zip(("d2t", "t2d"), maps, strict=True))
+
+
+def over_vocabulary(logits: Array, tensors: Tensors) -> Array:
+    """[..., V] from what a drafter says of the tokens that it knows, -inf for others."""
+    if "d2t" not in tensors:
+        return logits
+    whole = np.full((*logits.shape[:-1], VOCAB_SIZE), -np.inf)
+    whole[..., np.arange(len(tensors["d2t"])) + tensors["d2t"]] = logits
+    return whole
 
 
 def draft_states(
@@ -78,11 +99,27 @@ def hidden_states(
     """
     eps = config["rms_norm_eps"]
     context = rms_norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
+    lengths = len(context), len(x)
+    return decoded(tensors, config, x, context, lambda i: visible_keys(config, i, *lengths), around)
+
+
+def decoded(
+    tensors: Tensors,
+    config: Config,
+    x: Array,
+    context: Array,
+    visible: Callable[[int], Array],
+    around: Around = _alone,
+) -> Array:
+    """Return the final states of rows x [B, d]; context [T, d] has keys and values alone.
+
+    visible: for each layer, which of the T + B keys each row sees.
+    """
+    eps = config["rms_norm_eps"]
     for index in range(config["num_hidden_layers"]):
         layer = layer_tensors(tensors, index)
-        visible = visible_keys(config, index, len(context), len(x))
         normed = rms_norm(x, layer["input_layernorm.weight"], eps)
-        attend = partial(attention, layer, config, context=context, visible=visible)
+        attend = partial(attention, layer, config, context=context, visible=visible(index))
         x = x + around(layer, config, "attention", normed, attend)
         normed = rms_norm(x, layer["post_attention_layernorm.weight"], eps)
         x = x + around(layer, config, "mlp", normed, partial(mlp, layer))

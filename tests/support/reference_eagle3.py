@@ -15,17 +15,19 @@ import numpy as np
 
 from support.family_configs import BASE, VOCAB_SIZE
 from support.reference_dflash import (
+    DRAFT_IDS,
     Array,
     Config,
     Tensors,
     attention,
+    draft_vocabulary,
     layer_shapes,
     mlp,
+    over_vocabulary,
     random_weights,
     rms_norm,
 )
 
-DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])
 TAPS = [0, 1, 2]
 LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
 WIDTH = 64  # of the target
@@ -61,13 +63,7 @@ def logits(
         h = final if told.get("norm_output") else out
     if "lm_head.weight" not in weights:
         return final @ np.asarray(tables[1], np.float64).T
-    own = weights["lm_head.weight"] @ final
-    if len(own) == VOCAB_SIZE:
-        return own
-    whole = np.full(VOCAB_SIZE, -np.inf)
-    for draft_id, offset in enumerate(tensors["d2t"]):
-        whole[draft_id + offset] = own[draft_id]
-    return whole
+    return over_vocabulary(weights["lm_head.weight"] @ final, tensors)
 
 
 def weights_of_layer(weights: Mapping[str, Array]) -> dict[str, Array]:
@@ -173,8 +169,7 @@ def random_tensors(config: Config, seed: int = 0, embeds: bool = False) -> dict[
         wanted["embed_tokens.weight"] = (VOCAB_SIZE, told["hidden_size"])
     tensors: dict[str, Array] = dict(random_weights(wanted, seed))
     if size == len(DRAFT_IDS):
-        tensors["d2t"] = np.asarray(DRAFT_IDS - np.arange(size), np.int64)
-        tensors["t2d"] = np.isin(np.arange(VOCAB_SIZE), DRAFT_IDS)
+        tensors |= draft_vocabulary(DRAFT_IDS)
     if "transformer_layer_config" in config:
         tensors = {n.replace("midlayer.", "layers.0."): a for n, a in tensors.items()}
     return tensors

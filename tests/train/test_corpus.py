@@ -167,9 +167,6 @@ def test_a_system_prompt_comes_first_and_an_answer_ends_where_the_context_does(
     assert len(row.prompt) + len(row.answer) <= 512 < len(row.prompt) + MAX_TOKENS
 
 
-# Going on
-
-
 def test_a_killed_run_is_continued_without_loss_or_repetition(folder, tmp_path, answered):
     out = tmp_path / "c"
     words = [*options(folder, out), "--batch-size", "1", "--method", "none"]
@@ -295,7 +292,7 @@ def random_prompt(seed: int, length: int) -> tuple[int, ...]:
 
 def job(key: int, prompt: tuple[int, ...], temperature: float = 0.0, max_tokens: int = 90) -> Job:
     sampling = SamplingConfig(temperature, 0.9, seed=key)
-    return Job(key, prompt, frozenset([EOS]), max_tokens, sampling)
+    return Job(key, prompt, max_tokens, sampling)
 
 
 def answered_by(target: Target, jobs: Sequence[Job], most: int, method: str) -> list[Job]:

@@ -63,37 +63,29 @@ def test_an_older_file_without_a_header_is_read(tmp_path):
     assert len({row.id for row in rows}) == 2
 
 
+def behind(line: str) -> bytes:
+    """A file in which a line stands behind good ones."""
+    lines = [HEADER.as_line(), *(each.as_line() for each in ROWS), "", line, row(), ""]
+    return "\n".join(lines).encode()
+
+
 def row(**changes: object) -> str:
     return json.dumps({**OLD, **changes})
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("{", "JSON"),
-        ("[]", "no row"),
-        ("{}", "'p' .* missing"),
-        (row(t="hot"), "'t' .* 'hot'"),
-        (row(p=[]), r"'p' .* \[\]"),
-        (row(o=[-1]), r"'o' .* \[-1\]"),
-        (row(o=[True]), r"'o' .* \[True\]"),
-        (row(seed=0.5), "'seed' .* 0.5"),
-        (row(messages=["hi"]), r"'messages' .* \['hi'\]"),
-        (row(o=[VOCAB_SIZE]), "token 97, .* 97"),
-    ],
-)
-def test_a_damaged_line_is_named_with_what_it_holds(tmp_path, line, named):
-    file = tmp_path / "damaged.jsonl"
-    file.write_bytes(write(file) + f"\n{line}\n{row()}\n".encode())
-    with pytest.raises(DFlashError, match=named) as failure:
-        read_rows(file)
-    assert f"line 5 of {file}" in failure.value.what
-    assert failure.value.next_step
-
-
-@pytest.mark.parametrize(
     ("name", "contents", "named"),
     [
+        ("c.jsonl", behind("{"), "line 5 .* no JSON"),
+        ("c.jsonl", behind("[]"), "line 5 .* no row"),
+        ("c.jsonl", behind("{}"), "'p' in line 5 .* missing"),
+        ("c.jsonl", behind(row(t="hot")), "'t' in line 5 .* 'hot'"),
+        ("c.jsonl", behind(row(p=[])), r"'p' in line 5 .* \[\]"),
+        ("c.jsonl", behind(row(o=[-1])), r"'o' in line 5 .* \[-1\]"),
+        ("c.jsonl", behind(row(o=[True])), r"'o' in line 5 .* \[True\]"),
+        ("c.jsonl", behind(row(seed=0.5)), "'seed' in line 5 .* 0.5"),
+        ("c.jsonl", behind(row(messages=["hi"])), r"'messages' in line 5 .* \['hi'\]"),
+        ("c.jsonl", behind(row(o=[VOCAB_SIZE])), "line 5 .* token 97, .* 97"),
         ("c.jsonl", b"\n\n", "no rows"),
         ("c.jsonl", HEADER.as_line().encode(), "no rows"),
         ("c.jsonl", b'{"format": "dflash-corpus", "version": 2}\n', "'version': 2.* 'version': 1"),
@@ -111,7 +103,7 @@ def test_what_is_no_corpus_with_rows_is_refused(tmp_path, name, contents, named)
         (tmp_path / name).write_bytes(contents)
     with pytest.raises(DFlashError, match=named) as failure:
         read_rows(tmp_path / name)
-    assert str(tmp_path / name) in failure.value.what
+    assert str(tmp_path / name) in failure.value.what and failure.value.next_step
 
 
 # The growing file
@@ -254,9 +246,6 @@ def test_a_stopped_run_goes_on_with_the_same_turns_and_may_be_asked_for_more(
     again = {row.id: row for row in asked}
     both = [row for row in rows[3:] if row.id in again]
     assert both and [again[row.id] for row in both] == both
-
-
-# Which turns are good
 
 
 def writer(pair: Pair, rows: tuple[CorpusRow, ...] = ()) -> TurnWriter:

@@ -141,9 +141,6 @@ def test_some_masked_blocks_show_tokens_that_teach_nothing_and_the_others_none()
         assert not blocks.revealed[outside].any() and (inputs[outside] == MASK).all()
 
 
-# Labels and where they are known
-
-
 def drawn_text(rng: np.random.Generator) -> TextTokens:
     """A short text that follows most of the target's choices."""
     tokens = rng.integers(3, size=rng.integers(2, 15))

@@ -172,9 +172,6 @@ def test_a_damaged_or_missing_file_is_found(tmp_path, damage, names):
     cache.features(2), cache.choices(4)
 
 
-# The likeliest tokens
-
-
 @settings(max_examples=50)
 @given(
     rows=st.sampled_from([1, 300]),
@@ -199,9 +196,6 @@ def test_the_likeliest_tokens_are_those_of_a_sort_and_the_first_is_the_greedy_ch
     kept = found["probability"][:, :count]
     assert np.allclose(kept, -np.sort(-p)[:, :count], rtol=1e-5, atol=1e-9)
     assert np.allclose(kept, np.take_along_axis(p, tokens, axis=-1), rtol=1e-5, atol=1e-9)
-
-
-# Corpora
 
 
 def rows_of(count: int, seed: int = 0) -> list[CorpusRow]:
@@ -255,9 +249,6 @@ def test_a_row_fills_the_context_at_most(tmp_path, capsys):
     texts = read(tmp_path, some, gigabytes=(room + 1) / 1e9)
     assert texts.name != read(tmp_path / "cache", some).name and len(texts) == 2
     assert "rows left out: 2, no room for their features; --cache-gb" in capsys.readouterr().err
-
-
-# Without features
 
 
 def test_without_features_only_greedy_answers_teach_and_a_name_tells_texts_and_targets_apart(

@@ -142,9 +142,6 @@ def test_a_step_in_which_nothing_counts_leaves_finite_weights(texts):
     assert all(np.isfinite(array).all() for array in arrays_of(trainer.maps).values())
 
 
-# Maps, written out
-
-
 def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch):
     monkeypatch.setattr(selector, "_ROWS", 20)
     made = maps_of(tiny_target().embedding())
@@ -156,9 +153,6 @@ def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch):
     expected = np.array(made(hidden, before, tokens))
     found = np.array(written.edges(hidden, before[:, None], tokens)[:, 0])
     assert np.abs(found - expected).max() < 1e-4 < np.abs(expected).max()
-
-
-# As a folder of version 2
 
 
 def block_logits(network: Network, drafter: DFlashTrainee) -> np.ndarray:

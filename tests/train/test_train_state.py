@@ -102,9 +102,6 @@ def test_a_full_disk_leaves_the_state_before(stopped, texts, room):
     assert trainer.step == 3
 
 
-# What is refused
-
-
 def saved(keep: Callable[[str], Any] = bool, **about: Any) -> Callable[[Path], None]:
     """Some of the arrays, and something else said of the run."""
 

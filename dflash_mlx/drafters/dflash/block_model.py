@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -26,6 +26,12 @@ class Ask(NamedTuple):
     anchor: mx.array
     rows: int
     prefixes: Shown = ((),)
+
+    @property
+    def parts(self) -> list[slice]:
+        """Where, of all rows that draft, those behind each prefix are."""
+        ends = [0, *accumulate(self.rows - 1 - len(prefix) for prefix in self.prefixes)]
+        return [slice(*part) for part in pairwise(ends)]
 
 
 class FeatureContext(DraftContext):
@@ -97,12 +103,8 @@ class BlockModel(BoundModel[FeatureContext]):
         return [[follow_links(draft, width) for draft in drafts] for drafts in linked]
 
     def _ranked(self, ask: Ask, logits: mx.array, ids: Array | None, width: int) -> list[Ranked]:
-        whole, found = self._head.rank(logits, ids, width), []
-        for prefix in ask.prefixes:
-            length = ask.rows - 1 - len(prefix)
-            found.append(Ranked(whole.tokens[:length], whole.logprobs[:length]))
-            whole = whole.after(length)
-        return found
+        whole = self._head.rank(logits, ids, width)
+        return [Ranked(whole.tokens[part], whole.logprobs[part]) for part in ask.parts]
 
     def _linked(
         self, ask: Ask, states: mx.array, logits: mx.array, ids: Array | None
@@ -113,10 +115,9 @@ class BlockModel(BoundModel[FeatureContext]):
         def rank(scores: mx.array) -> Ranked:
             return self._head.rank(scores, ids, links.top_k)
 
-        found, end = [], 0
-        for prefix in ask.prefixes:
+        found = []
+        for prefix, part in zip(ask.prefixes, ask.parts, strict=True):
             before = mx.array([*prefix[-1:]], ask.anchor.dtype) if prefix else ask.anchor
-            part = slice(end, end := end + ask.rows - 1 - len(prefix))
             found.append(links.linked(states[part], logits[part], before, known, rank))
         return found
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from abc import abstractmethod
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import cast
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
@@ -21,7 +19,7 @@ from dflash_mlx.drafters.method import (
     DRAFT,
     LOOKUP,
     BlockDrafter,
-    Drawing,
+    Drawn,
     Method,
     Plan,
     branches_option,
@@ -32,24 +30,17 @@ from dflash_mlx.engine.state import State
 BRANCHES = 8  # tokens that continue a path, and paths that are continued at a time
 
 
-class Eagle(BlockDrafter[EagleModel]):
-    """A drafter that makes its tree by passes that continue each other."""
+def _begin(model: EagleModel, state: State) -> Draft:
+    return model.begin(cast(EagleContext, state.context))
+
+
+class Chain(BlockDrafter[EagleModel]):
+    """The likeliest token after the one before, step by step; nobody waits between the steps."""
 
     name = FAMILY
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        return self.grow(state, self._model.begin(cast(EagleContext, state.context)), rows)
-
-    @abstractmethod
-    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
-        """A tree whose paths have up to `rows` >= 2 tokens, the anchor included."""
-
-
-class Chain(Eagle):
-    """The likeliest token after the one before, step by step; nobody waits between the steps."""
-
-    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
-        tokens = [state.anchor]
+        draft, tokens = _begin(self._model, state), [state.anchor]
         for row in range(rows - 1):
             tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
         drafted = mx.concatenate(tokens[1:])
@@ -57,36 +48,28 @@ class Chain(Eagle):
         return Proposal(Tree.chain(drafted))
 
 
-class DrawnChain(Eagle):
-    """Every token drawn, for rejection sampling; weighed: see `Drawing`.
+class DrawnChain(Drawn[EagleModel]):
+    """Every token drawn, for rejection sampling.
 
     All nodes are as sure as the first one: how sure others are depends on what was drawn before
     them.
     """
 
-    def __init__(
-        self,
-        model: EagleModel,
-        block_size: int | None,
-        sampling: SamplingConfig,
-        weighed: bool = False,
-    ) -> None:
-        super().__init__(model, block_size)
-        self._drawing = Drawing(sampling, weighed)
+    name = FAMILY
 
-    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
-        keys = mx.random.split(self._drawing.key(state), rows - 1)
-        tokens, laws = [state.anchor], []
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        draft, tokens, laws = _begin(self._model, state), [state.anchor], []
+        keys = mx.random.split(self.key(state), rows - 1)
         for row in range(rows - 1):
-            logits = tempered(draft.logits(tokens[-1], [row - 1]), self._drawing.config)
+            logits = tempered(draft.logits(tokens[-1], [row - 1]), self.sampling)
             token = mx.random.categorical(logits, key=keys[row])
             tokens.append(token.astype(state.anchor.dtype))
             laws.append(mx.softmax(logits, axis=-1))
         q = mx.concatenate(laws)
-        return self._drawing.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
+        return self.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
 
 
-class GrownTree(Eagle):
+class GrownTree(BlockDrafter[EagleModel]):
     """EAGLE-2's tree (arXiv 2406.16858): each depth is one pass over the likeliest paths so far.
 
     branches: tokens that continue a path, and paths that the next pass continues. nodes: of the
@@ -94,13 +77,16 @@ class GrownTree(Eagle):
     says how sure it is of every token.
     """
 
+    name = FAMILY
+
     def __init__(
         self, model: EagleModel, block_size: int | None, branches: int, nodes: int
     ) -> None:
         super().__init__(model, block_size)
         self._branches, self._nodes = branches, nodes
 
-    def grow(self, state: State, draft: Draft, rows: int) -> Proposal:
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        draft = _begin(self._model, state)
         offers: dict[Path, Offers] = {}
         paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
         tokens = state.anchor

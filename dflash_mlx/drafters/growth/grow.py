@@ -38,9 +38,6 @@ class Ranked:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def after(self, positions: int) -> Ranked:
-        return Ranked(self.tokens[positions:], self.logprobs[positions:])
-
     @cached_property
     def offers(self) -> list[Offers]:
         return list(zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True))

@@ -15,7 +15,7 @@ from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import TOP_K, Array, Ranked, best_first, follow
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawing, Method, Plan
+from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TokenContext
 from dflash_mlx.engine.drafter import Drafter, Proposal
@@ -91,12 +91,14 @@ class SpecDiff(BlockDrafter[MaskedModel]):
         return Proposal(self._grow(denoise(look, range(1, rows), self._how), state.position))
 
 
-class DrawnSpecDiff(SpecDiff):
-    """With every token drawn, left to right; weighed: see `Drawing`.
+class DrawnSpecDiff(Drawn[MaskedModel]):
+    """With every token drawn, left to right.
 
     Of every pass the next tokens are drawn, each from what that pass says; it knows the ones before
     them and no later one.
     """
+
+    name = "specdiff"
 
     def __init__(
         self,
@@ -107,11 +109,11 @@ class DrawnSpecDiff(SpecDiff):
         weighed: bool,
     ) -> None:
         assert how.in_order
-        super().__init__(model, block_size, how, lambda ranked, position: Tree.chain(), 1)
-        self._drawing = Drawing(sampling, weighed)
+        super().__init__(model, block_size, sampling, weighed)
+        self._how = how
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        return self._drawing.proposal(state, *self.drawn(state, rows))
+        return self.proposal(state, *self.drawn(state, rows))
 
     def drawn(self, state: State, rows: int) -> tuple[mx.array, mx.array, mx.array]:
         """Tokens [rows - 1], q [rows - 1, V] that they were drawn from, and how sure it was.
@@ -119,7 +121,7 @@ class DrawnSpecDiff(SpecDiff):
         sure: [rows - 1] the largest probabilities in the first pass.
         """
         context, steps = cast(TokenContext, state.context), self._how.steps
-        keys = mx.random.split(self._drawing.key(state), steps)
+        keys = mx.random.split(self.key(state), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
         sure: mx.array | None = None
         for left in range(steps - 1, -1, -1):
@@ -128,7 +130,7 @@ class DrawnSpecDiff(SpecDiff):
             masks = mx.full(masked, self._model.mask, tokens.dtype)
             block = _block(state, mx.concatenate([tokens, masks]))
             logits = self._model.logits(context, block, range(1 + tokens.size, rows))
-            logits = tempered(logits, self._drawing.config)
+            logits = tempered(logits, self.sampling)
             laws, count = mx.softmax(logits, axis=-1), share(masked, left)
             sure = laws.max(axis=-1) if sure is None else sure
             found = mx.random.categorical(logits[:count], key=keys[left])
