@@ -61,7 +61,8 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for."""
     if name in _MODULES:
-        return getattr(import_module(f"dflash_mlx.{_MODULES[name]}"), name)
+        value = getattr(import_module(f"dflash_mlx.{_MODULES[name]}"), name)
+        return globals().setdefault(name, value)
     if name == "TextDelta":
         warnings.warn("TextDelta is called Delta now", DeprecationWarning, stacklevel=2)
         return __getattr__("Delta")

@@ -7,4 +7,4 @@ from dflash_mlx.cli import options
 from dflash_mlx.cli.generate import PROGRAM, main
 
 if __name__ == "__main__":
-    options.run(main, PROGRAM, mode=options.RankMode.FOLLOW)
+    options.run(main, PROGRAM, options.end_program, options.RankMode.FOLLOW)

@@ -36,9 +36,9 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Accepted, Choose, accept
 from dflash_mlx.drafters import paper
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel, FeatureContext
+from dflash_mlx.drafters.dual_diffusion import DualContext
 from dflash_mlx.drafters.growth.grow import Choices
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.drafters.networks.context import DualContext
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Pair

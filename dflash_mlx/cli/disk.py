@@ -22,8 +22,7 @@ from dflash_mlx.models.library import (
     find_entries,
     remove_entry,
 )
-from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.models.registry import registered
+from dflash_mlx.models.names import DEFAULT_MODEL, registered
 from dflash_mlx.system.machine import available_memory
 
 _LOOK = 0.2  # seconds between looks at how far a download is

@@ -135,7 +135,7 @@ def run(
 
     Every failure is one sentence on stderr; a fault's traceback goes to a file that it names.
     main: takes the words; what several ranks give it besides is in `ranks/loading.py`. leave: is
-    given the code; `end_program` where another thread may still work.
+    given the code; `end_program` where another thread may still work, or much would be freed.
     """
     terminal.open_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -20,13 +20,14 @@ import mlx.core as mx
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.option import check_values, option
+from dflash_mlx.drafters.formats import DrafterFolder
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import ModelFacts, loading
 from dflash_mlx.models.downloads import stored_bytes
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
-from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES, Source
-from dflash_mlx.models.weight_files import quantisation
+from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES, quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine
@@ -128,9 +129,9 @@ def plan_drafter(facts: ModelFacts, settings: ConvertConfig, paired: bool) -> Co
         raise DFlashError(what, "leave the bits out, or convert the drafter that it was made from")
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
-    with TemporaryDirectory(prefix="dflash-heads-") as scratch:
-        source = facts.source.folder or _write_heads(facts, facts.source, Path(scratch))
-        weights, config = facts.format.read_drafter(source, facts.is_here).converted(*form)
+    folder = facts.source.folder
+    drafter = _described(facts) if folder is None else facts.format.read_drafter(folder)
+    weights, config = drafter.converted(*form)
     floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
     config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
     words, _ = quantisation(config)
@@ -144,25 +145,19 @@ def plan_drafter(facts: ModelFacts, settings: ConvertConfig, paired: bool) -> Co
         folder.mkdir()
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
         save_config(dict(config), folder / CONFIG)
-        if (likely := source / LIKELY_TOKENS).is_file():
+        if (likely := facts.path / LIKELY_TOKENS).is_file():
             shutil.copyfile(likely, folder / likely.name)
 
     return Conversion(facts, description, size, RUNTIME + 2 * size, write)
 
 
-def _write_heads(facts: ModelFacts, source: Source, folder: Path) -> Path:
-    """What a drafter can be built from as if it were whole: config, and a hole for its weights."""
-    shutil.copyfile(source.path(CONFIG), folder / CONFIG)
-    head, end = {}, 0
-    for name, tensor in facts.weights.tensors.items():
-        begin, end = end, end + tensor.nbytes
-        place = {"shape": tensor.shape, "data_offsets": (begin, end)}
-        head[name] = {"dtype": tensor.dtype, **place}
-    text = json.dumps(head).encode()
-    with open(folder / "model.safetensors", "wb") as output:
-        output.write(len(text).to_bytes(8, "little") + text)
-        output.truncate(8 + len(text) + end)
-    return folder
+def _described(facts: ModelFacts) -> DrafterFolder:
+    """A drafter on the hub as its config and heads tell it, zeros for its weights."""
+    assert facts.format is not None and facts.source is not None
+    network = facts.format.build(facts.config, facts.name)
+    network.set_dtype(getattr(mx, facts.weights.dtype))
+    raw = facts.format.translate(facts.source.read_json(CONFIG), facts.weights.tensors)
+    return DrafterFolder(facts.format, facts.config, parameters_of(network), raw)
 
 
 def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:

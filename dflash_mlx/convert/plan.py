@@ -32,10 +32,11 @@ from dflash_mlx.models.check import (
     check_target,
     describe_target,
 )
+from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
-from dflash_mlx.models.names import TARGET, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source, check_space, disk_of_cache
-from dflash_mlx.system.files import existing, locked
+from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
+from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
+from dflash_mlx.system.files import locked
 from dflash_mlx.system.machine import describe_versions
 
 MARGIN = 16_000_000  # bytes left free beside what is written

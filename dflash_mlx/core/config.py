@@ -18,12 +18,17 @@ from dflash_mlx.core.option import (
     require,
 )
 from dflash_mlx.core.option import option as option
-from dflash_mlx.core.text import parse_json, parse_template
+from dflash_mlx.core.text import parse_json
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 BITS = (4, 8)
 HOTTEST = 10.0  # temperature; long before, any token is as likely as any other
 MOST_ROWS = 96  # tokens that a pass verifies, and with that of a block
+RESERVED = (  # arguments of a chat template that whoever renders a conversation decides
+    *("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding"),
+    *("add_generation_prompt", "continue_final_message", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,20 @@ class PairConfig:
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        return parse_template(self.template)
+        """The values by name; DFlashError for a text that is no KEY=VALUE, or decided elsewhere."""
+        arguments = {}
+        for text in self.template:
+            key, _, value = text.partition("=")
+            try:
+                arguments[key] = parse_json(value)
+            except ValueError:
+                key = ""
+            step = "choose KEY=VALUE, the value as JSON"
+            if key in RESERVED:
+                step = "choose an argument of the model's template"
+            if not key.isidentifier() or key in RESERVED:
+                raise DFlashError(f"template is {text[:200]!r}", step, "template")
+        return arguments
 
 
 ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")

@@ -70,3 +70,9 @@ class Prompt:
             own = piece.embeddings()[begin - piece.start : end - piece.start]
             rows[begin - first : end - first] = own.astype(rows.dtype)
         return rows
+
+
+def shared_length(some: Sequence[int], others: Sequence[int]) -> int:
+    """How many keys, or tokens, both begin with."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(some), len(others)))

@@ -164,10 +164,6 @@ class Accepted:
         drafts = (self.tree.drafted[node - 1] for node in self.path[1:])
         return (*drafts, _value(self.token))
 
-    def wait(self) -> Accepted:
-        _ = self.tokens
-        return self
-
     @property
     def next_anchor(self) -> mx.array:
         """[1] the target's token."""

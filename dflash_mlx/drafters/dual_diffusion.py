@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import mlx.core as mx
+
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.block_diffusion import (
@@ -34,12 +36,64 @@ from dflash_mlx.drafters.method import (
     branches_option,
     check_block_size,
 )
-from dflash_mlx.drafters.networks.context import DualContext
+from dflash_mlx.drafters.networks.model import DraftContext
 from dflash_mlx.engine.drafter import Drafter, Proposal
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.state import Kind, State
+from dflash_mlx.verifier.block import Saved, join, split
 
 Drafts = Mapping[Path, Choices]  # what was drafted behind each prefix
 BRANCHES = 4  # prefixes that are continued, unless asked for others
+
+
+class DualContext:
+    """The contexts of several networks, fed from one set of features."""
+
+    def __init__(
+        self, contexts: tuple[DraftContext, ...], columns: Sequence[Sequence[int]], aux_layers: int
+    ) -> None:
+        self.contexts = contexts
+        self._columns = tuple(map(tuple, columns))  # which of the auxiliary layers each reads
+        self._aux_layers = aux_layers
+
+    @property
+    def length(self) -> int:
+        return self.contexts[0].length
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for context in self.contexts for array in context.arrays]
+
+    def append(self, tokens: mx.array, features: mx.array | None) -> None:
+        for context, columns in zip(self.contexts, self._columns, strict=True):
+            own = features
+            if features is not None and columns != tuple(range(self._aux_layers)):
+                parts = mx.split(features, self._aux_layers, axis=-1)
+                own = mx.concatenate([parts[i] for i in columns], axis=-1)
+            context.append(tokens, own)
+
+    def refill_from(self, length: int) -> int:
+        return min(context.refill_from(length) for context in self.contexts)
+
+    def trim(self, length: int) -> None:
+        for context in self.contexts:
+            context.trim(length)
+
+    @property
+    def kind(self) -> Kind:
+        kinds = [context.kind for context in self.contexts]
+        networks = tuple(network for own, _ in kinds for network in own)
+        return networks, (self._columns, self._aux_layers, *(settings for _, settings in kinds))
+
+    def fork(self) -> DualContext:
+        contexts = tuple(context.fork() for context in self.contexts)
+        return DualContext(contexts, self._columns, self._aux_layers)
+
+    def saved(self) -> Saved:
+        return join(context.saved() for context in self.contexts)
+
+    def restore(self, saved: Saved, tokens: mx.array) -> None:
+        for context, own in zip(self.contexts, split(saved), strict=True):
+            context.restore(own, tokens)
 
 
 class JointGrowth:

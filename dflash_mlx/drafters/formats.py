@@ -7,7 +7,7 @@ is read.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +18,14 @@ import numpy as np
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.networks.fields import DraftConfig, Fields, architecture
-from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.model import BoundModel
-from dflash_mlx.drafters.networks.tensors import (
+from dflash_mlx.drafters.networks.files import (
     DOWNLOAD_AGAIN,
     FLAGS,
     FLOATING,
     Arrays,
+    DraftConfig,
+    Fields,
+    architecture,
     check_vocabulary,
     in_words,
     parameters_of,
@@ -34,6 +34,8 @@ from dflash_mlx.drafters.networks.tensors import (
     read_json,
     stored_config,
 )
+from dflash_mlx.drafters.networks.layers import limit_windows
+from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.model import Target
@@ -50,20 +52,19 @@ class FileFormat:
     model: ClassVar[type[BoundModel[Any]]]
     known: ClassVar[tuple[str, ...]]  # `architectures` of a config.json in our words
     speculators: ClassVar[tuple[str, ...]] = ()  # types of vLLM's library
+    # What its classes are called, each a pattern with a field that has to be there, "" for none
+    classes: ClassVar[tuple[tuple[str, str], ...]]
+    marks: ClassVar[tuple[str, ...]] = ()  # fields by which it refuses what no family recognises
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family, readable or not."""
         if (kind := raw.get(SPECULATORS)) is not None:
             return kind in self.speculators
-        return self.describes(architecture(raw), raw)
-
-    @abstractmethod
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
-        """Whether a config.json that describes a class of this name is of this family."""
-
-    def resembles(self, raw: Mapping[str, Any]) -> bool:
-        """Whether this family refuses a config.json that no family recognises."""
-        return False
+        name = architecture(raw)
+        return any(
+            re.fullmatch(pattern, name) and (not field or field in raw)
+            for pattern, field in self.classes
+        )
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         """A config.json in our words; one that is in them already stays as it is.
@@ -190,12 +191,11 @@ class FileFormat:
                 what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
                 yield Finding("error", what, DOWNLOAD_AGAIN)
 
-    def read_tensors(self, folder: Path, config: DraftConfig, has_values: bool = True) -> Arrays:
+    def read_tensors(self, folder: Path, config: DraftConfig) -> Arrays:
         """The tensors that the network needs, by its names, lazy.
 
-        has_values: whether there is anything behind the heads of the files. Raises DFlashError,
-        before any weight is read, for damaged files, for missing, unexpected or misshapen tensors;
-        and for a draft vocabulary that contradicts itself.
+        Raises DFlashError, before any weight is read, for damaged files, for missing, unexpected or
+        misshapen tensors; and for a draft vocabulary that contradicts itself.
         """
         for finding in self.check_tensors(read_headers(folder), config, str(folder)):
             raise DFlashError(finding.what, finding.next_step)
@@ -205,17 +205,16 @@ class FileFormat:
         tensors = {ours: tensors[name] for name, ours in self.our_names(tensors).items()}
         if config.draft_vocab_size is not None:
             tensors["d2t"] = tensors["d2t"].astype(mx.int64)
-            if has_values:
-                offsets, marked = np.array(tensors["d2t"]), tensors.get("t2d")
-                check_vocabulary(folder, config.vocab_size, offsets, marked)
+            offsets, marked = np.array(tensors["d2t"]), tensors.get("t2d")
+            check_vocabulary(folder, config.vocab_size, offsets, marked)
         return {name: tensors[name] for name in parameters_of(self.build(config, str(folder)))}
 
-    def read_drafter(self, folder: Path, has_values: bool = True) -> DrafterFolder:
+    def read_drafter(self, folder: Path) -> DrafterFolder:
         """A folder of any format; raises as `parse_config` and `read_tensors` do."""
         raw, source, names = _contents(folder)
         config = self.parse_config(raw, source, names)
         told = {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
-        return DrafterFolder(self, config, self.read_tensors(folder, config, has_values), told)
+        return DrafterFolder(self, config, self.read_tensors(folder, config), told)
 
     def load_network(
         self, folder: Path, config: DraftConfig, dtype: mx.Dtype, bits: int | None = None

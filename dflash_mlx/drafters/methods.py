@@ -64,8 +64,9 @@ def formats() -> tuple[FileFormat, ...]:
 def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
     """The family that a config.json is of; None for a target's."""
     known = formats()
-    recognised = [each for each in known if each.recognises(raw)]
-    return next(iter(recognised or [each for each in known if each.resembles(raw)]), None)
+    found = [each for each in known if each.recognises(raw)]
+    found += [each for each in known if any(mark in raw for mark in each.marks)]
+    return next(iter(found), None)
 
 
 def family_of(files: FileFormat) -> str | None:

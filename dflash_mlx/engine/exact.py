@@ -17,6 +17,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
+from dflash_mlx.core.prompt import shared_length
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Accepted, NearTies, Tree, accept
 from dflash_mlx.engine.state import State
@@ -236,8 +237,7 @@ def first_difference(
     target: Target, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]
 ) -> Difference | None:
     """Compare two answers; the margin comes from one fresh pass over the shared tokens."""
-    pairs = enumerate(zip(plain, other, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), min(len(plain), len(other)))
+    at = shared_length(plain, other)
     if at == len(plain) == len(other):
         return None
     if at in (len(plain), len(other)):

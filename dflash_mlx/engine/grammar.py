@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from dflash_mlx.core.config import MOST_ROWS, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import shared_length
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Accepted, Tree
 
@@ -107,8 +107,7 @@ class Constraint:
         at = self._at
         shared = min(len(answer), len(at))
         if at[:shared] != answer[:shared]:
-            pairs = zip(at, answer, strict=False)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            shared = shared_length(at, answer)
         if shared < len(at):
             self._matcher.rollback(len(at) - shared)
             del at[shared:]

@@ -113,8 +113,8 @@ class PrefixFiles:
         self._versions = json.dumps(describe_versions())
         with suppress(OSError):
             remove_abandoned(folder)
-        for file in self._files():
-            self._check_versions(file)
+        for _ in self._usable():
+            pass
 
     def find(
         self, cache_key: CacheKey, prompt: Prompt, least: int, empty: Callable[[], State]
@@ -124,7 +124,7 @@ class PrefixFiles:
         empty: makes one to read into. A file that is not whole, or not what its name says, goes.
         """
         keys, key = np.array(prompt.keys[:-1], np.int64), self._key(cache_key)
-        known = [(file, _shared(self._known[file.name], keys)) for file in self._of(key)]
+        known = [(file, _shared(self._known[file.name], keys)) for file in self._usable(key)]
         for file, shared in sorted(known, key=lambda pair: -pair[1]):
             if shared < least + self.worth:
                 return None
@@ -175,18 +175,19 @@ class PrefixFiles:
         file = self.folder / f"{key}-{hashlib.sha256(keys.tobytes()).hexdigest()[:16]}{_SUFFIX}"
         replace_safetensors(file, named, metadata, private=True)
         self._known[file.name] = keys
-        for other in self._of(key):
+        for other in self._usable(key):
             its = self._known[other.name]
             if other != file and _shared(its, keys) == len(its) == state.nearest(len(its)):
                 self._remove(other)
         self._evict()
         return True
 
-    def _of(self, key: str) -> Iterator[Path]:
-        for file in self._files(f"{key}-*"):
+    def _usable(self, key: str = "") -> Iterator[Path]:
+        """The files of a key, or all; those that are damaged or of other versions go."""
+        for file in self._files(f"{key}-*" if key else "[!.]*"):
             try:
                 if file.name not in self._known:
-                    self._known[file.name] = _keys_of(file)
+                    self._known[file.name] = _keys_of(file, self._versions)
                 yield file
             except _DAMAGED:
                 self._remove(file)
@@ -195,14 +196,6 @@ class PrefixFiles:
         if cache_key not in self._keys:
             self._keys[cache_key] = cache_key.fingerprint()
         return self._keys[cache_key]
-
-    def _check_versions(self, file: Path) -> None:
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                if opened.metadata()["versions"] != self._versions:
-                    raise ValueError("other versions")
-        except _DAMAGED:
-            self._remove(file)
 
     def _files(self, name: str = "[!.]*") -> list[Path]:
         """Those that are whole, not what is being written."""
@@ -231,9 +224,11 @@ class PrefixFiles:
         self.problem = self.problem or f"{why}, so conversations are read anew after a restart"
 
 
-def _keys_of(file: Path) -> Keys:
+def _keys_of(file: Path, versions: str) -> Keys:
     """Of the tokens in a file, as far as can be told without its digest. Raises one of _DAMAGED."""
     with safe_open(file, framework="numpy") as opened:
+        if opened.metadata()["versions"] != versions:
+            raise ValueError("other versions")
         tokens = opened.get_tensor(_TOKENS)
         pieces = json.loads(opened.metadata()["about"])[0][1]  # see `State.saved`
     if tokens.dtype != np.int32 or tokens.ndim != 1:

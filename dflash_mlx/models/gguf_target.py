@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, Keys, TokenType
 from gguf.gguf_reader import ReaderField
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
-from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION
@@ -33,7 +31,6 @@ READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
 Arrays = dict[str, mx.array]
 Metadata = dict[str, Any]
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
-ELSEWHERE = "choose another GGUF file, or the same model as a Hugging Face folder"
 
 MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
 # Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
@@ -58,7 +55,7 @@ def load_gguf(
     path: Path,
     dtype: mx.Dtype | None = None,
     begin: Callable[[nn.Module], nn.Module] = lambda model: model,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+) -> tuple[nn.Module, Any, dict[str, Any]]:
     """Return the model, the tokenizer and the Hugging Face style config of a GGUF file.
 
     No weight is evaluated, and what is quantised stays packed. dtype: of all else, instead of that
@@ -68,22 +65,73 @@ def load_gguf(
     """
     tensors, metadata = read_file(path)
     with _usable(path):
-        config = _config(metadata, tied="output.weight" not in tensors)
-        count = config["num_hidden_layers"]  # before mlx-lm makes as many layers
-        blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
-        if len(blocks) != count:
-            key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
-            raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
-        model = llama.Model(llama.ModelArgs.from_dict(config))
-        _fill(model, _named_for(model, tensors, config), dtype)
-        return begin(model), _tokenizer(metadata), config
+        config = _config(metadata, tensors)
+        return begin(_model(config, tensors, dtype)), _tokenizer(metadata, config), config
+
+
+def load_plain(path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """As `load_gguf`, but all weights are float32 and evaluated.
+
+    MLX unpacks them in another thread, where this one imports mlx-lm and makes the tokenizer.
+    """
+    with ThreadPoolExecutor(1) as aside, _usable(path):
+        reading = aside.submit(read_file, path)
+        unpacking = aside.submit(lambda: _unpacked(reading.result()[0]))
+        import mlx_lm.models.llama  # noqa: F401 - here, so that it does not wait for the file
+
+        tensors, metadata = reading.result()
+        config = _config(metadata, tensors)
+        tokenizer = _tokenizer(metadata, config)
+        return _model(config, unpacking.result(), mx.float32), tokenizer, config
+
+
+def _unpacked(tensors: Arrays) -> Arrays:
+    """All as float32; in the thread that read them, to which MLX's graphs belong."""
+    plain = {}
+    for name, array in tensors.items():
+        module, _, part = name.rpartition(".")
+        if f"{module}.scales" not in tensors:
+            plain[name] = array.astype(mx.float32)
+        elif part == "weight":  # scales are cast first, so that no product is rounded
+            scales, biases = (tensors[f"{module}.{p}"] for p in ("scales", "biases"))
+            scaled = scales.astype(mx.float32), biases.astype(mx.float32)
+            plain[name] = mx.dequantize(array, *scaled, GROUP, _bits(array, scales))
+    mx.eval(plain)
+    return plain
+
+
+def _bits(packed: mx.array, scales: mx.array) -> int:
+    return 32 * packed.shape[-1] // (GROUP * scales.shape[-1])
+
+
+def _model(config: dict[str, Any], tensors: Arrays, dtype: mx.Dtype | None) -> nn.Module:
+    from mlx_lm.models import llama
+
+    count = config["num_hidden_layers"]  # before mlx-lm makes as many layers
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if len(blocks) != count:
+        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
+        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    weights = _named_for(model, tensors, config)
+
+    def packing(name: str, _: nn.Module) -> bool | dict[str, int]:
+        if (scales := weights.get(f"{name}.scales")) is None:
+            return False
+        return {"group_size": GROUP, "bits": _bits(weights[f"{name}.weight"], scales)}
+
+    nn.quantize(model, class_predicate=packing)
+    embedding = weights["model.embed_tokens.weight"]
+    dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
+    typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
+    return model.load_weights(list(typed.items())).eval()
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The Hugging Face style config of a GGUF file alone; raises as `load_gguf` does."""
     tensors, metadata = read_file(path)
     with _usable(path):
-        return _config(metadata, tied="output.weight" not in tensors)
+        return _config(metadata, tensors)
 
 
 @contextmanager
@@ -91,10 +139,11 @@ def _usable(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OverflowError) as error:
-        raise DFlashError(f"{path.name} cannot be used: {error}", ELSEWHERE) from error
+        step = "choose another GGUF file, or the same model as a Hugging Face folder"
+        raise DFlashError(f"{path.name} cannot be used: {error}", step) from error
 
 
-def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
+def _config(metadata: Metadata, tensors: Arrays) -> dict[str, Any]:
     architecture = metadata.get(Keys.General.ARCHITECTURE)
     if architecture != ARCHITECTURE:
         raise ValueError(f"its architecture is {architecture!r}, supported is {ARCHITECTURE!r}")
@@ -105,6 +154,7 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     kv_heads = value_of(metadata, Keys.Attention.HEAD_COUNT_KV, int, heads)
     head_dim = value_of(metadata, Keys.Attention.KEY_LENGTH, int, max(hidden // heads, 1))
     _check_rope(metadata, head_dim)
+    ends = Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID
     if heads % kv_heads or heads * head_dim > MAX_DIMENSION:
         has = f"{heads} attention heads of {head_dim} on {kv_heads} key/value heads"
         raise ValueError(f"it has {has}, which must divide them, of up to {MAX_DIMENSION} numbers")
@@ -120,9 +170,9 @@ def _config(metadata: Metadata, tied: bool) -> dict[str, Any]:
         "rope_theta": value_of(metadata, Keys.Rope.FREQ_BASE, float, 10000.0),
         "max_position_embeddings": value_of(metadata, Keys.LLM.CONTEXT_LENGTH, int),
         "vocab_size": len(array(metadata, Keys.Tokenizer.LIST)),
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": token_ids(metadata, Keys.Tokenizer.BOS_ID).get(Keys.Tokenizer.BOS_ID),
-        "eos_token_id": _end_tokens(metadata),
+        "eos_token_id": sorted(set(token_ids(metadata, *ends).values())),
     }
 
 
@@ -140,40 +190,29 @@ def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
     """The file's tensors under the names, and in the row order, of mlx-lm's llama model."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    left, weights = dict(tensors), {}
+    left, weights = tensors.copy(), {}
     for parameter in dict(tree_flatten(model.parameters())):
         module = parameter.rpartition(".")[0]
         stored = names.get_name(module)
         if f"{stored}.weight" not in left:
             raise ValueError(f"the tensor {stored}.weight is missing")
         for part in ("weight", "scales", "biases"):
-            if (value := left.pop(f"{stored}.{part}", None)) is not None:
-                split_by = heads.get(module.rpartition(".")[2])
-                weights[f"{module}.{part}"] = _halves(value, split_by) if split_by else value
+            if (rows := left.pop(f"{stored}.{part}", None)) is None:
+                continue
+            if (count := heads.get(module.rpartition(".")[2])) is not None:
+                # llama.cpp turns neighbours, [D/2, 2] of each head, mlx-lm halves, [2, D/2]
+                pairs = rows.reshape(count, -1, 2, rows.shape[-1])
+                rows = pairs.swapaxes(1, 2).reshape(rows.shape)
+            weights[f"{module}.{part}"] = rows
     if left:
         raise ValueError(f"the tensor {min(left)} is not supported")
     return weights
 
 
-def _halves(rows: mx.array, heads: int) -> mx.array:
-    """Undo llama.cpp's row order: each head's [D/2, 2] rows, rotated as pairs, become [2, D/2]."""
-    return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
+def _tokenizer(metadata: Metadata, config: dict[str, Any]) -> Any:
+    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+    from transformers import PreTrainedTokenizerFast
 
-
-def _fill(model: Any, weights: Arrays, dtype: mx.Dtype | None) -> None:
-    packing = {}
-    for name in (key.removesuffix(".scales") for key in weights if key.endswith(".scales")):
-        words, groups = (weights[f"{name}.{part}"].shape[-1] for part in ("weight", "scales"))
-        packing[name] = {"group_size": GROUP, "bits": 32 * words // (GROUP * groups)}
-    nn.quantize(model, class_predicate=lambda name, _: packing.get(name, False))
-    embedding = weights["model.embed_tokens.weight"]
-    dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
-    typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
-    model.load_weights(list(typed.items()), strict=True)
-    model.eval()
-
-
-def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
     if (model := value_of(metadata, Keys.Tokenizer.MODEL, str)) != MODEL:
         raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
     split = value_of(metadata, Keys.Tokenizer.PRE, str)
@@ -189,17 +228,16 @@ def _tokenizer(metadata: Metadata) -> TokenizerWrapper:
         **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
     )
     # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
-    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, _end_tokens(metadata))
+    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, config["eos_token_id"])
 
 
 def _byte_level_bpe(metadata: Metadata, split: str, tokens: list[str]) -> Tokenizer:
     ids = {token: i for i, token in enumerate(tokens)}
-    whole_words = split == LLAMA_BPE  # a word that is a token needs no merges
-    backend = Tokenizer(models.BPE(ids, _merges(metadata, ids), ignore_merges=whole_words))
+    # Llama 3's words that are tokens need no merges
+    backend = Tokenizer(models.BPE(ids, _merges(metadata, ids), ignore_merges=split == LLAMA_BPE))
     backend.pre_tokenizer = _pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
-    types = Keys.Tokenizer.TOKEN_TYPE  # which some files lack
-    kinds = array(metadata, types, int) if types in metadata else []
+    kinds = array(metadata, Keys.Tokenizer.TOKEN_TYPE, int, [])  # which some files lack
     for token, kind in zip(tokens, kinds, strict=False):
         if kind in WHOLE:
             special = kind != TokenType.USER_DEFINED
@@ -211,7 +249,7 @@ def _merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
     pairs = []
     for merge in array(metadata, Keys.Tokenizer.MERGES):
         left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= ids.keys():
+        if left not in ids or right not in ids or left + right not in ids:
             raise ValueError(f"the merge {merge!r} uses tokens that its vocabulary lacks")
         pairs.append((left, right))
     return pairs
@@ -228,11 +266,6 @@ def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
         return pre_tokenizers.Sequence([words, split])
     known = ", ".join((*GPT2_SPLIT, *GPT2_SPLIT_AND_DIGITS, LLAMA_BPE))
     raise ValueError(f"{Keys.Tokenizer.PRE} is {kind!r}, supported are {known}")
-
-
-def _end_tokens(metadata: Metadata) -> list[int]:
-    keys = Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID
-    return sorted(set(token_ids(metadata, *keys).values()))
 
 
 # The head
@@ -252,12 +285,11 @@ def read_file(file: Path) -> tuple[Arrays, Metadata]:
         plain = {k: v.tolist() if isinstance(v, mx.array) else v for k, v in metadata.items()}
         return tensors, plain
     except (ValueError, KeyError, OSError, RuntimeError) as error:
-        is_sound = isinstance(error, NotImplementedError)
-        other = f"choose a GGUF file of type {', '.join(READABLE)}"
-        raise DFlashError(
-            f"{file.name} cannot be read as a GGUF file ({in_one_line(error)})",
-            other if is_sound else "download or copy it again",
-        ) from None
+        step = "download or copy it again"
+        if isinstance(error, NotImplementedError):  # it is sound
+            step = f"choose a GGUF file of type {', '.join(READABLE)}"
+        what = f"{file.name} cannot be read as a GGUF file ({in_one_line(error)})"
+        raise DFlashError(what, step) from None
 
 
 class _Head(GGUFReader):
@@ -349,9 +381,9 @@ def value_of(metadata: Metadata, key: str, kind: type, default: Any = None) -> A
     return value
 
 
-def array(metadata: Metadata, key: str, kind: type = str) -> list[Any]:
+def array(metadata: Metadata, key: str, kind: type = str, default: Any = None) -> list[Any]:
     """The elements of a list, all of a kind; ValueError for anything else."""
-    value: list[Any] = value_of(metadata, key, list)
+    value: list[Any] = value_of(metadata, key, list, default)
     if wrong := [v for v in value if type(v) is not kind]:
         raise ValueError(f"{key} has {repr(wrong[0])[:80]}, which is no {kind.__name__}")
     return value
@@ -362,8 +394,6 @@ def token_ids(metadata: Metadata, *keys: str) -> dict[str, int]:
     count = len(array(metadata, Keys.Tokenizer.LIST))
     found = {key: metadata[key] for key in keys if key in metadata}
     for key, value in found.items():
-        if type(value) is not int:
-            raise ValueError(f"{key} is {repr(value)[:80]}, not one token")
-        if not 0 <= value < count:
-            raise ValueError(f"its special token {value} is outside its {count} tokens ({key})")
+        if type(value) is not int or not 0 <= value < count:
+            raise ValueError(f"{key} is {repr(value)[:80]}, not one token of its {count}")
     return found

@@ -23,6 +23,7 @@ from dflash_mlx.models.check import check_drafter, check_pair, describe_target, 
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
+    cache_folder,
     loaded_bytes,
     needed,
     needed_by,
@@ -32,14 +33,15 @@ from dflash_mlx.models.downloads import (
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
+    Entry,
+    entries,
     find_names,
     is_pair_folder,
     parent_of,
+    registered,
     shipped_folder,
 )
-from dflash_mlx.models.registry import Entry, entries, registered
-from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, cache_folder
-from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked
 from dflash_mlx.system.machine import model_of

@@ -29,7 +29,14 @@ from dflash_mlx.models.check import (
     check_pair,
     fetched,
 )
-from dflash_mlx.models.names import Names, find_names, find_source, inherited, target_names
+from dflash_mlx.models.names import (
+    Names,
+    find_names,
+    find_source,
+    inherited,
+    registered,
+    target_names,
+)
 from dflash_mlx.models.read import (
     WHOLE,
     TargetReader,
@@ -41,7 +48,6 @@ from dflash_mlx.models.read import (
     target_facts,
     unread_arguments,
 )
-from dflash_mlx.models.registry import registered
 from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.model import Target

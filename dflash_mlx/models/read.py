@@ -19,15 +19,14 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.models.check import ModelFacts, check_target, describe_target, loading
-from dflash_mlx.models.names import SHIPPED, Names, find_source, gguf_file
+from dflash_mlx.models.default_model import DEFAULT_CONFIG, fetch
+from dflash_mlx.models.names import Names, find_source, gguf_file
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 
-EMBEDDED_DRAFTER = "smollm2-135m-dflash"  # its config says what the embedded target is
 LIKELY_TOKENS = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent first
 MARGIN = 2.0  # other tokens may have larger states than the few that are tried
 _TOKENS = 8  # that are tried
@@ -43,13 +42,7 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
         return describe_target(read_gguf(file), names.shown, file)
     if names.model is not None:
         return check_target(find_source(names.model, update=update), names.shown)
-    drafter = FILES.read_config(SHIPPED / EMBEDDED_DRAFTER)
-    config = {
-        "hidden_size": drafter.hidden_size,
-        "vocab_size": drafter.vocab_size,
-        "num_hidden_layers": drafter.num_target_layers,
-    }
-    return describe_target(config, names.shown)
+    return describe_target(DEFAULT_CONFIG, names.shown)
 
 
 class TargetReader:
@@ -77,10 +70,11 @@ def read_target(
     share: leaves of a model the part that this process computes, before weights are read. make:
     the target, of model, context length and name. DFlashError for what mlx-lm cannot load.
     """
-    from mlx_lm.utils import dequantize_model, load_model, load_tokenizer  # takes seconds
 
     def begin(model: nn.Module) -> nn.Module:
         if on_cpu():
+            from mlx_lm.utils import dequantize_model  # takes seconds
+
             model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
             model = dequantize_model(model)
             model.set_dtype(mx.float32)  # of formats whose scales are no floats
@@ -90,12 +84,16 @@ def read_target(
         return model
 
     if facts.source is None:
-        from dflash_mlx.models.default_model import fetch
-        from dflash_mlx.models.gguf_target import load_gguf
+        from dflash_mlx.models.gguf_target import load_gguf, load_plain
 
-        dtype = mx.float32 if on_cpu() else None
-        model, tokenizer, config = load_gguf(facts.file or fetch(), dtype, begin)
+        file = facts.file or fetch()
+        if on_cpu() and share is None:
+            model, tokenizer, config = load_plain(file)
+        else:
+            model, tokenizer, config = load_gguf(file, mx.float32 if on_cpu() else None, begin)
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
+    from mlx_lm.utils import load_model, load_tokenizer
+
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
         model, config = load_model(folder, lazy=share is not None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dflash_mlx.core.text import reserved
+from dflash_mlx.core.config import RESERVED
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
@@ -149,7 +149,7 @@ def _arguments(pair: Pair, chat: Chat) -> Json:
     unread = {*unread_arguments(pair.tokenizer, names)}
     for name, value in chat.arguments.items():
         field = chat.named.get(name, f"chat_template_kwargs.{name[:80]}")
-        if not name.isidentifier() or reserved(name):
+        if not name.isidentifier() or name in RESERVED:
             raise refusal(field, "is not for a request to say", "leave it out")
         if name in unread:
             raise refusal(field, "is nothing that the model's chat template reads", "leave it out")

@@ -14,9 +14,8 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.downloads import check_memory
-from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.models.names import DEFAULT_MODEL, existing
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.system.files import existing
 
 PROGRAM = "dflash-serve"
 KEY = "DFLASH_KEY"  # environment variable

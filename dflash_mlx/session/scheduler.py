@@ -112,7 +112,6 @@ class Scheduler:
         observer: Observer | None = None,
         prefixes: PrefixCache | None = None,
         most: int = sys.maxsize,
-        drafters: dict[Hashable, Drafter] | None = None,
     ) -> None:
         self.pair, self.target = pair, pair.target
         self.memory = CacheMemory(pair.target, memory)  # bytes, None for no limit
@@ -126,7 +125,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self.observer = observer or Observer()
-        self._drafters = {} if drafters is None else drafters
+        self.drafters: dict[Hashable, Drafter] = {}  # by what those that draft alike have in common
         self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows = 1  # of trees in the last step
 
@@ -160,12 +159,12 @@ class Scheduler:
     def drafter(self, config: DecodeConfig) -> Drafter:
         """One for all that draft alike; of those that nobody uses, the newest few are kept."""
         key = drafting_of(config)
-        drafter = self._drafters.pop(key, None) or make_drafter(self.pair, config)
+        drafter = self.drafters.pop(key, None) or make_drafter(self.pair, config)
         used = {id(each.drafter) for each in (*self.running, *self.waiting)}
-        unused = [k for k, kept in self._drafters.items() if id(kept) not in used]
+        unused = [k for k, kept in self.drafters.items() if id(kept) not in used]
         for oldest in unused[: max(0, len(unused) - UNUSED)]:
-            del self._drafters[oldest]
-        self._drafters[key] = drafter
+            del self.drafters[oldest]
+        self.drafters[key] = drafter
         return drafter
 
     def cancel(self, sequence: Sequence) -> None:
@@ -294,7 +293,7 @@ class Scheduler:
     def _read(self, sequence: Sequence, ahead: int, said: Said) -> None:
         """Tell the finished rounds of a sequence, but for the last few that may still run."""
         while sequence.rounds and (len(sequence.rounds) > ahead or sequence.is_full):
-            sequence.rounds[0].accepted.wait()
+            _ = sequence.rounds[0].accepted.tokens  # waits for them
             self.observer.mark("verify")
             delta = sequence.next_delta()
             said.append((sequence, delta))

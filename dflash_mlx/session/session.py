@@ -96,7 +96,9 @@ class Session:
                 scheduler.cancel(sequence)
 
     def _scheduler(self, observer: Observer | None = None) -> Scheduler:
-        return Scheduler(self.pair, None, observer, self.prefixes, 1, self.drafters)
+        scheduler = Scheduler(self.pair, None, observer, self.prefixes, 1)
+        scheduler.drafters = self.drafters
+        return scheduler
 
     def _empty(self) -> State:
         drafter = self._scheduler().drafter(self.config)

@@ -25,14 +25,8 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove what programs that were killed while writing into `folder` have left of that."""
-    for file in folder.glob(".new-*"):
-        file.unlink(missing_ok=True)
-
-
 def remove_abandoned(folder: Path) -> None:
-    """`remove_partial`, but for what programs that still run may be writing."""
+    """Remove what programs that were killed while writing into `folder` have left of that."""
     for file in folder.glob(".new-*"):
         try:
             os.kill(int(file.name.split("-")[1]), 0)
@@ -115,15 +109,3 @@ def is_locked(path: Path) -> bool:
         return error.errno in (errno.EAGAIN, errno.EACCES)
     finally:
         os.close(descriptor)
-
-
-def existing(name: str) -> Path | None:
-    """The file or folder that a user has named, `~` understood; None where there is none.
-
-    Names that nothing can have (too long, a zero byte, the home of no user) are of nothing.
-    """
-    try:
-        path = Path(name or "no name").expanduser()
-        return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):
-        return None

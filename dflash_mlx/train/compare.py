@@ -15,7 +15,7 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import markdown
-from dflash_mlx.drafters.networks.tensors import read_json
+from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.system.files import write_report

@@ -17,7 +17,7 @@ import numpy as np
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES, VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
-from dflash_mlx.drafters.networks.head import embedding_scale
+from dflash_mlx.drafters.networks.model import embedding_scale
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, through
 from dflash_mlx.train.blocks import Array, Blocks

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.drafters.networks.head import capped
+from dflash_mlx.drafters.networks.model import capped
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Array
 from dflash_mlx.train.data import Texts

@@ -22,7 +22,7 @@ from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import VERSION_2
 from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
-from dflash_mlx.drafters.networks.tensors import parameters_of
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.train.blocks import Blocks

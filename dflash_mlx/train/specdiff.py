@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks.head import embedding_scale
+from dflash_mlx.drafters.networks.model import embedding_scale
 from dflash_mlx.drafters.specdiff.checkpoint import FILES, OURS
 from dflash_mlx.drafters.specdiff.model import Network, NetworkConfig
 from dflash_mlx.engine.pair import Pair

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks.head import capped
-from dflash_mlx.drafters.networks.tensors import parameters_of, save_network
+from dflash_mlx.drafters.networks.files import parameters_of, save_network
+from dflash_mlx.drafters.networks.model import capped
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig

@@ -19,7 +19,7 @@ from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.networks.tensors import parameters_of, quantize_network
+from dflash_mlx.drafters.networks.files import parameters_of, quantize_network
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import read_pair

@@ -12,8 +12,8 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks import head as heads
-from dflash_mlx.drafters.networks.head import ActiveVocabulary, PartialHead
+from dflash_mlx.drafters.networks import model as heads
+from dflash_mlx.drafters.networks.model import ActiveVocabulary, PartialHead
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.read import LIKELY_TOKENS, draft_size, likely_tokens, unread_arguments
 from dflash_mlx.session.session import Session

@@ -19,7 +19,7 @@ from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.eagle3.model import usual_layers
 from dflash_mlx.drafters.methods import family_of, format_of
-from dflash_mlx.drafters.networks.tensors import (
+from dflash_mlx.drafters.networks.files import (
     KEPT,
     Quantization,
     parameters_of,

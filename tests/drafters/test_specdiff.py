@@ -174,7 +174,7 @@ def test_settings_that_cannot_be_followed_are_refused(given, said):
     assert failure.value.next_step
 
 
-# Answers (of every shape with this target: test_methods.py; laws: test_law_specdiff.py)
+# Answers (of every shape with this target: test_methods.py; laws: test_law.py)
 
 
 def answer(session, prompt):

@@ -35,8 +35,8 @@ from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.pair import Capabilities
 from dflash_mlx.engine.state import State
-from dflash_mlx.models import registry
-from dflash_mlx.models.registry import Entry
+from dflash_mlx.models import names
+from dflash_mlx.models.names import Entry
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE
 from support.models import write_drafter, write_model
@@ -124,7 +124,7 @@ class ToyConfig:
 
 
 class ToyFiles(FileFormat):
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
+    def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "toy"
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = ()) -> ToyConfig:
@@ -292,7 +292,7 @@ class TestTheRegistryKnowsDraftersOfTwoFamilies:
         self.model, toy = folders[1], folders[3]
         self.dflash = str(write_drafter(tmp_path / "dflash"))
         entry = Entry((self.model,), self.dflash, others=(("toy", toy),))
-        monkeypatch.setattr(registry, "entries", lambda: (entry,))
+        monkeypatch.setattr(names, "entries", lambda: (entry,))
 
     def families(self, *methods):
         pair = load_pair(PairConfig(self.model), *map(DecodeConfig, methods))

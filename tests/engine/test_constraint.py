@@ -18,7 +18,7 @@ from dflash_mlx.engine import grammar as module
 from dflash_mlx.engine.grammar import FORCED
 from support.decoding import answer_rounds as rounds_of
 from support.decoding import tree_of
-from support.grammars import END, constraint, tiny_tokenizer, toy_allowed, toy_constraint
+from support.grammars import END, SCHEMA, constraint, tiny_tokenizer, toy_allowed, toy_constraint
 from support.law import (
     PROMPT,
     VOCABULARY,
@@ -31,16 +31,6 @@ from support.models import EOS
 from support.rounding import EXACT, FAMILIES, LOOSE, Rounding
 from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 5},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 SIZE = 97
 
 
@@ -55,7 +45,9 @@ def ids(tokenizer):
 
 
 def by_schema(tokenizer):
-    return constraint(tokenizer, json_schema=json.dumps(SCHEMA))
+    """With fields that may be left out."""
+    schema = {**SCHEMA, "required": ["name", "age"]}
+    return constraint(tokenizer, json_schema=json.dumps(schema))
 
 
 def walk(fresh, rng, most):
@@ -238,21 +230,15 @@ def test_the_law_test_notices_a_mask_that_comes_too_late(monkeypatch):
     assert distance(MADE["none"], "[ab]{4}", use(0.7, top_k=2)) > 4
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_an_answer_ends_with_its_grammar_and_takes_no_pass_for_the_end_token(name):
+@pytest.mark.parametrize(("name", "drafts"), [*((name, True) for name in MADE), ("none", False)])
+def test_an_answer_ends_with_its_grammar_and_takes_no_pass_for_the_end_token(name, drafts):
     target, config = ToyTarget(VOCABULARY), use(0.7, seed=1)
-    drafter, known = MADE[name](config.sampling), toy_constraint("abca")
+    drafter, known = MADE[name](config.sampling), toy_constraint("abca", drafts=drafts)
     found = list(rounds_of(target, drafter, PROMPT, config, constraint=known))
     tokens = [token for round_ in found for token in round_.accepted.tokens]
     assert tokens == [0, 1, 2, 0] and found[-1].accepted.ends
-    assert len(found) == 2, "all but the first were certain"
+    assert len(found) == (2 if drafts else 4), "all but the first are certain, and drafted"
     assert END not in tokens
-
-
-def test_without_drafts_what_is_forced_is_not_drafted_either():
-    known = toy_constraint("abca", drafts=False)
-    found = list(rounds_of(ToyTarget(VOCABULARY), NoDraft(), PROMPT, use(0.7), constraint=known))
-    assert len(found) == 4
 
 
 def test_near_ties_under_a_grammar_are_decided_as_plain_decoding_decides_them(tokenizer):

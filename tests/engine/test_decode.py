@@ -6,14 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.statistics import Observer, RoundTimer
+from dflash_mlx.core.statistics import RoundTimer
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer, go_on, run, start, tokens_in
 from support.decoding import rounds as decode
 from support.families import VOCAB_SIZE, make_model
-from support.toys import Scripted, ToyTarget, foretold, prompt_of, random_tree
+from support.toys import Letters, Scripted, ToyTarget, foretold, prompt_of, random_tree
 
 FAMILIES = ["llama", "llama_sliding", "gemma3_text", "gpt_oss", "qwen3_moe"]
 
@@ -48,15 +49,6 @@ def test_right_drafts_save_rounds_and_an_observer_sees_every_term(targets):
     assert tokens_in(rounds) == plain
 
 
-def test_reading_a_prompt_is_in_no_term_of_a_round(targets):
-    timer, target = RoundTimer(), targets["llama"]
-    state = State(target.new_cache(), NoDraft().new_context())
-    go_on(target, NoDraft(), state, prompt_of(1), DecodeConfig(prefill_step=7), timer)
-    assert not timer.seconds
-    list(decode(target, NoDraft(), state, DecodeConfig(max_tokens=3), timer))
-    assert timer.seconds["verify"] > 0
-
-
 def chain(tokens):
     return list(tokens), list(range(len(tokens)))
 
@@ -70,28 +62,6 @@ def test_sampled_answers_equal_plain_decoding_with_the_same_seed(targets, settin
     assert answer(target, foretold(prompt, plain), prompt, config) == plain
     other = DecodeConfig(max_tokens=30, sampling=SamplingConfig(temperature=0.8, seed=12))
     assert answer(target, NoDraft(), prompt, other) != plain
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("drafting", [False, True])
-@pytest.mark.parametrize("least", [1, 10])
-def test_an_abandoned_answer_can_be_continued(targets, name, drafting, least):
-    target, prompt = targets[name], prompt_of(3)
-    config = DecodeConfig(max_tokens=40)
-    plain = answer(target, NoDraft(), prompt, config)
-    drafter = foretold(prompt, plain) if drafting else NoDraft()
-    state = start(target, drafter, prompt, config)
-    said = []
-    for accepted in decode(target, drafter, state, config):
-        said += accepted.tokens
-        if len(said) >= least:
-            break
-    assert state.tokens[: len(prompt) + len(said)] == prompt + said
-    assert len(state.tokens) == state.position + 1
-    more = prompt + said + prompt_of(4, 5)
-    go_on(target, drafter, state, more, config)
-    continued = run(target, NoDraft(), state, config)
-    assert continued == answer(target, NoDraft(), more, config)
 
 
 @pytest.mark.parametrize(
@@ -136,35 +106,15 @@ def test_the_context_is_filled_and_never_overrun(drafter, length, most):
     assert said == answer(target, Scripted(lambda t, remaining: ([], [])), prompt, config)
 
 
-def test_plain_decoding_runs_one_round_ahead_and_drafting_none():
-    target, config = ToyTarget(5), DecodeConfig(max_tokens=8)
-    for drafter, ahead in [(NoDraft(), 1), (Scripted(lambda t, remaining: ([], [])), 0)]:
-        state = start(target, drafter, [0, 1, 2], config)
-        rounds = decode(target, drafter, state, config)
-        next(rounds)  # behind the prompt
-        next(rounds)
-        assert state.position == 4 + ahead
-
-
-def test_what_a_reader_takes_is_kept_apart_from_what_rounds_take(targets, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("support.decoding.time.perf_counter", lambda: now[0])
-    config, drafter = DecodeConfig(max_tokens=5), Scripted(lambda tokens, remaining: ([], []))
-    state = start(targets["llama"], drafter, prompt_of(1), config)
-    for _ in decode(targets["llama"], drafter, state, config):
-        now[0] += 3.0
-    assert state.paused == 5 * 3.0
-
-
-def test_prefill_reports_its_progress(targets):
-    class Progress(Observer):
+def test_an_observer_hears_how_far_a_prompt_is_and_no_term_of_a_round_has_its_time(targets):
+    class Progress(RoundTimer):
         seen: list[tuple[int, int]] = []
 
         def prefilled(self, tokens: int, total: int) -> None:
+            assert not self.seconds
             self.seen.append((tokens, total))
 
-    target, config = targets["llama"], DecodeConfig(prefill_step=8)
-    state = State(target.new_cache(), NoDraft().new_context())
-    go_on(target, NoDraft(), state, prompt_of(1), config, Progress())
-    assert Progress.seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
-    assert (state.anchor.size, state.opening.shape) == (0, (1, VOCAB_SIZE))
+    observer, config = Progress(), DecodeConfig("none", max_tokens=3, prefill_step=8)
+    list(Session(Pair(targets["llama"], Letters()), config).stream(prompt_of(1), observer))
+    assert observer.seen == [(0, 20), (8, 20), (16, 20), (20, 20)]
+    assert observer.seconds["verify"] > 0

@@ -18,6 +18,8 @@ from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import Strict, answer, scheduler_of, sequence_of
 from support.families import make_model
 from support.rounding import Rounding
+from support.schedules import TOYS, Request, excused, margin, problems, schedule_of, toy_pair
+from support.schedules import toy_prompt as prompts
 from support.toys import foretold, prompt_of
 
 COUNT = 6
@@ -218,21 +220,24 @@ def test_one_that_is_cancelled_inside_a_step_leaves_the_others_as_they_were(targ
     assert said[3] == alone[3][1][: len(said[3])] and len(said[3]) < len(alone[3][1])
 
 
+def company(target, length):
+    """A scheduler in which one decodes, and one that has `length` tokens to read has come."""
+    engine = scheduler_of(target, observer=Strict())
+    first = running(target, 5, prompt_of(1, 5), NoDraft())
+    second = running(target, 0, prompt_of(0, length), NoDraft())
+    second.config = replace(second.config, prefill_step=512)
+    engine.add(first)
+    engine.step()
+    engine.add(second)
+    return engine, first, second
+
+
 def test_a_long_prompt_rides_along_in_chunks_that_the_others_bear(target, monkeypatch):
     seconds = tuple(
         10.0 + n for n in (1, 64, 512)
     )  # so 8 more rows take a row up to 1.75 times its time
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 64, 512), seconds))
-    engine, prompt = scheduler_of(target, observer=Strict()), prompt_of(0, 300)
-    first, second = (
-        running(target, 5, prompt_of(1, 5), NoDraft()),
-        running(target, 0, prompt, NoDraft()),
-    )
-    second.config = replace(second.config, prefill_step=512)
-    engine.add(first)
-    engine.step()
-    engine.add(second)
-    positions = [0]
+    (engine, first, second), positions = company(target, 300), [0]
     while second.is_reading:
         told = dict((id(each), outcome) for each, outcome in engine.step())
         assert told[id(first)] is not None, "which goes on meanwhile"
@@ -250,12 +255,7 @@ def test_chunks_are_shorter_where_a_row_of_the_prompt_takes_longer(target, monke
     near, far = (10.0, 10.5, 42.0), (10.0, 11.5, 106.0)
     deep = PassTimes((1, 2, 65), far, 600)
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 2, 65), near, 0, (deep,)))
-    engine, chunks = scheduler_of(target, observer=Strict()), []
-    first, second = (running(target, 5, prompt_of(i, n), NoDraft()) for i, n in ((1, 5), (0, 600)))
-    second.config = replace(second.config, prefill_step=512)
-    engine.add(first)
-    engine.step()
-    engine.add(second)
+    (engine, _, second), chunks = company(target, 600), []
     while second.is_reading and not chunks[19:]:
         before = second.state.position
         engine.step()
@@ -270,3 +270,53 @@ def test_answers_with_long_contexts_count_them_whole(target, monkeypatch):
     engine = scheduler_of(target)
     old = SimpleNamespace(state=SimpleNamespace(position=30_000))
     assert engine._bearable([old], 0) == 300  # of a pass that takes 40.0 alone, and 0.1 a row
+
+
+# Random lives of an engine: every answer is the one that its request would get alone.
+
+
+# scripts/schedules.py runs 64, and some on the default pair.
+SCHEDULES = 8
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    return {name: toy_pair(name, tmp_path_factory.mktemp(name)) for name in TOYS}
+
+
+@pytest.fixture(scope="module")
+def ended(pairs):
+    """What went wrong, and what became of all requests."""
+    found, everyone = [], []
+    for seed in range(SCHEDULES):
+        wrong, ended = problems(pairs[TOYS[seed % len(TOYS)]], schedule_of(seed, prompts, 24))
+        found += wrong
+        everyone += ended
+    return found, everyone
+
+
+def test_every_answer_is_the_one_of_its_request_alone(ended):
+    found, everyone = ended
+    assert not found
+    assert sum(len(each.said) for each in everyone) > 300
+
+
+def test_requests_left_and_caches_were_dropped(ended):
+    _, everyone = ended
+    assert any(each.left and each.said for each in everyone)
+    assert any(each.drops and each.said for each in everyone)
+    assert any(each.statistics.reused_tokens for each in everyone)
+
+
+def test_only_near_ties_excuse_a_difference(pairs):
+    target, prompt = pairs["llama"].target, [5, 6, 7]
+    greedy = Request(prompt, DecodeConfig(), 0, None, False)
+    sampling = SamplingConfig(0.7, 0.9, seed=3)
+    hot = Request(prompt, DecodeConfig(sampling=sampling), 0, None, False)
+    for request in (greedy, hot):
+        margins = [margin(target, request, [], (4, token)) for token in range(97) if token != 4]
+        assert min(margins) >= 0 and max(margins) > 0.01
+        unlike = int(np.argmax([margin(target, request, [], (4, token)) for token in range(97)]))
+        assert not excused(target, request, [4, 9], [unlike, 9])
+        assert excused(target, request, [4, 9], [4, 9, 1]) is False, "one is longer"
+    assert margin(target, greedy, [], (4, 4)) == 0

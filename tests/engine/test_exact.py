@@ -17,7 +17,6 @@ from dflash_mlx.engine.exact import (
     Difference,
     Noise,
     first_difference,
-    lead,
     measure_noise,
     noise_of,
 )
@@ -108,16 +107,11 @@ def test_the_noise_bounds_what_wide_passes_and_their_keys_and_values_do(target):
         anchor = plain[at + 3]
 
 
-def test_where_width_changes_nothing_there_is_no_noise_and_nothing_to_decide_again():
-    target = Rounding("llama", 0.0)
-    assert noise_of(target).wide < 1e-4
-    tokens, statistics = drafted_answer(target, 0, EXACT)
-    assert tokens == plain_answer(target, 0)
-    assert statistics.near_ties.checks == 0
-
-
 def test_the_noise_is_measured_once_per_target_and_grows_with_the_rounding():
-    small, large = (Rounding("llama", size) for size in (0.001, 0.01))
+    none, small, large = (Rounding("llama", size) for size in (0.0, 0.001, 0.01))
+    assert noise_of(none).wide < 1e-4
+    tokens, statistics = drafted_answer(none, 0, EXACT)
+    assert tokens == plain_answer(none, 0) and statistics.near_ties.checks == 0
     assert 4 < noise_of(large).wide / noise_of(small).wide < 25
     assert SAFETY >= 2
     first, passes = noise_of(large), len(large.rows)
@@ -125,26 +119,16 @@ def test_the_noise_is_measured_once_per_target_and_grows_with_the_rounding():
     assert len(large.rows) == passes and large.rows.count(1) < 60
 
 
-def test_plain_decoding_is_left_alone(target):
-    config = DecodeConfig(method="none", exact=True, max_tokens=12)
-    plain = plain_answer(target, 1)[:12]
-    before = len(target.rows)
-    state = start(target, NoDraft(), prompt_of(1))
-    tokens, statistics = counted(target, NoDraft(), state, config)
-    assert tokens == plain
-    assert statistics.near_ties is None
-    assert target.rows[before:].count(1) == 11  # none for the first token
-
-
-def test_rounds_without_drafts_are_plain_decodings_until_the_first_wide_pass(target):
+@pytest.mark.parametrize("method", ["none", "dflash"])
+def test_rounds_without_drafts_are_plain_decodings_until_the_first_wide_pass(target, method):
     noise_of(target)
     plain = plain_answer(target, 1)
-    before = len(target.rows)
-    drafter = Scripted(lambda tokens, remaining: ([], []))
-    tokens, statistics = counted(target, drafter, start(target, drafter, prompt_of(1)), EXACT)
+    drafter = NoDraft() if method == "none" else Scripted(lambda tokens, remaining: ([], []))
+    state, before = start(target, drafter, prompt_of(1)), len(target.rows)
+    tokens, statistics = counted(target, drafter, state, replace(EXACT, method=method))
     assert tokens == plain
-    assert statistics.near_ties.checks == 0
-    assert len(target.rows) - before == TOKENS  # the prompt's gives the first token
+    assert statistics.near_ties == (None if method == "none" else NearTies())
+    assert target.rows[before:] == [1] * (TOKENS - 1)
 
 
 def test_a_lone_root_behind_wide_rows_is_checked_too(target):
@@ -235,12 +219,6 @@ def test_statistics_add_up_the_checks_and_say_so_in_json():
     found = statistics.as_dict()
     counts = [found[f"guard_{k}"] for k in ("checks", "passes", "replays", "changed", "seconds")]
     assert counts == [3, 4, 1, 1, 0.75]
-
-
-def test_the_lead_is_the_distance_of_the_best_two():
-    tokens, margins = lead(mx.array([[1.0, 4.0, 2.5], [3.0, 3.0, -mx.inf]]))
-    assert tokens.tolist() == [1, 0]
-    assert margins.tolist() == [1.5, 0.0]
 
 
 def test_every_turn_of_a_conversation_equals_plain_decoding_from_scratch():

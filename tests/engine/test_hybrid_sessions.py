@@ -1,5 +1,6 @@
 """Conversations with targets that have recurrent layers: turns, stops, edits, methods, training."""
 
+import itertools
 from dataclasses import replace
 from itertools import islice
 
@@ -7,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.block_diffusion import BestFirst
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import make_drafter, settle
 from dflash_mlx.drafters.networks.layers import limit_windows
@@ -17,20 +19,25 @@ from dflash_mlx.engine.exact import first_difference, measure_noise
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.session import Session
 from dflash_mlx.train.data import FeatureCache
+from dflash_mlx.verifier import mixers, recurrent
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from dflash_mlx.verifier.recurrent import TAIL
+from support import decoding
+from support.configs import config_with
 from support.decoding import go_on, start
 from support.drafter_formats import drafter_folder
 from support.families import VOCAB_SIZE, make_model
 from support.hybrids import (
     difference,
+    forward,
     oracle,
     plain_answer,
     rounds,
     run,
 )
+from support.law import VOCABULARY, ToyDrafter, chi_square
 from support.recurrent_families import RECURRENT
 from support.toys import Letters, foretold, prompt_of
 
@@ -60,9 +67,10 @@ def assert_state_is_that_of_its_tokens(session):
     assert difference(session.pair.target, state.cache, committed) < TOLERANCE
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "dflash", "ddtree"])
+@pytest.mark.parametrize("method", ["none", "ngram", "dflash", "ddtree", "resample", "d2sd"])
 def test_turns_of_a_session_equal_plain_decoding_from_the_beginning(pair, method):
-    session = Session(pair, DecodeConfig(method=method, max_tokens=12))
+    budget = 12 if method == "d2sd" else None
+    session = Session(pair, config_with(method, budget=budget, max_tokens=12))
     said, held = prompt_of(0, 45), 0
     for turn in range(3):
         plain = plain_answer(pair.target, said, 12)
@@ -145,14 +153,6 @@ def test_the_prompt_before_the_last_one_can_be_gone_back_to(target):
     assert run(target, NoDraft(), state, 10) == plain_answer(target, other, 10)
 
 
-@pytest.mark.parametrize("more", [{"method": "resample"}, {"method": "d2sd", "budget": 12}])
-def test_trees_of_fixed_size_leave_the_state_of_what_was_said(pair, more):
-    prompt = prompt_of(18, 40)
-    session = Session(pair, DecodeConfig(max_tokens=16, **more))
-    assert answer(session, prompt) == plain_answer(pair.target, prompt, 16)
-    assert_state_is_that_of_its_tokens(session)
-
-
 def test_branches_that_are_right_are_kept(target):
     prompt = prompt_of(19, 40)
     plain = plain_answer(target, prompt, 60)
@@ -191,11 +191,18 @@ def test_auto_drafts_branches_for_a_recurrent_target_where_they_pay(pair):
     assert all(shapes[0]) and not all(shapes[1])
 
 
-@pytest.mark.parametrize("method", ["dflash", "ddtree", "d2sd"])
-def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair, method):
+@pytest.mark.parametrize(
+    ("method", "every"),  # token is a near-tie
+    [("dflash", False), ("ddtree", False), ("d2sd", False), ("ngram", True)],
+)
+def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(
+    pair, monkeypatch, method, every
+):
+    """A near-tie is decided again behind its ancestors, then from the prompt, by one-row passes."""
     noise = measure_noise(pair.target)
     assert 0 < noise.cache <= noise.wide < 0.1
-    prompt = prompt_of(11, 40)
+    monkeypatch.setattr(pair.target, "noise", type(noise)(1e9, 1e9) if every else noise)
+    prompt = prompt_of(11, 20) * 2
     session = Session(pair, DecodeConfig(method=method, max_tokens=20, exact=True))
     plain = plain_answer(pair.target, prompt, 20)
     assert answer(session, prompt) == plain
@@ -203,18 +210,6 @@ def test_exact_answers_are_plain_decodings_and_probes_leave_the_state_alone(pair
     assert first_difference(pair.target, prompt, plain, plain) is None
     wrong = [*plain[:5], (plain[5] + 1) % VOCAB_SIZE]
     assert first_difference(pair.target, prompt, plain, wrong).position == 5
-
-
-def test_the_whole_of_an_exact_answer_can_be_decided_by_one_row_passes(pair):
-    """Every token a near-tie: each is decided again behind its ancestors, then from the prompt."""
-    pair.target.noise = type(measure_noise(pair.target))(wide=1e9, cache=1e9)
-    prompt = prompt_of(12, 20)
-    try:
-        session = Session(pair, DecodeConfig(method="ngram", max_tokens=12, exact=True))
-        assert answer(session, prompt * 2) == plain_answer(pair.target, prompt * 2, 12)
-        assert_state_is_that_of_its_tokens(session)
-    finally:
-        pair.target.noise = None
 
 
 def test_training_features_are_those_of_one_pass_over_the_sequence(target, tmp_path, monkeypatch):
@@ -240,3 +235,51 @@ def test_kernels_take_the_attention_of_every_family_that_leaves_it_to_mlx_lm():
         reasons = [choice.reason for choice in target.kernels.choices.values()]
         without.update(name for reason in reasons if "computes the attention" in reason)
     assert without == {"plamo2"}
+
+
+# Sampled answers follow the law of a target with recurrent layers when trees are drafted.
+
+
+PROMPT, LENGTH, DRAWS = [0, 3, 2, 1, 3], 3, 400
+
+
+def law_of(target, temperature):
+    """The chance of every answer, from fresh passes."""
+    law = {}
+    for tokens in itertools.product(range(VOCABULARY), repeat=LENGTH):
+        logits = forward(target, target.new_cache(), [*PROMPT, *tokens[:-1]])[-LENGTH:]
+        p = np.array(mx.softmax(logits / temperature, axis=-1))
+        law[tokens] = float(np.prod([p[i, token] for i, token in enumerate(tokens)]))
+    return law
+
+
+def distance(target, temperature):
+    """Of answers with drafted trees from the law, in standard deviations."""
+    drafter, answers = BestFirst(ToyDrafter(1), None, 8), []
+    for seed in range(DRAWS):
+        sampling = SamplingConfig(temperature=temperature, seed=seed)
+        config = DecodeConfig(max_tokens=LENGTH, sampling=sampling)
+        answers.append(tuple(decoding.answer(target, drafter, PROMPT, config)))
+    return chi_square(law_of(target, temperature), answers)
+
+
+@pytest.fixture
+def four_tokens(monkeypatch):
+    sizes = {"vocab_size": VOCABULARY, "layer_types": ["conv", "conv", "full_attention"]}
+    monkeypatch.setitem(RECURRENT, "lfm2", {**RECURRENT["lfm2"], **sizes})
+    return Target(make_model("lfm2"), 64, "four tokens")
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampled_answers_follow_the_law(four_tokens, temperature):
+    assert abs(distance(four_tokens, temperature)) < 3.5
+
+
+def test_mixers_that_follow_no_paths_break_the_law(four_tokens, monkeypatch):
+    def as_a_chain(layer, paths, call):
+        state = recurrent.RecurrentLayer(len(layer.cache), 0)
+        state.cache = list(layer.cache)
+        return call.changed(lambda arg: state if arg is mixers.STATE else arg)()
+
+    monkeypatch.setattr(recurrent.RecurrentLayer, "along", as_a_chain)
+    assert distance(four_tokens, 1.0) > 3.5

@@ -25,13 +25,22 @@ from dflash_mlx.drafters.dflash.paths import (
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
 from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
-from dflash_mlx.drafters.growth.grow import Linked, rank
+from dflash_mlx.drafters.growth.grow import TOP_K, Linked, rank
 from dflash_mlx.drafters.method import Drawn
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
-from dflash_mlx.drafters.paper import CONTROLS, AblatedDual, PaperGrowth, Resample
-from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
+from dflash_mlx.drafters.paper import (
+    CONTROLS,
+    IN_ORDER,
+    SCHEDULES,
+    AblatedDual,
+    PaperGrowth,
+    Resample,
+    Scheduled,
+    sampled,
+)
+from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
@@ -40,10 +49,21 @@ from support.toys import ToyTarget
 TEMPERATURE = 0.7
 
 
-class ToyPaths(ToyDrafter):
-    """Stands for a DFlash 2 drafter: three candidates, scored by the token before them as well."""
+class ToyLinks(ToyDrafter):
+    """Stands for a drafter whose candidates are scored by the token before them as well."""
 
     is_linked = True
+
+    def linked(self, context, anchor, rows, prefixes=((),)):
+        found = []
+        for prefix in prefixes:
+            logits = self.logits(context, anchor, rows, [prefix])
+            found.append(self.link(logits, mx.array(prefix[-1:]) if prefix else anchor))
+        return found
+
+
+class ToyPaths(ToyLinks):
+    """Stands for a DFlash 2 drafter: three candidates."""
 
     def candidates(self, context, anchor, rows):
         logits = self.logits(context, anchor, rows)
@@ -52,24 +72,17 @@ class ToyPaths(ToyDrafter):
         scores = unary + self.edges(tokens, anchor)
         return Candidates(tokens, lambda t, before: scores[t, before])
 
-    def linked(self, context, anchor, rows, prefixes=((),)):
-        found = []
-        for prefix in prefixes:
-            before = mx.array(prefix[-1:]) if prefix else anchor
-            ranked = rank(self.logits(context, anchor, rows, [prefix]), 3)
-            edges = self.edges(mx.array(ranked.tokens), before)
-            found.append(Linked(ranked, np.array(edges)))
-        return found
+    def link(self, logits, before):
+        ranked = rank(logits, 3)
+        return Linked(ranked, np.array(self.edges(mx.array(ranked.tokens), before)))
 
     def edges(self, tokens, anchor):
         before = predecessors(tokens, anchor)
         return mx.array(self.table)[before[:, :, None], 0, tokens[:, None]]
 
 
-class ToyMarkov(ToyDrafter):
+class ToyMarkov(ToyLinks):
     """Stands for a DSpark drafter, with its real heads; logits are states as well."""
-
-    is_linked = True
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -85,14 +98,9 @@ class ToyMarkov(ToyDrafter):
         logits = self.logits(context, anchor, rows)
         return self.links.candidates(logits, logits, anchor, None)
 
-    def linked(self, context, anchor, rows, prefixes=((),)):
-        found = []
-        for prefix in prefixes:
-            before = mx.array(prefix[-1:]) if prefix else anchor
-            logits = self.logits(context, anchor, rows, [prefix])
-            given = logits, logits, before, None, lambda scores: rank(scores, self.links.top_k)
-            found.append(self.links.linked(*given))
-        return found
+    def link(self, logits, before):
+        given = logits, logits, before, None, lambda scores: rank(scores, self.links.top_k)
+        return self.links.linked(*given)
 
 
 class ToyHalf(ToyDrafter):
@@ -119,10 +127,35 @@ def dual(first, second, growth=GROWTH, levels=2):
     return DualDiffusion(first, second, growth)
 
 
+def scheduled(schedule, shape="tree", steps=2):
+    """SpecDiff with a schedule of the paper, its passes drafting one of three shapes."""
+
+    def made(sampling):
+        grown = {
+            "chain": (partial(likeliest, nodes=4), 1),
+            "tree": (partial(likeliest, nodes=7), TOP_K),
+            "samples": (partial(sampled, samples=3, seed=sampling.seed, nodes=5), TOP_K),
+        }
+        return SpecDiff(MASKED, None, Scheduled(steps, schedule), *grown[shape])
+
+    return made
+
+
+def drawn_in(steps, weighed=False):
+    """SpecDiff's chains, drawn in one pass or left to right in several."""
+    how = Scheduled(steps, IN_ORDER if steps > 1 else SCHEDULES[0])
+
+    def made(sampling):
+        drafter = DrawnSpecDiff(MASKED, None, how, sampling, weighed)
+        return as_pays(drafter) if weighed else drafter
+
+    return made
+
+
 FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end within an answer
 HALVES = ToyHalf(1), ToyHalf(2)
-MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)  # more in test_law_specdiff.py
+MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
 EAGLE = ToyEagle(1)
 MADE = {
     "none": lambda sampling: NoDraft(),
@@ -164,8 +197,13 @@ MADE = {
     "ddtree, dspark": lambda sampling: BestFirst(MARKOV, None, 6),
     "d2sd, dspark": lambda sampling: dual(MARKOV, SECOND),
     "d2sd, dspark alone": lambda sampling: dual(MARKOV, None),
+    **{f"specdiff, by {name}": scheduled(name) for name in SCHEDULES},
+    "specdiff, one step": scheduled(SCHEDULES[0], "tree", 1),
+    "specdiff, chain": scheduled("threshold", "chain"),
+    "specdiff, samples": scheduled(SCHEDULES[0], "samples", 1),
+    **{f"specdiff, {steps} steps, reject": drawn_in(steps) for steps in (1, 2, 3)},
+    **{f"specdiff, {steps} steps, as pays, reject": drawn_in(steps, True) for steps in (1, 2, 3)},
 }
-
 
 REJECTED = [name for name in MADE if name.endswith("reject")]
 MATCHED = [name for name in MADE if name not in (*REJECTED, "none")]
@@ -213,7 +251,11 @@ def test_rejection_follows_the_law(name):
     assert distance(name) < 4
 
 
-@pytest.mark.parametrize("name", [n for n in REJECTED if n.startswith("eagle3") or "dspark" in n])
+AT_1 = [name for name in REJECTED if "dspark" in name or "steps, reject" in name]
+AT_1 += [name for name in REJECTED if name.startswith("eagle3")]
+
+
+@pytest.mark.parametrize("name", AT_1)
 def test_rejection_follows_the_law_at_temperature_1(name):
     assert distance(name, temperature=1.0) < 4
 
@@ -232,52 +274,49 @@ REJECTING = ("dflash, path, reject", "dflash, dspark, reject", "eagle3, reject")
     [
         *(("dflash, reject", settings) for settings in FILTERS),
         *((name, settings) for name in REJECTING for settings in FILTERS[:2]),
+        *(("specdiff, 3 steps, reject", settings) for settings in FILTERS[2:]),
     ],
     ids=str,
 )
 def test_rejection_follows_the_law_with_every_filter(name, settings):
-    assert distance(name, 800 if name == "dflash, reject" else 500, **settings) < 4
+    draws = {"dflash, reject": 800, "specdiff, 3 steps, reject": 600}
+    assert distance(name, draws.get(name, 500), **settings) < 4
 
 
-@pytest.mark.parametrize("mistake", ["keeps all", "keeps by p", "draws from p"])
-def test_the_law_test_notices_wrong_rejection_rules(monkeypatch, mistake):
-    kept = verify.kept
-    name, wrong = {
-        "keeps all": ("kept", lambda p, q, tokens, u: mx.array(len(tokens))),
-        "keeps by p": ("kept", lambda p, q, tokens, u: kept(p, mx.ones_like(q), tokens, u)),
-        "draws from p": ("remainder", lambda p, q: p),
-    }[mistake]
-    monkeypatch.setattr(verify, name, wrong)
-    assert distance("dflash, reject") > 4
+KEPT, PATH, BLOCK, STEPS = verify.kept, DrawnPath.drawn, DrawnBlock.drawn, Drawn.proposal
 
 
-def test_the_law_test_notices_a_q_that_forgets_the_token_before(monkeypatch):
-    drawn = DrawnPath.drawn
-
-    def forgetful(self, *given):
-        tokens, _, sure = drawn(self, *given)
-        return tokens, mx.softmax(self._model.logits(*given[:3]) / TEMPERATURE, axis=-1), sure
-
-    monkeypatch.setattr(DrawnPath, "drawn", forgetful)
-    assert distance("dflash, dspark, reject") > 4
+def forgetful(self, *given):
+    tokens, _, sure = PATH(self, *given)
+    return tokens, mx.softmax(self._model.logits(*given[:3]) / TEMPERATURE, axis=-1), sure
 
 
-def test_the_law_test_notices_chains_that_are_cut_by_their_own_tokens(monkeypatch):
-    drawn = DrawnBlock.drawn
-
-    def by_own_tokens(self, *given):
-        tokens, q, _ = drawn(self, *given)
-        return tokens, q, mx.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
-
-    monkeypatch.setattr(DrawnBlock, "drawn", by_own_tokens)
-    assert distance("dflash, as pays, reject") > 4
+def by_own_tokens(self, *given):
+    tokens, q, _ = BLOCK(self, *given)
+    return tokens, q, mx.take_along_axis(q, tokens[:, None], axis=-1)[:, 0]
 
 
-def test_the_law_test_notices_steps_that_are_cut_by_their_own_tokens(monkeypatch):
-    proposal = Drawn.proposal
+def by_surest(self, state, tokens, q, sure):
+    return STEPS(self, state, tokens, q, q.max(axis=-1).min())
 
-    def by_own_tokens(self, state, tokens, q, sure):
-        return proposal(self, state, tokens, q, q.max(axis=-1).min())
 
-    monkeypatch.setattr(Drawn, "proposal", by_own_tokens)
-    assert distance("eagle3, as pays, reject") > 4
+MISTAKES = {
+    "all are kept": (verify, "kept", lambda p, q, tokens, u: mx.array(len(tokens))),
+    "kept by p": (verify, "kept", lambda p, q, tokens, u: KEPT(p, mx.ones_like(q), tokens, u)),
+    "drawn from p": (verify, "remainder", lambda p, q: p),
+    "q forgets the token before": (DrawnPath, "drawn", forgetful),
+    "chains are cut by their own tokens": (DrawnBlock, "drawn", by_own_tokens),
+    "steps are cut by their own tokens": (Drawn, "proposal", by_surest),
+}
+SHOWN_BY = {
+    DrawnPath: "dflash, dspark, reject",
+    DrawnBlock: "dflash, as pays, reject",
+    Drawn: "eagle3, as pays, reject",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_law_test_notices_wrong_rules(monkeypatch, mistake):
+    where, name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(where, name, wrong)
+    assert distance(SHOWN_BY.get(where, "dflash, reject")) > 4

@@ -7,13 +7,14 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.prompt import Piece, Prompt
+from dflash_mlx.engine.delta import collect
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.model import Target
-from support.decoding import Strict
+from support.decoding import Strict, finish
 from support.families import make_model
 from support.toys import Letters, prompt_of
 
@@ -42,18 +43,13 @@ def ask(scheduler: Scheduler, *prompts: Prompt) -> list[tuple[tuple[int, ...], i
     """The tokens of each answer, and how much of its prompt was there already."""
     config = DecodeConfig("none", max_tokens=8, prefill_step=64)
     asked = [scheduler.submit(prompt, config) for prompt in prompts]
-    said: dict = {each: () for each in asked}
-    while len(scheduler):
-        for each, delta in scheduler.step():
-            assert not isinstance(delta, Exception), delta
-            said[each] += delta.tokens
-    return [(said[each], each.statistics.reused_tokens) for each in asked]
+    said = finish(scheduler)
+    return [(collect(iter(said[a])).tokens, a.statistics.reused_tokens) for a in asked]
 
 
 def said_of(scheduler: Scheduler, sequence: Sequence) -> tuple[int, ...]:
     """The tokens that a sequence brings from now on."""
-    told = (each for _ in iter(lambda: len(scheduler), 0) for each in scheduler.step())
-    return sum((delta.tokens for each, delta in told if each is sequence), ())
+    return collect(iter(finish(scheduler)[sequence])).tokens
 
 
 def alone(pair: Pair, prompt: Prompt) -> tuple[int, ...]:

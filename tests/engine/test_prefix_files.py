@@ -48,12 +48,16 @@ def llama() -> Target:
     return Target(make_model("llama"), 4096, "llama")
 
 
-def kept(folder: Path, target: Target, seed: int = 0, length: int = 40, **more) -> State:
-    """A state that was written, and nothing else of it is in memory."""
-    files = PrefixFiles(folder, LIMIT, worth=8, **more)
-    state = start(target, NoDraft(), prompt_of(seed, length))
+def write(files: PrefixFiles, target: Target, seed: int = 0) -> State:
+    """A state of 40 tokens that was written."""
+    state = start(target, NoDraft(), prompt_of(seed, 40))
     assert files.write(CacheKey.of(target, NoDraft(), state), state), files.problem
     return state
+
+
+def kept(folder: Path, target: Target) -> State:
+    """A state that was written, and nothing else of it is in memory."""
+    return write(PrefixFiles(folder, LIMIT, worth=8), target)
 
 
 def found(files: PrefixFiles, target: Target, prompt: list[int]) -> State | None:
@@ -90,21 +94,13 @@ def test_what_leaves_memory_goes_to_the_disk_and_comes_back(tmp_path):
     prompts = [prompt_of(seed, 40) for seed in range(3)]
     for prompt in prompts:
         prefixes.put(start(target, NoDraft(), prompt), target, NoDraft())
+    # A greeting in common does not take a long conversation from memory unsaved.
+    other = [*prompts[2][:6], *prompt_of(9, 30)]
+    assert prefixes.take(other, target, NoDraft()).reuse(Prompt.of(other)) == 6
+    assert prefixes.nbytes == 0
     for prompt in prompts:
-        assert prefixes.take([*prompt, 1], target, NoDraft()).position == 40
-
-
-def test_a_greeting_in_common_does_not_take_a_long_conversation_from_memory_unsaved(tmp_path):
-    target, prefixes = llama(), PrefixCache(0, PrefixFiles(tmp_path, LIMIT, worth=8))
-    prompt = prompt_of(3, 40)
-    prefixes.put(start(target, NoDraft(), prompt), target, NoDraft())
-    other = [*prompt[:6], *prompt_of(9, 30)]
-    assert (
-        prefixes.take(other, target, NoDraft()).reuse(Prompt.of(other)) == 6
-        and prefixes.nbytes == 0
-    )
-    again = prefixes.take([*prompt, 1], target, NoDraft())
-    assert again.reuse(Prompt.of([*prompt, 1])) == len(prompt)
+        again = prefixes.take([*prompt, 1], target, NoDraft())
+        assert again.reuse(Prompt.of([*prompt, 1])) == 40
 
 
 def test_only_its_owner_may_read_what_was_said(tmp_path):
@@ -208,8 +204,7 @@ def test_the_disk_holds_no_more_than_the_limit_the_last_used_ones(tmp_path):
     files, state = PrefixFiles(tmp_path, int(3.5 * size), worth=8), None
     for seed in range(1, 6):
         os.utime(file, (2e9, 2e9))  # it was used just now
-        state = start(target, NoDraft(), prompt_of(seed, 40))
-        assert files.write(CacheKey.of(target, NoDraft(), state), state)
+        state = write(files, target, seed)
         for age, each in enumerate(sorted(set(tmp_path.iterdir()) - {file}, key=os.path.getmtime)):
             os.utime(each, (1e9 + age, 1e9 + age))
     there = [bool(found(files, target, [*prompt_of(seed, 40), 1])) for seed in range(6)]
@@ -222,8 +217,7 @@ def test_the_disk_holds_no_more_than_the_limit_the_last_used_ones(tmp_path):
 def test_two_programs_share_a_folder(tmp_path):
     target, prompt = llama(), [*prompt_of(0, 40), 1]
     ours, theirs = (PrefixFiles(tmp_path, LIMIT, worth=8) for _ in range(2))
-    state = start(target, NoDraft(), prompt[:-1])
-    assert theirs.write(CacheKey.of(target, NoDraft(), state), state)
+    write(theirs, target)
     assert found(ours, target, prompt).tokens == prompt[:-1]
     theirs.clear()
     assert found(ours, target, prompt) is None

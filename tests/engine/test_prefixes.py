@@ -17,7 +17,15 @@ from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
-from support.decoding import Strict, go_on, scheduler_of, sequence_of, start
+from support.decoding import (
+    Strict,
+    finish,
+    go_on,
+    scheduler_of,
+    sequence_of,
+    start,
+    tokens_in,
+)
 from support.decoding import run as answer_of
 from support.families import make_model
 from support.hybrids import plain_answer, target_of
@@ -166,17 +174,6 @@ def test_a_short_prefix_of_a_long_conversation_takes_little_memory():
     assert state.nbytes <= prefixes.nbytes / 10
 
 
-def test_exact_answers_neither_use_nor_leave_anything(tmp_path):
-    target = Target(make_model("llama"), 4096, "llama")
-    pair, prefixes = Pair(target, Letters(), (), "tiny"), PrefixCache(PLENTY)
-    prompt = prompt_of(22, 40)
-    said_by(Session(pair, config_of("ngram"), prefixes), prompt)
-    before = prefixes.nbytes
-    for asked in (prompt, prompt_of(23, 40)):
-        _, reused = said_by(Session(pair, config_of("ngram", exact=True), prefixes), asked)
-        assert reused == 0 and prefixes.nbytes == before
-
-
 # The engine
 
 
@@ -187,15 +184,15 @@ def running(target: Target, prompt: list[int], seed: int, tokens: int = 10) -> S
 
 
 def run(engine: Scheduler, everyone: list[Sequence], look=lambda: None) -> list[list[int]]:
-    said = {id(each): [] for each in everyone}
     for each in everyone:
         engine.add(each)
-    while engine.running or engine.waiting:
-        for each, outcome in engine.step():
-            if outcome is not None and not isinstance(outcome, Exception):
-                said[id(each)] += outcome.accepted.tokens
-        look()
-    return [said[id(each)] for each in everyone]
+    said = finish(engine, look)
+    return [tokens_in(delta.accepted for delta in said[each]) for each in everyone]
+
+
+def each_alone(target: Target, prompts: list, tokens: int = 10) -> list[list[int]]:
+    asked = [running(target, prompt, seed, tokens) for seed, prompt in enumerate(prompts)]
+    return [run(scheduler_of(target), [each])[0] for each in asked]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -204,12 +201,11 @@ def test_requests_that_begin_alike_read_their_beginning_once(name, known):
     """One has read it before, or the first of them does while the others wait."""
     target, system = target_of(name), prompt_of(23, 200)
     prompts = [[*system, *prompt_of(24 + i, 10 + i)] for i in range(4)] + [prompt_of(29, 90)]
-    alone = [run(scheduler_of(target), [running(target, p, i)])[0] for i, p in enumerate(prompts)]
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     if known:
         run(engine, [running(target, [*system, 5], 0)])
     everyone = [running(target, p, i) for i, p in enumerate(prompts)]
-    assert run(engine, everyone) == alone
+    assert run(engine, everyone) == each_alone(target, prompts)
     first, *others, last = [each.statistics.reused_tokens for each in everyone]
     read, chunks = (168, 0) if name == "falcon_h1" else (200, 192)  # few ways back of states
     assert last == 0
@@ -222,7 +218,7 @@ def test_requests_that_begin_alike_read_their_beginning_once(name, known):
 def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
     target, system = target_of("llama"), prompt_of(23, 200)
     first, second = (running(target, [*system, i], i) for i in range(2))
-    alone = run(scheduler_of(target), [running(target, second.prompt, 1)])
+    _, alone = each_alone(target, [first.prompt, second.prompt])
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     for each in (first, second):
         engine.add(each)
@@ -230,7 +226,7 @@ def test_who_waited_for_one_that_is_cancelled_goes_on_from_what_that_had_read():
     assert (first.state.position, second.state.position) == (64, 0)
     engine.cancel(first)
     outcomes = [outcome for _ in range(15) for _, outcome in engine.step()]
-    assert [t for each in outcomes if each for t in each.accepted.tokens] == alone[0]
+    assert [t for each in outcomes if each for t in each.accepted.tokens] == alone
     assert second.statistics.reused_tokens == 64 and not engine.running
 
 
@@ -259,9 +255,6 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
 
 def test_prefixes_give_way_before_any_sequence_has_to():
     target, prompts = target_of("llama"), [prompt_of(30 + i, 100 + 60 * i) for i in range(4)]
-    alone = [
-        run(scheduler_of(target), [running(target, p, i, 60)])[0] for i, p in enumerate(prompts)
-    ]
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
     engine.memory.limit = 2 * engine.memory.bytes_of(NoDraft(), 400)
     for seed in range(6):
@@ -273,7 +266,8 @@ def test_prefixes_give_way_before_any_sequence_has_to():
         assert engine.used + engine.prefixes.nbytes <= engine.memory.limit
         least.append(engine.prefixes.nbytes)
 
-    assert run(engine, [running(target, p, i, 60) for i, p in enumerate(prompts)], look) == alone
+    everyone = [running(target, p, i, 60) for i, p in enumerate(prompts)]
+    assert run(engine, everyone, look) == each_alone(target, prompts, 60)
     assert min(least) < full
 
 

@@ -1,5 +1,6 @@
 """The arithmetic of rejection sampling, and its rule on chains whose q is known."""
 
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.sampling import Sampler
+from dflash_mlx.core.sampling import Sampler, tempered
 from dflash_mlx.core.tree import Tree, accept
 from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
+from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, Scheduled
+from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -23,8 +26,8 @@ from dflash_mlx.verifier.model import Target
 from support.decoding import behind, go_on, rounds, run, start
 from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.law import ToyDrafter
-from support.toys import ToyCache
+from support.law import VOCABULARY, ToyDrafter, ToyMasked, law_distance
+from support.toys import ToyCache, ToyTarget
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +188,108 @@ def test_every_answer_of_a_session_draws_drafts_of_its_own_unless_seeded(pair, s
         _, second = islice(rounds(pair.target, drafter, state, config), 2)
         drafts.add(second.tree.drafted)
     assert len(drafts) == 1 if seed is not None else len(drafts) > 6
+
+
+# What would break SpecDiff's law: q of tokens out of order, and chains cut by later passes.
+
+
+def distance(made, draws, target=None):
+    """Of `draws` answers that are kept by p/q from the enumerated law, in standard deviations."""
+    config = DecodeConfig("specdiff", acceptance="reject", sampling=SamplingConfig(1.0))
+    return law_distance(target or ToyTarget(VOCABULARY), made, draws, config)
+
+
+def specdiff(sampling, model, kind=DrawnSpecDiff, how=(1, SCHEDULES[0]), weighed=False):
+    return kind(model, None, Scheduled(*how), sampling, weighed)
+
+
+class SurestFirst(DrawnSpecDiff):
+    """The wrong rule: the surest token is drawn first, the others given it, whatever their places.
+
+    q is what each was drawn from, in the pass that fixed it.
+    """
+
+    def drawn(self, state, rows):
+        first, second = mx.random.split(self.key(state))
+        masks = [self._model.mask] * (rows - 1)
+        laws = self.said(state, masks, range(1, rows))
+        chances = mx.softmax(laws, axis=-1)
+        surest = int(mx.argmax(chances.max(axis=-1)).item())
+        token = mx.random.categorical(laws[surest], key=first)
+        masks[surest] = int(token.item())
+        others = [place for place in range(1, rows) if place != surest + 1]
+        tokens, q = np.zeros(rows - 1, np.int64), np.array(chances)
+        tokens[surest] = masks[surest]
+        if others:
+            rest = self.said(state, masks, others)
+            at = [place - 1 for place in others]
+            tokens[at] = np.array(mx.random.categorical(rest, key=second))
+            q[at] = np.array(mx.softmax(rest, axis=-1))
+        return mx.array(tokens).astype(state.anchor.dtype), mx.array(q), chances.max(axis=-1)
+
+    def said(self, state, hidden, places):
+        block = mx.array([*state.anchor.tolist(), *hidden])
+        return tempered(self._model.logits(state.context, block, places), self.sampling)
+
+
+def toy(base, *links):
+    """Flat but for `base` [place, token] and what one place says of another: (from, to, [V, V])."""
+    model = ToyMasked(0)
+    model.base[:], model.links[:] = np.array(base)[None], 0.0
+    for source, place, table in links:
+        model.links[source, place] = table
+    return model
+
+
+FLAT = [0.0] * VOCABULARY
+TELLS = 4 * np.eye(VOCABULARY)  # this token, then that one
+
+
+def test_the_law_test_notices_p_over_q_of_tokens_that_were_fixed_out_of_order():
+    """The second place is the surest and says what the first one is, and tokens like to repeat."""
+    model = toy([FLAT, FLAT, [1.0, 0.5, 0.0, 0.0], FLAT], (2, 1, TELLS), (1, 2, TELLS))
+    target = ToyTarget(VOCABULARY)
+    target.table[:] = 0.7 * np.eye(VOCABULARY)[None]
+
+    def far(**how):
+        return distance(partial(specdiff, model=model, **how), 1500, target)
+
+    assert far(kind=SurestFirst) > 4
+    assert far(how=(2, IN_ORDER)) < 4
+
+
+def test_the_law_test_notices_chains_that_are_cut_by_what_later_passes_say(monkeypatch):
+    """Later passes know the tokens drawn before: a chain that they cut depends on its own."""
+    whole = DrawnSpecDiff.drawn
+
+    def by_last_passes(self, *given):
+        tokens, q, _ = whole(self, *given)
+        return tokens, q, q.max(axis=-1)
+
+    some = 6 * np.diag([1.0, 1.0, 0.0, 0.0])  # say what comes next, the others do not
+    model = toy([FLAT, [1.1, 0.0, 0.0, 0.0], FLAT, FLAT], (1, 2, some), (2, 3, some))
+    made = partial(specdiff, how=(3, IN_ORDER), weighed=True, model=model)
+
+    def cut(sampling):
+        return SureOnes(made(sampling))
+
+    assert distance(cut, 1000) < 4
+    monkeypatch.setattr(DrawnSpecDiff, "drawn", by_last_passes)
+    assert distance(cut, 1000) > 4
+
+
+class SureOnes:
+    """Keeps a chain whose drafter is sure of its last token, and no other."""
+
+    rounds_ahead = 0
+
+    def __init__(self, drafter):
+        self._drafter, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
+        self.new_context = drafter.new_context
+
+    def propose(self, states, budget):
+        return [self._cut(proposal) for proposal in self._drafter.propose(states, budget)]
+
+    def _cut(self, proposal):
+        sure = len(proposal.tree) == 1 or proposal.tree.logprobs[-1] > np.log(0.6)
+        return proposal if sure else proposal.part([0])

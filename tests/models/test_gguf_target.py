@@ -110,7 +110,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (f"{TOKENIZER}merges", ["h zz"], "the merge 'h zz' uses tokens"),
     (f"{TOKENIZER}token_type", 3, "tokenizer.ggml.token_type is 3, not a list"),
     (f"{TOKENIZER}eos_token_id", [1, 2], "eos_token_id is [1, 2], not one token"),
-    (f"{TOKENIZER}eot_token_id", 9999, "special token 9999 is outside"),
+    (f"{TOKENIZER}eot_token_id", 9999, "9999, not one token"),
     (f"{TOKENIZER}add_bos_token", 1, "add_bos_token is 1, not true or false"),
     ("tokenizer__chat_template", 3, "tokenizer.chat_template is 3, not a text"),
     ("llama__block_count", None, "llama.block_count is missing"),

@@ -27,8 +27,7 @@ from dflash_mlx.models import downloads, library
 from dflash_mlx.models.check import check_target
 from dflash_mlx.models.load import check_named, load_pair
 from dflash_mlx.models.names import find_names, whole_copy
-from dflash_mlx.models.source import INDEX, Source
-from dflash_mlx.models.weight_files import is_whole
+from dflash_mlx.models.source import INDEX, Source, is_whole
 from dflash_mlx.session.session import generate
 from support.drafter_formats import write_shards
 from support.hub_server import Hub, serve, use_hub

@@ -25,8 +25,7 @@ from dflash_mlx.client import (
 from dflash_mlx.models import downloads, library
 from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
 from dflash_mlx.models.library import being_written, find_entries
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, find_names, write_pair
-from dflash_mlx.models.registry import entries
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names, write_pair
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.machine import available_memory
 from support.hub_server import serve

@@ -122,7 +122,6 @@ def test_a_parent_s_drafter_that_cannot_be_had_is_done_without(hub, monkeypatch)
     assert not pair.drafters and DRAFTER in pair.undrafted
     assert not any("made from" in note for note in pair.notes)
     hub.repositories.clear()
-    monkeypatch.setattr("dflash_mlx.models.source.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     pair = load_pair(PairConfig("owner/tuned"))
     assert not pair.drafters and pair.undrafted

@@ -16,7 +16,7 @@ from mlx_lm.utils import quantize_model
 from dflash_mlx import DecodeConfig, DFlashError, SamplingConfig, load
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.networks.tensors import quantize_network, save_network
+from dflash_mlx.drafters.networks.files import quantize_network, save_network
 from dflash_mlx.engine.delta import Answer
 from dflash_mlx.engine.exact import first_difference
 from dflash_mlx.engine.pair import Pair

@@ -19,7 +19,7 @@ from dflash_mlx.cli import generate as generating
 from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.networks.tensors import Quantization, quantization_of
+from dflash_mlx.drafters.networks.files import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target

@@ -14,9 +14,9 @@ from dflash_mlx import DFlashError, PairConfig, load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import METHODS, choices, format_of
-from dflash_mlx.drafters.networks.tensors import read_json
+from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
-from dflash_mlx.models import registry
+from dflash_mlx.models import names
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.load import load_pair
@@ -24,13 +24,16 @@ from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
     SHIPPED,
+    Entry,
     Names,
+    entries,
     find_names,
+    instead_of,
     is_pair_folder,
     read_pair,
+    registered,
     write_pair,
 )
-from dflash_mlx.models.registry import Entry, entries, instead_of, registered
 from dflash_mlx.session.session import generate
 from support.models import write_drafter, write_model
 
@@ -249,7 +252,7 @@ SECONDS = (None, {"hidden_size": 128})  # missing, and of another target
 @pytest.mark.parametrize("second", SECONDS)
 def test_only_the_second_drafter_is_left_out(hub, tmp_path, monkeypatch, second):
     entry = Entry(("Qwen/Qwen3-4B",), DRAFTER, "z-lab/second")
-    monkeypatch.setattr(registry, "entries", lambda: (entry,))
+    monkeypatch.setattr(names, "entries", lambda: (entry,))
     hub[DRAFTER] = write_drafter(tmp_path / "drafter")
     if second:
         hub["z-lab/second"] = write_drafter(tmp_path / "second", **second)

@@ -104,6 +104,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(server, path, field, body):
     assert path == MESSAGES or error["param"].startswith(field)
 
 
+def test_of_too_many_texts_the_limit_is_said(server):
+    for path, body in ((CHAT, chat_body(stop=["x"] * 17)), (TEXTS, {"prompt": ["a"] * 17})):
+        error = server.post(path, {"model": MODEL, **body}).json()["error"]
+        assert "at most 16 items" in error["message"] and error["param"] in body
+
+
 def test_fields_that_ask_for_nothing_are_taken(server):
     nothing = {
         **{"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "stop": None},

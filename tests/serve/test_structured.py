@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from jsonschema_rs import is_valid
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.grammar import check_structure
@@ -15,7 +16,6 @@ from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
 from support.serving import MODEL, TEMPLATE, actor_pair, ask, said, serving, user
-from support.structured import conforms
 
 WORDS = "Once upon a time."
 # As Qwen's template has it: the call as JSON, on a line between the tags.
@@ -83,7 +83,7 @@ def calls_of(answer, stream):
 def test_an_answer_follows_its_schema_strict_or_not(client, schema, strict, stream):
     more = {"response_format": form(schema, strict=strict), "temperature": 1.0}
     text, calls, reason = calls_of(ask(client, stream=stream, **more), stream)
-    assert conforms(json.loads(text), schema) and (calls, reason) == ([], "stop")
+    assert is_valid(schema, json.loads(text)) and (calls, reason) == ([], "stop")
 
 
 def test_several_answers_at_once_each_have_their_own_schema_or_are_any_object(client):
@@ -95,7 +95,7 @@ def test_several_answers_at_once_each_have_their_own_schema_or_are_any_object(cl
         if i % 4 == 3:
             return ask(client).choices[0].message.content == WORDS
         answer = ask(client, response_format=form(schema), temperature=1.0, seed=i, n=2)
-        return all(conforms(json.loads(c.message.content), schema) for c in answer.choices)
+        return all(is_valid(schema, json.loads(c.message.content)) for c in answer.choices)
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(one, range(12)))
@@ -114,7 +114,7 @@ def test_a_call_that_must_come_comes_and_follows_its_parameters(client, choice, 
 
 def is_right(call):
     parameters = {"add": COUNT, "pick": COLOUR}[call.function.name]
-    return conforms(json.loads(call.function.arguments), parameters)
+    return is_valid(parameters, json.loads(call.function.arguments))
 
 
 def test_several_calls_may_come_where_one_must_and_a_tool_may_have_no_parameters(client):
@@ -149,7 +149,7 @@ def test_with_tools_and_a_schema_an_answer_is_a_call_or_follows_the_schema(clien
         kinds.add(bool(message.tool_calls))
         assert bool(message.tool_calls) != bool(message.content)
         if message.content:
-            assert conforms(json.loads(message.content), COUNT)
+            assert is_valid(COUNT, json.loads(message.content))
     assert kinds == {True, False}
 
 
@@ -164,7 +164,7 @@ def test_the_other_api_has_schemas_and_forced_tools_too(other, stream):
             return events.get_final_message()
 
     answer = ask(output_config=format_of(NAME))
-    assert conforms(json.loads(answer.content[0].text), NAME)
+    assert is_valid(NAME, json.loads(answer.content[0].text))
     assert answer.stop_reason == "end_turn"
     tools = [{"name": "add", "input_schema": COUNT}, {"name": "pick", "input_schema": COLOUR}]
     any_one = {"type": "any", "disable_parallel_tool_use": True}
@@ -173,7 +173,7 @@ def test_the_other_api_has_schemas_and_forced_tools_too(other, stream):
         (call,) = answer.content
         assert (call.type, answer.stop_reason) == ("tool_use", "tool_use")
         assert call.name == "add" or choice is any_one
-        assert conforms(call.input, {"add": COUNT, "pick": COLOUR}[call.name])
+        assert is_valid({"add": COUNT, "pick": COLOUR}[call.name], call.input)
 
 
 def test_drafts_and_grammars_go_together_in_both_apis():
@@ -189,7 +189,7 @@ def test_drafts_and_grammars_go_together_in_both_apis():
         call = server.message(asked, tools=tools, tool_choice={"type": "any"})
     assert said(whole) == said(free) == other.json()["content"][0]["text"] == name
     assert said(ends) == last
-    assert conforms(call.json()["content"][0]["input"], COLOUR)
+    assert is_valid(COLOUR, call.json()["content"][0]["input"])
     for answer in (whole, free, other, call, ends):
         metrics = answer.json()["dflash"]
         assert (metrics["method"], metrics["acceptance_length"] > 1) == ("ngram", True)
@@ -263,7 +263,7 @@ def test_a_template_that_thinks_does_not_where_a_form_is_given_or_refuses_it():
     must = CALLS.replace("{% if enable_thinking %}<think>{% endif %}", "<think>")
     with serving(actor_pair(act, may), USUAL) as server:
         found = server.chat(response_format=form(COUNT))
-    assert "reasoning_content" not in found.text and conforms(json.loads(said(found)), COUNT)
+    assert "reasoning_content" not in found.text and is_valid(COUNT, json.loads(said(found)))
     with serving(actor_pair(act, must)) as server:
         found = server.chat(response_format=form(COUNT))
     assert found.status_code == 400 and "thinks first" in found.text

@@ -6,6 +6,8 @@ import threading
 import time
 from dataclasses import replace
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
@@ -15,10 +17,12 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.session.scheduler import UNUSED, Scheduler
 from dflash_mlx.session.session import Session
+from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
-from support.decoding import Strict
+from support.decoding import Strict, finish
 from support.drafter_formats import drafter_folder
 from support.families import make_model
+from support.hybrids import target_of
 from support.models import write_model
 from support.toys import Letters, prompt_of
 
@@ -42,36 +46,20 @@ def configs() -> list[DecodeConfig]:
     ]
 
 
-def finish(scheduler: Scheduler) -> dict:
-    """The deltas of each, or its error."""
-    said: dict = {}
-    while scheduler:
-        for answering, delta in scheduler.step():
-            said.setdefault(answering, []).append(delta)
-    return said
-
-
 def test_every_answer_is_the_one_it_is_alone(pair):
-    scheduler = Scheduler(pair, observer=Strict())
+    scheduler, begin = Scheduler(pair, observer=Strict()), time.perf_counter()
     asked = [scheduler.submit(p, c) for p, c in zip(PROMPTS, configs(), strict=True)]
     assert len(scheduler) == 5
-    said = finish(scheduler)
+    said, took = finish(scheduler), time.perf_counter() - begin
     for answering, prompt, config in zip(asked, PROMPTS, configs(), strict=True):
         alone = collect(Session(pair, config).stream(prompt))
         together = collect(iter(said[answering]))
         assert (together.tokens, together.text) == (alone.tokens, alone.text)
         assert together.finish_reason == answering.finish_reason == alone.finish_reason
         assert answering.length == len(prompt) + len(alone.tokens)
+        read, decoded = answering.statistics.prefill_seconds, answering.statistics.decode_seconds
+        assert read > 0 < decoded and read + decoded <= took
     assert asked[4].finish_reason == "context"
-    assert asked[0].statistics.decode_seconds > 0 < asked[0].statistics.prefill_seconds
-
-
-def test_an_answer_takes_no_longer_than_it_took(pair):
-    scheduler, begin = Scheduler(pair), time.perf_counter()
-    answering = scheduler.submit(PROMPTS[0], configs()[0])
-    finish(scheduler)
-    statistics, took = answering.statistics, time.perf_counter() - begin
-    assert 0 < statistics.decode_seconds + statistics.prefill_seconds <= took
 
 
 def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
@@ -83,16 +71,20 @@ def test_no_more_answers_than_asked_for_are_in_one_pass(pair):
     assert len(finish(scheduler)) == 3
 
 
-def test_drafters_that_nobody_uses_do_not_heap_up(pair):
+def test_those_that_draft_alike_share_a_drafter_and_unused_ones_do_not_heap_up(pair):
     scheduler = Scheduler(pair)
     config = DecodeConfig("dflash", block_size=4, max_tokens=1)
     for i in range(3 * UNUSED):
         sampling = SamplingConfig(0.5 + i / 100)
         scheduler.submit(PROMPTS[0], replace(config, sampling=sampling))
         finish(scheduler)
-    assert len(scheduler._drafters) <= UNUSED + 1
-    asked = [scheduler.submit(p, config) for p in PROMPTS[:2]]
-    assert len(asked) == 2 and len({id(a.drafter) for a in scheduler.waiting}) == 1
+    assert len(scheduler.drafters) <= UNUSED + 1
+    for prompt, heat in zip(PROMPTS, (0.0, 0.7, 0.0), strict=False):
+        seeded = SamplingConfig(heat, seed=1)
+        scheduler.submit(prompt, replace(config, sampling=seeded))
+    scheduler.submit(PROMPTS[3], DecodeConfig("ddtree"))
+    drafters = [each.drafter for each in scheduler.waiting]
+    assert drafters[0] is drafters[1] is drafters[2] is not drafters[3]
 
 
 def test_a_stop_ends_one_and_not_the_others(pair):
@@ -115,22 +107,15 @@ def test_turns_go_on_from_what_any_of_them_has_read(pair):
     said = collect(iter(finish(scheduler)[first])).tokens
     prompts = [[*PROMPTS[2], *said, 5], [*PROMPTS[2], 7], PROMPTS[0]]
     asked = [scheduler.submit(prompt, config) for prompt in prompts]
-    exact = scheduler.submit(prompts[0], replace(config, exact=True))
-    told = finish(scheduler)
+    told, before = finish(scheduler), prefixes.nbytes
+    exact = [scheduler.submit(p, replace(config, exact=True)) for p in (prompts[0], PROMPTS[1])]
+    finish(scheduler)
+    assert prefixes.nbytes == before, "exact answers leave nothing, and use nothing"
     alone = [list(collect(Session(pair, config).stream(p)).tokens) for p in prompts]
     assert [list(collect(iter(told[each])).tokens) for each in asked] == alone
     held = len(PROMPTS[2]) + len(said) - 1
-    assert [each.statistics.reused_tokens for each in (*asked, exact)] == [held, 25, 0, 0]
-
-
-def test_those_that_draft_alike_share_a_drafter(pair):
-    scheduler = Scheduler(pair)
-    for prompt, heat in zip(PROMPTS, (0.0, 0.7, 0.0), strict=False):
-        sampling = SamplingConfig(heat, seed=1)
-        scheduler.submit(prompt, DecodeConfig("dflash", max_tokens=9, sampling=sampling))
-    scheduler.submit(PROMPTS[3], DecodeConfig("ddtree"))
-    drafters = [each.drafter for each in scheduler.waiting]
-    assert drafters[0] is drafters[1] is drafters[2] is not drafters[3]
+    reused = [each.statistics.reused_tokens for each in (*asked, *exact)]
+    assert reused == [held, 25, 0, 0, 0]
 
 
 def test_a_cancelled_answer_is_over(pair):
@@ -145,43 +130,20 @@ def test_a_cancelled_answer_is_over(pair):
     assert not scheduler.running and not scheduler.waiting
 
 
-def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pair):
+@pytest.mark.parametrize(("family", "method"), [("llama", "dflash"), ("falcon_h1", "ngram")])
+def test_answers_to_one_prompt_read_it_once_and_are_those_that_they_are_alone(pair, family, method):
+    pair = pair if family == "llama" else Pair(target_of(family), Letters())
     heats = [SamplingConfig(0.9, seed=i) for i in range(3)]
-    configs = [DecodeConfig("dflash", max_tokens=9, sampling=each) for each in heats]
+    configs = [DecodeConfig(method, max_tokens=9, prefill_step=16, sampling=each) for each in heats]
     prompt = PROMPTS[4]
     scheduler = Scheduler(pair, observer=Strict(), prefixes=PrefixCache(10**9))
-    first = scheduler.submit(prompt, configs[0])
-    asked = [first, *(scheduler.submit(prompt, c) for c in configs[1:])]
+    asked = [scheduler.submit(prompt, config) for config in configs]
     said = finish(scheduler)
     for answering, config in zip(asked, configs, strict=True):
         alone = collect(Session(pair, config).stream(prompt))
         assert collect(iter(said[answering])).tokens == alone.tokens
     reused = [each.statistics.reused_tokens for each in asked]
     assert reused == [0, len(prompt) - 1, len(prompt) - 1]
-
-
-@pytest.mark.parametrize("given_up", ["the first", "those behind"])
-def test_those_that_wait_for_a_prompt_do_not_wait_for_one_that_was_given_up(pair, given_up):
-    scheduler = Scheduler(pair, prefixes=PrefixCache(10**9))
-    first = scheduler.submit(PROMPTS[0], configs()[1])
-    behind = [scheduler.submit(PROMPTS[0], configs()[1]) for _ in range(2)]
-    gone = [first] if given_up == "the first" else behind
-    for each in gone:
-        scheduler.cancel(each)
-    said = finish(scheduler)
-    left = behind if given_up == "the first" else [first]
-    assert set(said) == set(left) and not len(scheduler)
-    assert all(len(collect(iter(said[each])).tokens) == 12 for each in left)
-
-
-def test_one_that_does_not_fit_the_memory_is_refused_at_once_though_it_would_wait(pair):
-    scheduler = Scheduler(pair, prefixes=PrefixCache(1 << 30))
-    first = scheduler.submit(PROMPTS[0], configs()[1])
-    drafter = scheduler.waiting[0].drafter
-    scheduler.memory.limit = scheduler.memory.bytes_of(drafter, len(PROMPTS[0]) + 13)
-    with pytest.raises(DFlashError, match="more than the limit"):
-        scheduler.submit(PROMPTS[0], replace(configs()[1], method="dflash"))
-    assert [*finish(scheduler)] == [first]
 
 
 @pytest.mark.parametrize("where", ["take", "put"])
@@ -201,12 +163,13 @@ def test_a_fault_of_the_prefixes_ends_nobody_else(pair, where):
         assert len(collect(iter(said[second])).tokens) == 12
 
 
-def test_a_lone_plain_answer_runs_one_round_ahead_and_two_do_not(pair):
+@pytest.mark.parametrize(("config", "ahead"), [(configs()[1], 1), (configs()[3], 0)])
+def test_a_lone_plain_answer_runs_one_round_ahead_and_drafts_and_two_do_not(pair, config, ahead):
     scheduler = Scheduler(pair)
-    lone = scheduler.submit(PROMPTS[0], configs()[1])
+    lone = scheduler.submit(PROMPTS[0], config)
     while not lone.statistics.generated_tokens:
         scheduler.step()
-    assert len(lone.rounds) == 1
+    assert len(lone.rounds) == ahead
     scheduler.submit(PROMPTS[1], configs()[1])
     for _ in range(3):
         scheduler.step()
@@ -281,3 +244,41 @@ def test_what_caches_take_is_found_once_by_passes_over_one_row(pair, monkeypatch
         config = DecodeConfig("dflash", max_tokens=12, sampling=SamplingConfig(heat))
         scheduler.submit(prompt_of(1), config)
     assert rows == [1, 1]
+
+
+# Log-probabilities of tokens: the target's own law, whatever was drafted and drawn.
+
+
+def one_by_one(target: Target, tokens: list[int]) -> np.ndarray:
+    """Log-probabilities [T, V] after each token, by one pass over all of them."""
+    logits, _ = target.forward(mx.array(tokens), target.new_cache(), Block(len(tokens)))
+    logits = logits.astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("method", ["none", "dflash", "ddtree"])
+@pytest.mark.parametrize(("heat", "exact"), [(0.0, False), (0.8, False), (0.0, True)])
+def test_every_token_has_the_law_that_it_was_chosen_from(pair, method, heat, exact):
+    sampling = SamplingConfig(heat, top_k=5, repetition_penalty=1.2, seed=1)
+    config = DecodeConfig(method, max_tokens=20, exact=exact, logprobs=3, sampling=sampling)
+    deltas = [*Session(pair, config).stream(PROMPTS[1])]
+    laws = [law for delta in deltas for law in delta.logprobs]
+    tokens = [law.token for law in laws]
+    assert tokens == [token for delta in deltas for token in delta.tokens]
+    expected = one_by_one(pair.target, [*PROMPTS[1], *tokens])[len(PROMPTS[1]) - 1 : -1]
+    for law, row in zip(laws, expected, strict=True):
+        assert law.logprob == pytest.approx(row[law.token], abs=1e-3)
+        best = np.sort(row)[::-1][:3]
+        assert [value for _, value in law.top] == pytest.approx(best, abs=1e-3)
+        assert all(row[token] == pytest.approx(value, abs=1e-3) for token, value in law.top)
+
+
+def test_answers_are_the_same_with_and_without_and_carry_nothing_unasked(pair):
+    def run(logprobs: int | None):
+        config = DecodeConfig("ddtree", max_tokens=20, logprobs=logprobs)
+        return [*Session(pair, config).stream(PROMPTS[1])]
+
+    with_them, without = run(0), run(None)
+    assert collect(iter(with_them)).tokens == collect(iter(without)).tokens
+    assert all(delta.logprobs == () for delta in without)
+    assert all(len(d.logprobs) == len(d.tokens) for d in with_them)

@@ -1,18 +1,28 @@
 """Text, stops and turns, on a tokenizer whose tokens are bytes and words."""
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tokenizers import Tokenizer
 
 from dflash_mlx.client import SplitText, split_thinking
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.methods import drafting_of
-from dflash_mlx.engine.delta import StopText, collect
+from dflash_mlx.engine.delta import StopText, collect, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.session import Session
-from support.toys import Scripted, ToyTarget
+from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.verifier.model import Target
+from support.drafter_formats import drafter_folder
+from support.families import make_model
+from support.models import write_tokenizer
+from support.toys import Letters, Scripted, ToyTarget, prompt_of
 
 WORDS = ["<end>", "a", "b", "ab", "abc", " ", "\n", "é", "sto", "p", "stop"]
 
@@ -131,12 +141,14 @@ def test_time_that_the_caller_takes_is_not_decoding_time(monkeypatch):
     clock = iter(range(10**6))
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0] + 1e-9 * next(clock))
-    statistics = None
-    for delta in toy_session({"max_tokens": 9}).stream([1, 2]):
+    statistics, session, taken = None, toy_session({"max_tokens": 9}), 0.0
+    for delta in session.stream([1, 2]):
         statistics = delta.statistics
         now[0] += 5.0
+        taken += 5.0
     assert statistics.decode_seconds < 1
     assert statistics.time_to_first_token < 1
+    assert taken <= session.state.paused < taken + 1, "which drafters do not count either"
 
 
 @pytest.mark.parametrize(("tokens", "what"), [([], "empty"), ([1] * 64, "64 tokens")])
@@ -197,3 +209,143 @@ def test_the_parts_of_a_growing_text_only_grow(parts):
             assert now.thought.startswith(before.thought)
             assert now.answer.startswith(before.answer)
             before = now
+
+
+# Prompts as small templates of the two usual shapes render them.
+
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content.split('</think>')[-1] }}{% if not loop.last %} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]"
+)
+SHAPES = {  # what stands after the last turn when thinking is on, off and left to the template
+    "thinks on its own": (
+        TURNS + "{% if enable_thinking is defined and enable_thinking is false %}"
+        "<think></think>{% endif %}{% endif %}",
+        {True: "", False: "<think></think>", None: ""},
+    ),
+    "opens the thought": (
+        TURNS + "{% if enable_thinking is defined and enable_thinking is false %}"
+        "<think></think>{% else %}<think>{% endif %}{% endif %}",
+        {True: "<think>", False: "<think></think>", None: "<think>"},
+    ),
+}
+
+
+@pytest.mark.parametrize("thinking", [True, False, None])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_ends_as_the_template_argument_asks(tmp_path, shape, thinking):
+    template, endings = SHAPES[shape]
+    write_tokenizer(tmp_path, template)
+    file = str(tmp_path / "tokenizer.json")
+    tokens = Tokenizer.from_file(file)
+    tokens.add_tokens(["<think>", "</think>"])  # without them mlx-lm turns thinking off
+    tokens.save(file)
+    tokenizer = load_tokenizer(tmp_path)
+    said = [("user", "a"), ("assistant", "<think>b</think>c"), ("user", "d")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    arguments = None if thinking is None else {"enable_thinking": thinking}
+    prompt, ending = prompt_tokens(tokenizer, messages, template=arguments), endings[thinking]
+    assert tokenizer.decode(prompt) == f"[user]a [assistant]c [user]d[assistant]{ending}"
+    assert opens_thought(tokenizer, prompt) == (ending == "<think>")
+
+
+# The drafter's context stays in step with the target's cache, whatever happens to an answer.
+#
+# Emitted tokens are the target's own, so a wrong context would show in none of them; it would only
+# be accepted less. So the contexts themselves are compared with fresh ones.
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+
+
+@pytest.fixture(params=["llama", "gemma3_text"])
+def target_name(request):
+    return request.param
+
+
+@pytest.fixture(params=[{}, SLIDING], ids=["full", "sliding"])
+def pair(request, target_name, tmp_path):
+    target = Target(make_model(target_name), 512, target_name)
+    model = drafter_folder(tmp_path, [0, 1, 2], 1, target, **request.param)
+    return Pair(target, Letters(), (model,), "tiny")
+
+
+def assert_in_step(session):
+    """The context has every committed token and drafts what a fresh one would."""
+    state = session.state
+    committed = state.tokens[: state.position]
+    assert state.context.length == state.position == len(committed)
+    fresh = Session(session.pair, session.config)
+    anchor = 7
+    next(fresh.stream([*committed, anchor], Observer()))
+    fresh.state.trim(len(committed))
+    for either in (state, fresh.state):
+        either.anchor = mx.array([anchor])
+    model = session.pair.drafters[0]
+    ours = np.array(model.logits(state.context, state.anchor, 8))
+    expected = np.array(model.logits(fresh.state.context, fresh.state.anchor, 8))
+    assert np.abs(ours - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("least", [1, 7])
+def test_after_an_abandoned_answer_and_its_continuation(pair, least):
+    for method in ("dflash", "none"):
+        session = Session(pair, DecodeConfig(method, max_tokens=30))
+        prompt, said = prompt_of(0, 25), []
+        for delta in session.stream(prompt):
+            said += delta.tokens
+            if len(said) >= least:
+                break
+        assert session.state.tokens[: 25 + len(said)] == prompt + said
+        if method == "dflash":
+            assert_in_step(session)
+        more = prompt + said + prompt_of(1, 9)
+        plain = Session(pair, DecodeConfig("none", max_tokens=30)).stream(more)
+        assert collect(session.stream(more)).tokens == collect(plain).tokens
+        if method == "dflash":
+            assert_in_step(session)
+
+
+def test_after_a_stop_token_or_a_stop_text(pair):
+    prompt = prompt_of(0, 25)
+    whole = collect(Session(pair, DecodeConfig("dflash", max_tokens=30)).stream(prompt)).tokens
+    text = pair.tokenizer.decode([whole[9]])
+    stopped = Session(pair, DecodeConfig("dflash", max_tokens=30, stop=(text,)))
+    list(stopped.stream(prompt))
+    assert_in_step(stopped)
+    pair.tokenizer.eos_token_ids = {whole[9]}
+    ended = Session(pair, DecodeConfig("dflash", max_tokens=30))
+    list(ended.stream(prompt))
+    assert_in_step(ended)
+    at = whole.index(whole[9])
+    assert ended.state.position == stopped.state.position == len(prompt) + at
+
+
+def test_after_a_whole_answer_and_an_edited_conversation(pair):
+    session = Session(pair, DecodeConfig("dflash", max_tokens=12))
+    prompt = prompt_of(0, 25)
+    list(session.stream(prompt))
+    assert session.state.position == 25 + 11
+    assert_in_step(session)
+    edited = [*prompt[:20], *prompt_of(2, 8)]
+    (*_, last) = session.stream(edited)
+    assert last.statistics.reused_tokens in (0, 20)
+    assert_in_step(session)
+
+
+def test_after_an_interrupt_inside_a_round(pair, monkeypatch):
+    session = Session(pair, DecodeConfig("dflash", max_tokens=12))
+    deltas = session.stream(prompt_of(0, 25))
+    next(deltas)
+    monkeypatch.setattr(type(session.state.context), "append", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(deltas)
+    monkeypatch.undo()
+    assert session.state.position == 0
+    list(session.stream(prompt_of(0, 25)))
+    assert_in_step(session)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt

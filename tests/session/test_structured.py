@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from jsonschema_rs import is_valid
 
 from dflash_mlx.client import first_difference, load
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
@@ -19,28 +20,17 @@ from dflash_mlx.engine.grammar import FORCED
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session
+from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.verifier.model import Target
 from support.configs import config_with
-from support.decoding import Strict
+from support.decoding import Strict, finish
 from support.drafter_formats import drafter_folder
 from support.families import make_model
-from support.grammars import tiny_tokenizer
+from support.grammars import SCHEMA, tiny_tokenizer
 from support.models import EOS
 from support.pairs import full_pair
-from support.structured import ASKED, asked, valid_answers
 from support.toys import Letters, prompt_of
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
-        "ok": {"type": "boolean"},
-    },
-    "required": ["name", "age", "tags", "ok"],
-    "additionalProperties": False,
-}
 DATES = 'start: day " " month\nday: /[1-9]/ | "30"\nmonth: "May" | "June" | "July"\n'
 STRUCTURES = {
     "schema": StructureConfig(json_schema=json.dumps(SCHEMA)),
@@ -205,22 +195,23 @@ def everyone(pair):
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_several_at_once_read_as_alone_whatever_is_dropped(pair, drops):
-    rng, asked, texts, dropped = np.random.default_rng(5), everyone(pair), {}, 0
+    rng, asked, dropped = np.random.default_rng(5), everyone(pair), 0
     scheduler = Scheduler(pair, observer=Strict())
     answers = [scheduler.submit(prompt, config) for prompt, config, _ in asked]
-    engine = scheduler
-    while scheduler:
-        for answering, delta in scheduler.step():
-            texts.setdefault(id(answering), []).append(delta)
-        running = [each for each in engine.running if each.state.has_begun]
+
+    def drop():
+        nonlocal dropped
+        running = [each for each in scheduler.running if each.state.has_begun]
         if drops and running and rng.random() < 0.4:
             chosen = running[int(rng.integers(len(running)))]
-            engine.cancel(chosen)
+            scheduler.cancel(chosen)
             chosen.preempt()
-            engine.waiting.append(chosen)
+            scheduler.waiting.append(chosen)
             dropped += 1
+
+    said = finish(scheduler, drop)
     for answering, (_, _, alone) in zip(answers, asked, strict=True):
-        together = collect(iter(texts[id(answering)]))
+        together = collect(iter(said[answering]))
         assert (together.tokens, together.text) == (alone.tokens, alone.text)
         assert together.finish_reason == alone.finish_reason
     assert bool(dropped) == drops
@@ -269,24 +260,86 @@ def test_compiled_grammars_are_kept_but_not_without_end(pair):
 # The default pair is weak; under a schema its answers are valid all the same, with drafts.
 
 
+def text(most):
+    return {"type": "string", "maxLength": most}
+
+
+def number(least, most):
+    return {"type": "integer", "minimum": least, "maximum": most}
+
+
+def some(items, most, least=1):
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def objects(**properties):
+    known = {"type": "object", "properties": properties, "required": [*properties]}
+    return {**known, "additionalProperties": False}
+
+
+ASKED = [
+    (
+        "Describe a person as JSON: name, age, email, hobbies.",
+        objects(
+            name=text(30),
+            age=number(0, 120),
+            email={"type": "string", "pattern": r"^[a-z]{1,12}@[a-z]{1,12}\.(com|org)$"},
+            hobbies=some(text(20), 3, 3),
+        ),
+    ),
+    (
+        "Rate this film review as JSON: 'A slow start, but what an ending!'",
+        objects(
+            sentiment={"enum": ["positive", "negative", "mixed"]},
+            score=number(1, 10),
+            reasons=some(text(60), 3),
+            recommended={"type": "boolean"},
+        ),
+    ),
+    (
+        "Extract the order as JSON: two pizzas and a cola to 5 Main Street, today at 19:30.",
+        objects(
+            items=some(
+                objects(name=text(20), count=number(1, 20), size={"enum": ["S", "M", "L"]}), 3
+            ),
+            address=objects(street=text(30), day={"enum": ["today", "tomorrow"]}),
+            time={"type": "string", "pattern": "^([01][0-9]|2[0-3]):[0-5][0-9]$"},
+            note={"anyOf": [text(20), {"type": "null"}]},
+        ),
+    ),
+]
+
+
 @pytest.fixture(scope="module")
 def default_pair():
     return load()
 
 
+def asked(pair, i, method="auto", temperature=1.0):
+    """The tokens and settings of a question, by number."""
+    question, schema = ASKED[i]
+    structure = StructureConfig(json_schema=json.dumps(schema))
+    config = config_of(method, "", temperature, seed=i, max_tokens=400)
+    return prompt_tokens(pair.tokenizer, question), replace(config, structure=structure)
+
+
 @pytest.mark.real
 def test_every_answer_follows_its_schema_at_temperature_1(default_pair):
-    """`scripts/structured_answers.py` asks for a hundred."""
-    valid, kept = valid_answers(default_pair, len(ASKED))
-    assert valid == len(ASKED)
-    assert kept > len(ASKED), "drafts were accepted"
+    scheduler = Scheduler(default_pair)
+    answers = [scheduler.submit(*asked(default_pair, i)) for i in range(len(ASKED))]
+    said = finish(scheduler)
+    for each, (_, schema) in zip(answers, ASKED, strict=True):
+        answer = collect(iter(said[each]))
+        assert answer.finish_reason == "stop" and is_valid(schema, json.loads(answer.text))
+    kept = [len(delta.accepted.path) - 1 for deltas in said.values() for delta in deltas]
+    assert sum(kept) > len(ASKED), "drafts were accepted"
 
 
 @pytest.mark.real
 def test_a_greedy_answer_is_the_plain_one_up_to_near_ties_in_fewer_rounds(default_pair):
-    tokens, config, _ = asked(default_pair, 0, "none", 0.0)
-    plain = collect(Session(default_pair, config).stream(tokens))
-    drafted = collect(Session(default_pair, replace(config, method="auto")).stream(tokens))
+    tokens, config = asked(default_pair, 0, "none", 0.0)
+    plain = said(default_pair, config, tokens)
+    drafted = said(default_pair, replace(config, method="auto"), tokens)
     difference = first_difference(default_pair.target, tokens, plain.tokens, drafted.tokens)
     assert difference is None or difference.is_near_tie
     assert drafted.statistics.rounds < plain.statistics.rounds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,17 @@ def scheduler_of(target: Any, *settings: Any, fair: bool = True, **more: Any) ->
     return scheduler
 
 
+def finish(scheduler: Scheduler, look: Callable[[], object] = lambda: None) -> dict[Any, list[Any]]:
+    """What each sequence brings until all are over. look: is called after every step."""
+    said: dict[Any, list[Any]] = {}
+    while len(scheduler):
+        for each, delta in scheduler.step():
+            said.setdefault(each, []).append(delta)
+        look()
+    scheduler.keep_finished()
+    return said
+
+
 def sequence_of(
     target: Any,
     drafter: Any,
@@ -68,14 +79,13 @@ def answer_rounds(
     drafter: Any,
     prompt: abc.Sequence[int],
     config: DecodeConfig,
-    observer: Observer | None = None,
     constraint: Constraint | None = None,
 ) -> Iterator[Delta]:
     """An answer behind `prompt`, with caches of its own."""
     state = State(target.new_cache(), drafter.new_context())
     state.constraint = constraint
-    go_on(target, drafter, state, prompt, config, observer)
-    yield from decode(target, drafter, state, config, observer)
+    go_on(target, drafter, state, prompt, config)
+    yield from decode(target, drafter, state, config)
 
 
 def decode(
@@ -133,20 +143,16 @@ def go_on(
     state: State,
     prompt: abc.Sequence[int],
     config: DecodeConfig | None = None,
-    observer: Observer | None = None,
 ) -> int:
     """Bring a state to another prompt; how much of it was there already."""
-    observer = observer or Observer()
     reused = state.reuse(Prompt.of(prompt))
     sequence = sequence_of(target, drafter, prompt, config or DecodeConfig(), state)
     while sequence.is_reading:
-        observer.prefilled(state.position, len(prompt))
         length = sequence.next_chunk()
         ids, block = mx.array(prompt[state.position :][:length]), Block(length, last_only=True)
         (found,) = target.forward_all([Rows(ids, state.cache, block)], drafter.aux_layers)
         state.commit_prompt(sequence.prompt, length, found[1])
     state.end_prompt(found[0][-1:])
-    observer.prefilled(len(prompt), len(prompt))
     return reused
 
 

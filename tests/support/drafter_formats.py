@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.drafters.networks.tensors import read_json
+from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark
 from support.families import VOCAB_SIZE

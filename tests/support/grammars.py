@@ -18,6 +18,17 @@ from support.models import EOS, write_tokenizer
 
 LETTERS, END = "abc", 3  # tokens 0, 1 and 2 of the toys, and their end token
 _LONGEST = 7  # text that is looked at for what a toy answer may become
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
 
 
 class _Toy:

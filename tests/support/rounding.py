@@ -3,7 +3,6 @@
 import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.verifier.model import Target
 from support import decoding
@@ -60,8 +59,5 @@ def drafted_answer(target, seed, config):
 
 def counted(target, drafter, state, config):
     """The tokens of an answer, and its statistics."""
-    statistics, found = Statistics(drafter.name), []
-    for accepted in decoding.rounds(target, drafter, state, config):
-        statistics.add_round(accepted)
-        found.append(accepted)
-    return decoding.tokens_in(found), statistics
+    deltas = list(decoding.decode(target, drafter, state, config))
+    return decoding.tokens_in(delta.accepted for delta in deltas), deltas[-1].statistics

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.prompt import shared_length
 from dflash_mlx.core.sampling import Sampler, tempered
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import drafting_of, make_drafter
@@ -191,8 +192,8 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
             if key not in drafters:
                 drafters[key] = _drafter(pair, request.config, schedule.seed)
             drafter = drafters[key]
-        settings = (request.prompt, request.config, None, True, Watched)
-        everyone.append(sequence_of(target, drafter, *settings))
+        asked = drafter, request.prompt, request.config
+        everyone.append(sequence_of(target, *asked, in_company=True, kind=Watched))
     engine = scheduler_of(target, observer=Strict())
     tight = max(engine.memory.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
     if schedule.seed % 4 < 2:
@@ -247,9 +248,9 @@ def excused(
     target: Target, request: Request, expected: abc.Sequence[int], said: abc.Sequence[int]
 ) -> bool:
     """Whether a near-tie explains where two answers part."""
-    pairs = enumerate(zip(expected, said, strict=False))
-    at = next((i for i, (a, b) in pairs if a != b), None)
-    if at is None or request.config.exact or request.config.acceptance == "reject":
+    at = shared_length(expected, said)
+    differ = at < min(len(expected), len(said))
+    if not differ or request.config.exact or request.config.acceptance == "reject":
         return False
     return margin(target, request, list(expected[:at]), (expected[at], said[at])) < TIE
 

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.eagle3.checkpoint import LAYERS_READ
-from dflash_mlx.drafters.networks.tensors import parameters_of
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.compare import walk

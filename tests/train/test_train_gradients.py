@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from dflash_mlx.drafters.networks.tensors import parameters_of
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts

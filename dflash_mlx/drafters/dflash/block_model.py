@@ -11,8 +11,7 @@ import mlx.core as mx
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.dflash.paths import Candidates, Links
 from dflash_mlx.drafters.growth.grow import Array, Choices, Linked, Ranked, follow, follow_links
-from dflash_mlx.drafters.networks.context import DraftContext
-from dflash_mlx.drafters.networks.model import BoundModel
+from dflash_mlx.drafters.networks.model import BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 

@@ -17,7 +17,7 @@ here. Speculators files that do not have that field are from before there was on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ from dflash_mlx.drafters.formats import (
     layers_of_speculators,
     left_by_training,
 )
-from dflash_mlx.drafters.networks.fields import (
+from dflash_mlx.drafters.networks.files import (
     Fields,
     architecture,
     flag,
@@ -47,7 +47,6 @@ PROJECTOR = "dflash"
 MARKOV = "vanilla"
 _OF_SPECULATORS = {"dflash": VERSION_1, "dflash2": VERSION_2, "dspark": DSPARK}
 _DSPARKS = (DSPARK, "Qwen3DSparkModel", "Lfm2DSparkDraftModel")  # of one build
-_MARKS = ("dflash_config", SPECULATORS, "speculators_config")
 _METHOD = (  # what may be beside `dflash_config`
     "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
@@ -67,12 +66,8 @@ class BlockFiles(FileFormat):
     config, network, model = NetworkConfig, Network, BlockModel
     known = (VERSION_1, VERSION_2, DSPARK)
     speculators = tuple(_OF_SPECULATORS)
-
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
-        return name.startswith("DFlash") or "DSpark" in name or "dflash_config" in raw
-
-    def resembles(self, raw: Mapping[str, Any]) -> bool:
-        return any(mark in raw for mark in _MARKS)
+    classes = (("DFlash.*|.*DSpark.*", ""), (".*", "dflash_config"))
+    marks = ("dflash_config", SPECULATORS, "speculators_config")
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if SPECULATORS in raw:

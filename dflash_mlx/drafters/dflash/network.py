@@ -28,7 +28,7 @@ from dflash_mlx.drafters.dflash.paths import (
     MarkovLinks,
     SelectorConfig,
 )
-from dflash_mlx.drafters.networks.fields import (
+from dflash_mlx.drafters.networks.files import (
     DraftConfig,
     cap,
     factor,

@@ -12,8 +12,7 @@ files, are layers whose output is read, as SGLang takes them. The same field out
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from dflash_mlx.drafters.eagle3.model import EagleConfig, EagleModel, Network
 from dflash_mlx.drafters.formats import (
@@ -22,9 +21,12 @@ from dflash_mlx.drafters.formats import (
     layers_of_speculators,
     left_by_training,
 )
-from dflash_mlx.drafters.networks.fields import (
+from dflash_mlx.drafters.networks.files import (
+    FLAGS,
+    WHOLE,
     Fields,
     flag,
+    in_words,
     layer_windows,
     layers_of_states,
     listed,
@@ -33,7 +35,6 @@ from dflash_mlx.drafters.networks.fields import (
     size_or_none,
     whole,
 )
-from dflash_mlx.drafters.networks.tensors import FLAGS, WHOLE, in_words
 
 RAW = "LlamaForCausalLMEagle3"
 DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be
@@ -58,9 +59,7 @@ class EagleFiles(FileFormat):
     config, network, model = EagleConfig, Network, EagleModel
     known = (RAW, "Eagle3LlamaForCausalLM", _FIRST)
     speculators = ("eagle3",)
-
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
-        return "Eagle3" in name or (name == _FIRST and "draft_vocab_size" in raw)
+    classes = ((".*Eagle3.*", ""), (_FIRST, "draft_vocab_size"))
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if SPECULATORS not in raw:

@@ -18,10 +18,9 @@ import mlx.nn as nn
 from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.networks.context import DraftContext
-from dflash_mlx.drafters.networks.fields import DraftConfig, flag, stored, too_large
+from dflash_mlx.drafters.networks.files import DraftConfig, flag, stored, too_large
 from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
-from dflash_mlx.drafters.networks.model import BoundModel
+from dflash_mlx.drafters.networks.model import BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block, Saved, join, split
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.networks.fields import DraftConfig
+from dflash_mlx.drafters.networks.files import DraftConfig
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.hooks import rotate_by_row
@@ -22,6 +22,18 @@ def limit_windows(windows: Iterable[int | None], most: int | None) -> tuple[int 
     return tuple(window if most is None else min(window or most, most) for window in windows)
 
 
+def _rope(config: DraftConfig) -> nn.Module:
+    base = config.rope["rope_theta"]
+    neighbours = config.rope.get("interleaved", False)  # turn together, as in LFM2
+    if config.rope.get("type", config.rope["rope_type"]) == "default":
+        return nn.RoPE(config.head_dim, neighbours, base)
+    from mlx_lm.models.rope_utils import initialize_rope  # takes a second
+
+    most = config.max_position_embeddings
+    rope: nn.Module = initialize_rope(config.head_dim, base, neighbours, config.rope, most)
+    return rope
+
+
 class Attention(nn.Module):
     """Attention of a pass's rows to what is committed and to the pass itself."""
 
@@ -32,8 +44,6 @@ class Attention(nn.Module):
         head_norms: bool = True,  # of queries and keys, as in Qwen3
         output_bias: bool = True,  # where the others have one; not in Qwen2
     ) -> None:
-        from mlx_lm.models.rope_utils import initialize_rope
-
         super().__init__()
         d, dim, bias = width or config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = dim
@@ -46,13 +56,7 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
         self._head_norms = head_norms
-        self.rope = initialize_rope(
-            dim,
-            config.rope["rope_theta"],
-            config.rope.get("interleaved", False),  # neighbours turn together, as in LFM2
-            config.rope,
-            config.max_position_embeddings,
-        )
+        self.rope = _rope(config)
         rotate_by_row(self.rope)
 
     def _heads(self, x: mx.array) -> mx.array:

@@ -11,13 +11,11 @@ as they were before the training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.networks.fields import Fields, architecture, flag
-from dflash_mlx.drafters.networks.tensors import FLOATING, in_words
+from dflash_mlx.drafters.networks.files import FLOATING, Fields, architecture, flag, in_words
 from dflash_mlx.drafters.specdiff.model import MaskedModel, Network, NetworkConfig
 
 OURS = "MaskedDiffusionDraftModel"
@@ -64,9 +62,7 @@ class MaskedFiles(FileFormat):
 
     config, network, model = NetworkConfig, Network, MaskedModel
     known = (OURS,)
-
-    def describes(self, name: str, raw: Mapping[str, Any]) -> bool:
-        return name in (OURS, *PUBLISHED, *OTHERS)
+    classes = (("|".join((OURS, *PUBLISHED, *OTHERS)), ""),)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         kind = architecture(raw)

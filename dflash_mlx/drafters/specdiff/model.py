@@ -14,10 +14,9 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.networks.context import MOST_WAITING, DraftContext
-from dflash_mlx.drafters.networks.fields import DraftConfig, cap, flag, stored, whole
+from dflash_mlx.drafters.networks.files import DraftConfig, cap, flag, stored, whole
 from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
-from dflash_mlx.drafters.networks.model import BoundModel
+from dflash_mlx.drafters.networks.model import MOST_WAITING, BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block, Saved
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
