@@ -165,7 +165,7 @@ def _calibrations(folder: Path) -> list[str]:
         except (OSError, ValueError, KeyError, TypeError):
             told = "unreadable, will be measured again"
         lines.append(f"  {model_of(file)}  {day}  {told}")
-    return lines or ["  none: decoding with an automatic budget measures it once"]
+    return lines or ["  none yet: the chat and the server measure it while nothing is asked"]
 
 
 def _stored_choices(folder: Path) -> list[str]:

@@ -182,8 +182,8 @@ def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
     if settings.quantizes and settings.recipe is None:
         bits = settings.bits or _MODE_BITS[settings.mode]
         words.append(f"in {bits} bits" + f", {settings.mode}" * (settings.mode != "affine"))
-    elif settings.recipe is None:
-        words.append(f"in {settings.dtype or stored or facts.weights.dtype}")
+    elif settings.recipe is None and (numbers := settings.dtype or stored or facts.weights.dtype):
+        words.append(f"in {numbers}")
 
     def write(folder: Path) -> None:
         with TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:

@@ -247,12 +247,12 @@ class Weights:
 
     @property
     def dtype(self) -> str:
-        """The floating type with the most bytes, or the stored one where none is floating."""
+        """The floating type with the most bytes, or the stored one where none is; or ""."""
         bytes_of: Counter[str] = Counter()
         for tensor in self.tensors.values():
             bytes_of[tensor.dtype] += tensor.nbytes
         floating = [dtype for dtype, _ in bytes_of.most_common() if dtype in _FLOATING]
-        return _FLOATING[floating[0]] if floating else next(iter(bytes_of), "unknown")
+        return _FLOATING[floating[0]] if floating else next(iter(bytes_of), "")
 
     def memory(self, on_cpu: bool) -> int:
         """Bytes to hold them loaded, with room for caches. on_cpu: as float32, its fast path."""
