@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,6 @@ import mlx.nn as nn
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, Keys, TokenType
 from gguf.gguf_reader import ReaderField
-from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
@@ -31,6 +29,14 @@ READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q8_0")  # types of tensors
 Arrays = dict[str, mx.array]
 Metadata = dict[str, Any]
 GROUP = 32  # weights that share a scale, in every quantised type that MLX reads from GGUF
+
+PACKED = ("weight", "scales", "biases")
+LAYER = (  # modules of mlx-lm's llama
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+    *("input_layernorm", "post_attention_layernorm"),
+)
+ENDS = ("model.embed_tokens", "model.norm", "lm_head")
 
 MODEL = "gpt2"  # of tokenizer.ggml.model, for any byte-level BPE
 # Values of tokenizer.ggml.pre. llama.cpp splits with GPT-2's pattern, the second group after
@@ -63,40 +69,26 @@ def load_gguf(
     meanwhile. Raises `DFlashError` for a file that is missing, damaged, of another architecture, or
     made with a feature that is not supported.
     """
+    with usable(path):
+        config, weights, tokenizer = judge(path)
+        return begin(make_model(config, weights, dtype)), tokenizer(), config
+
+
+def judge(path: Path) -> tuple[dict[str, Any], Arrays, Callable[[], Any]]:
+    """Config, weights by mlx-lm's names, and what makes the tokenizer; evaluates nothing."""
     tensors, metadata = read_file(path)
-    with _usable(path):
-        config = _config(metadata, tensors)
-        return begin(_model(config, tensors, dtype)), _tokenizer(metadata, config), config
+    config = _config(metadata, tensors)
+    return config, _named(tensors, config), _tokenizer(metadata, config)
 
 
-def load_plain(path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """As `load_gguf`, but all weights are float32 and evaluated.
-
-    MLX unpacks them in another thread, where this one imports mlx-lm and makes the tokenizer.
-    """
-    with ThreadPoolExecutor(1) as aside, _usable(path):
-        reading = aside.submit(read_file, path)
-        unpacking = aside.submit(lambda: _unpacked(reading.result()[0]))
-        import mlx_lm.models.llama  # noqa: F401 - here, so that it does not wait for the file
-
-        tensors, metadata = reading.result()
-        config = _config(metadata, tensors)
-        tokenizer = _tokenizer(metadata, config)
-        return _model(config, unpacking.result(), mx.float32), tokenizer, config
-
-
-def _unpacked(tensors: Arrays) -> Arrays:
-    """All as float32; in the thread that read them, to which MLX's graphs belong."""
-    plain = {}
-    for name, array in tensors.items():
+def unpack(weights: Arrays) -> Arrays:
+    """All of them as float32, not evaluated."""
+    plain = {k: v.astype(mx.float32) for k, v in weights.items()}  # scales: no product is rounded
+    for name, packed in weights.items():
         module, _, part = name.rpartition(".")
-        if f"{module}.scales" not in tensors:
-            plain[name] = array.astype(mx.float32)
-        elif part == "weight":  # scales are cast first, so that no product is rounded
-            scales, biases = (tensors[f"{module}.{p}"] for p in ("scales", "biases"))
-            scaled = scales.astype(mx.float32), biases.astype(mx.float32)
-            plain[name] = mx.dequantize(array, *scaled, GROUP, _bits(array, scales))
-    mx.eval(plain)
+        if part == "weight" and f"{module}.scales" in weights:
+            scales, biases = (plain.pop(f"{module}.{part}") for part in PACKED[1:])
+            plain[name] = mx.dequantize(packed, scales, biases, GROUP, _bits(packed, scales))
     return plain
 
 
@@ -104,16 +96,11 @@ def _bits(packed: mx.array, scales: mx.array) -> int:
     return 32 * packed.shape[-1] // (GROUP * scales.shape[-1])
 
 
-def _model(config: dict[str, Any], tensors: Arrays, dtype: mx.Dtype | None) -> nn.Module:
+def make_model(config: dict[str, Any], weights: Arrays, dtype: mx.Dtype | None) -> nn.Module:
+    """Of what `judge` gives; ValueError for shapes that are not those of the config."""
     from mlx_lm.models import llama
 
-    count = config["num_hidden_layers"]  # before mlx-lm makes as many layers
-    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
-    if len(blocks) != count:
-        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
-        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
     model = llama.Model(llama.ModelArgs.from_dict(config))
-    weights = _named_for(model, tensors, config)
 
     def packing(name: str, _: nn.Module) -> bool | dict[str, int]:
         if (scales := weights.get(f"{name}.scales")) is None:
@@ -121,8 +108,8 @@ def _model(config: dict[str, Any], tensors: Arrays, dtype: mx.Dtype | None) -> n
         return {"group_size": GROUP, "bits": _bits(weights[f"{name}.weight"], scales)}
 
     nn.quantize(model, class_predicate=packing)
-    embedding = weights["model.embed_tokens.weight"]
-    dtype = dtype or weights.get("model.embed_tokens.scales", embedding).dtype
+    scales = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])
+    dtype = dtype or scales.dtype
     typed = {k: v if v.dtype == mx.uint32 else v.astype(dtype) for k, v in weights.items()}
     return model.load_weights(list(typed.items())).eval()
 
@@ -130,12 +117,13 @@ def _model(config: dict[str, Any], tensors: Arrays, dtype: mx.Dtype | None) -> n
 def read_config(path: Path) -> dict[str, Any]:
     """The Hugging Face style config of a GGUF file alone; raises as `load_gguf` does."""
     tensors, metadata = read_file(path)
-    with _usable(path):
+    with usable(path):
         return _config(metadata, tensors)
 
 
 @contextmanager
-def _usable(path: Path) -> Iterator[None]:
+def usable(path: Path) -> Iterator[None]:
+    """Errors of what a file holds as `DFlashError`."""
     try:
         yield
     except (ValueError, OverflowError) as error:
@@ -186,22 +174,27 @@ def _check_rope(metadata: Metadata, head_dim: int) -> None:
         raise ValueError(f"rotating {rotated} of {head_dim} dimensions is not supported")
 
 
-def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
+def _named(tensors: Arrays, config: dict[str, Any]) -> Arrays:
     """The file's tensors under the names, and in the row order, of mlx-lm's llama model."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    count = config["num_hidden_layers"]
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if len(blocks) != count:
+        key = Keys.LLM.BLOCK_COUNT.format(arch=ARCHITECTURE)
+        raise ValueError(f"{key} is {count}, but its tensors are of {len(blocks)} blocks")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, count)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    modules = [f"model.layers.{i}.{module}" for i in range(count) for module in LAYER]
     left, weights = tensors.copy(), {}
-    for parameter in dict(tree_flatten(model.parameters())):
-        module = parameter.rpartition(".")[0]
+    for module in (*modules, *ENDS[: 2 if config["tie_word_embeddings"] else 3]):
         stored = names.get_name(module)
-        if f"{stored}.weight" not in left:
+        if (weight := left.get(f"{stored}.weight")) is None:
             raise ValueError(f"the tensor {stored}.weight is missing")
-        for part in ("weight", "scales", "biases"):
-            if (rows := left.pop(f"{stored}.{part}", None)) is None:
-                continue
-            if (count := heads.get(module.rpartition(".")[2])) is not None:
+        packed = weight.dtype == mx.uint32 and all(f"{stored}.{part}" in left for part in PACKED)
+        for part in PACKED if packed else PACKED[:1]:
+            rows = left.pop(f"{stored}.{part}")
+            if (of := heads.get(module.rpartition(".")[2])) is not None:
                 # llama.cpp turns neighbours, [D/2, 2] of each head, mlx-lm halves, [2, D/2]
-                pairs = rows.reshape(count, -1, 2, rows.shape[-1])
+                pairs = rows.reshape(of, -1, 2, rows.shape[-1])
                 rows = pairs.swapaxes(1, 2).reshape(rows.shape)
             weights[f"{module}.{part}"] = rows
     if left:
@@ -209,26 +202,32 @@ def _named_for(model: Any, tensors: Arrays, config: dict[str, Any]) -> Arrays:
     return weights
 
 
-def _tokenizer(metadata: Metadata, config: dict[str, Any]) -> Any:
-    from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
-    from transformers import PreTrainedTokenizerFast
-
+def _tokenizer(metadata: Metadata, config: dict[str, Any]) -> Callable[[], Any]:
+    """What makes the tokenizer; it imports transformers, which takes long, once all is judged."""
     if (model := value_of(metadata, Keys.Tokenizer.MODEL, str)) != MODEL:
         raise ValueError(f"its tokenizer is {model!r}, supported is {MODEL!r} (byte-level BPE)")
     split = value_of(metadata, Keys.Tokenizer.PRE, str)
     tokens: Any = array(metadata, Keys.Tokenizer.LIST)
     ids = token_ids(metadata, *ROLES.values())
     begins = split == LLAMA_BPE  # llama.cpp's own where a file does not say
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level_bpe(metadata, split, tokens),
-        clean_up_tokenization_spaces=False,
-        add_bos_token=value_of(metadata, Keys.Tokenizer.ADD_BOS, bool, begins),
-        add_eos_token=value_of(metadata, Keys.Tokenizer.ADD_EOS, bool, False),
-        chat_template=value_of(metadata, Keys.Tokenizer.CHAT_TEMPLATE, str, "") or None,
+    parts: dict[str, Any] = {
+        "tokenizer_object": _byte_level_bpe(metadata, split, tokens),
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": value_of(metadata, Keys.Tokenizer.ADD_BOS, bool, begins),
+        "add_eos_token": value_of(metadata, Keys.Tokenizer.ADD_EOS, bool, False),
+        "chat_template": value_of(metadata, Keys.Tokenizer.CHAT_TEMPLATE, str, "") or None,
         **{role: tokens[ids[key]] for role, key in ROLES.items() if key in ids},
-    )
-    # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
-    return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, config["eos_token_id"])
+    }
+
+    def make() -> Any:
+        from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast(**parts)
+        # mlx-lm's BPE detokenizer drops a leading space and garbles the byte 0; this one does not.
+        return TokenizerWrapper(tokenizer, NaiveStreamingDetokenizer, config["eos_token_id"])
+
+    return make
 
 
 def _byte_level_bpe(metadata: Metadata, split: str, tokens: list[str]) -> Tokenizer:

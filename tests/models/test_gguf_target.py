@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -19,9 +23,10 @@ from mlx_lm.utils import dequantize_model
 from dflash_mlx import generate
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import default_model
+from dflash_mlx.models import default_model, gguf_target
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.load import check_named, load
+from dflash_mlx.models.read import load_plain
 from support.gguf_files import (
     F16,
     F32,
@@ -86,9 +91,9 @@ ALL_KINDS: dict[str, Kinds] = {
 @pytest.mark.parametrize("kinds", ALL_KINDS.values(), ids=ALL_KINDS)
 def test_weights_are_those_that_gguf_reads_packed_or_not(tmp_path: Path, kinds: Kinds) -> None:
     path, expected = write(tmp_path / "m.gguf", kinds=kinds), rounded(make_model(), kinds)
-    model = dequantize_model(load_gguf(path, mx.float32)[0])
-    assert dtypes(model) == {mx.float32}
-    assert difference(model, expected) < 1e-6
+    for model in (load_plain(path)[0], dequantize_model(load_gguf(path, mx.float32)[0])):
+        assert dtypes(model) == {mx.float32}
+        assert difference(model, expected) < 1e-6
     packed, _, _ = load_gguf(path)
     assert dtypes(packed) - {mx.uint32} == {mx.float16}
     assert difference(packed, expected) < 5e-3
@@ -101,6 +106,7 @@ def test_weights_are_those_that_gguf_reads_packed_or_not(tmp_path: Path, kinds: 
 
 
 TOKENIZER = "tokenizer__ggml__"
+ROW, Q = np.ones(64, np.float32), "blk.1.attn_q"
 REFUSED: list[tuple[str, Any, str]] = [
     (f"{TOKENIZER}model", "llama", "its tokenizer is 'llama', supported is 'gpt2'"),
     (f"{TOKENIZER}pre", "default", "tokenizer.ggml.pre is 'default', supported are"),
@@ -126,21 +132,59 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("llama__feed_forward_length", 128, "Expected shape"),
     ("llama__expert_count", 8, "mixture of experts"),
     ("architecture", "qwen2", "its architecture is 'qwen2', supported is 'llama'"),
+    ("tensors", {"foo.scales": ROW}, "the tensor foo.scales is not supported"),
+    ("tensors", {"output_norm.scales": ROW}, "the tensor output_norm.scales is not supported"),
+    (
+        "tensors",
+        {f"{Q}.scales": ROW, f"{Q}.biases": ROW},
+        f"the tensor {Q}.biases is not supported",
+    ),
+    ("tensors", {f"{Q}.weight": None}, f"the tensor {Q}.weight is missing"),
     ("kinds", {"": F32, "down_proj": Q5_0}, "ffn_down.weight' is of type Q5_0"),  # MLX raises
     ("kinds", {"": F32, "down_proj": GGMLQuantizationType.MXFP4}, "of type MXFP4"),  # and skips
 ]
 
 
+@pytest.mark.parametrize("read", [load_gguf, load_plain])
 @pytest.mark.parametrize(("key", "value", "message"), REFUSED)
-def test_what_is_not_supported_is_named(tmp_path: Path, key: str, value: Any, message: str) -> None:
+def test_what_is_not_supported_is_named_before_weights_are_evaluated(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[[Path], Any],
+    key: str,
+    value: Any,
+    message: str,
+) -> None:
     path = write(tmp_path / "m.gguf", **{key: value})
+    monkeypatch.setattr(mx, "eval", evaluated := Mock())
     with pytest.raises(DFlashError) as failure:
-        load_gguf(path)
+        read(path)
+    assert not evaluated.called or "shape" in message  # which only mlx-lm's model tells
     start = "m.gguf cannot be " + ("read as" if key == "kinds" else "used: ")
     assert str(failure.value).startswith(start) and message in str(failure.value)
     if key == "kinds":
         assert "Q8_0" in str(failure.value) and "again" not in failure.value.next_step
     assert failure.value.next_step
+
+
+@pytest.mark.parametrize("end", [DFlashError, KeyboardInterrupt])
+def test_unpacking_ends_between_two_weights_where_loading_is_over(tmp_path, monkeypatch, end):
+    path = write(tmp_path / "m.gguf", llama__feed_forward_length=128)
+    if end is KeyboardInterrupt:
+        monkeypatch.setattr(gguf_target, "make_model", Mock(side_effect=KeyboardInterrupt))
+    over, shutdown = Event(), ThreadPoolExecutor.shutdown
+
+    def shut(pool: ThreadPoolExecutor, wait: bool = True, **options: bool) -> None:
+        shutdown(pool, wait=False, **options)
+        over.set()
+        shutdown(pool)
+
+    evaluate = Mock(side_effect=lambda *arrays: over.wait(20))
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut)
+    monkeypatch.setattr(mx, "eval", evaluate)
+    with pytest.raises(end):
+        load_plain(path)
+    assert len(tree_flatten([call.args for call in evaluate.call_args_list])) <= 1
 
 
 # The real file

@@ -88,11 +88,13 @@ def write(
     model: llama.Model | None = None,
     kinds: Kinds | None = None,
     architecture: str = "llama",
+    tensors: dict[str, np.ndarray | None] | None = None,
     **changed: Any,
 ) -> Path:
     """Write `model` as GGUF; `kinds` names the type of matrices, "" stands for the others.
 
-    `changed` replaces metadata (dots as double underscores); None leaves a key out.
+    `changed` replaces metadata (dots as double underscores), `tensors` adds to the model's; None
+    leaves a key or a tensor out.
     """
     model, kinds = model or make_model(), kinds or {"": F32}
     writer = GGUFWriter(path, architecture)
@@ -101,7 +103,7 @@ def write(
         if value is not None:
             kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
             writer.add_key_value(key, value, kind)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    tensors, names = tensors or {}, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for parameter, value in dict(tree_flatten(model.parameters())).items():
         module = parameter.removesuffix(".weight")
         layer, weights = module.rpartition(".")[2], np.array(value)
@@ -109,7 +111,11 @@ def write(
             weights = llama_cpp_rows(weights, HEADS[layer])
         kind = F32 if value.ndim == 1 else kinds.get(layer, kinds[""])
         name = f"{names.get_name(module)}.weight"
-        writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
+        if name not in tensors:
+            writer.add_tensor(name, quants.quantize(weights, kind), raw_dtype=kind)
+    for name, added in tensors.items():
+        if added is not None:
+            writer.add_tensor(name, added)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
