@@ -85,6 +85,8 @@ class Listener:
                 self._app.transcript.welcome.timing = event
                 self._done_waiting(job)
                 self._app.show_header()
+            case Ended() if job in self.waiting:  # another pair was loaded
+                self._done_waiting(job)
             case Failed():
                 await self._failed(job, describe(event.error))
             case _ if self.job is job:

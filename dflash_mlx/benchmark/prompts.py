@@ -10,6 +10,8 @@ from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.session.templates import prompt_tokens
 
+_TRIES = 8  # corrections until a padded prompt has its length
+
 
 @dataclass(frozen=True)
 class BenchmarkPrompt:
@@ -75,8 +77,14 @@ def pad(
     if len(tokens) >= length:
         return tokens
     filler, size = _filler(tokenizer, row, source, length), length - len(tokens)
-    while len(tokens := behind(tokenizer.decode(filler[:size]))) > length:
-        size -= 1  # no text may have an encoding of exactly this length
+    for _ in range(_TRIES):
+        tokens = behind(tokenizer.decode(filler[:size]))
+        if len(tokens) == length:
+            return tokens
+        size = max(0, size + length - len(tokens))
+    while len(tokens) > length:  # texts can have no encoding of exactly this length
+        size -= 1
+        tokens = behind(tokenizer.decode(filler[:size]))
     return tokens
 
 
@@ -87,7 +95,8 @@ def _filler(tokenizer: Any, row: Row, source: Sequence[Row], length: int) -> lis
     if not others:
         raise DFlashError("there is no other prompt to pad with", "leave --context out")
     around = tokenizer.encode("\n\n".join([*others, ""]), add_special_tokens=False)
-    return (around * (1 + length // len(around)))[:length]  # type: ignore[no-any-return]
+    # Twice as much, for where two texts meet, tokens of both can become one.
+    return around * (1 + 2 * length // len(around))  # type: ignore[no-any-return]
 
 
 def _text(row: Row) -> str:

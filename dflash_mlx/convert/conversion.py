@@ -27,7 +27,7 @@ from dflash_mlx.models.downloads import stored_bytes
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
-from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, LICENCES, quantisation
+from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, FLOATS, LICENCES, quantisation
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine
@@ -130,7 +130,7 @@ def plan_drafter(facts: ModelFacts, settings: ConvertConfig, paired: bool) -> Co
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
     folder = facts.source.folder
-    drafter = _described(facts) if folder is None else facts.format.read_drafter(folder)
+    drafter = described(facts) if folder is None else facts.format.read_drafter(folder)
     weights, config = drafter.converted(*form)
     floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
     config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
@@ -151,13 +151,17 @@ def plan_drafter(facts: ModelFacts, settings: ConvertConfig, paired: bool) -> Co
     return Conversion(facts, description, size, RUNTIME + 2 * size, write)
 
 
-def _described(facts: ModelFacts) -> DrafterFolder:
-    """A drafter on the hub as its config and heads tell it, zeros for its weights."""
+def described(facts: ModelFacts) -> DrafterFolder:
+    """A drafter on the hub as its config and heads tell it, with other numbers for its weights."""
     assert facts.format is not None and facts.source is not None
-    network = facts.format.build(facts.config, facts.name)
-    network.set_dtype(getattr(mx, facts.weights.dtype))
-    raw = facts.format.translate(facts.source.read_json(CONFIG), facts.weights.tensors)
-    return DrafterFolder(facts.format, facts.config, parameters_of(network), raw)
+    heads = facts.weights.tensors
+    stored = {ours: heads[name].dtype for name, ours in facts.format.our_names(heads).items()}
+    tensors = parameters_of(facts.format.build(facts.config, facts.name))
+    for name, array in tensors.items():
+        if mx.issubdtype(array.dtype, mx.floating):
+            tensors[name] = array.astype(getattr(mx, FLOATS[stored[name]]))
+    raw = facts.format.told(facts.source.read_json(CONFIG), heads)
+    return DrafterFolder(facts.format, facts.config, tensors, raw)
 
 
 def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:

@@ -54,6 +54,7 @@ class _Asked:
 
     arm: Arm
     cut: Cut
+    timed: PassTimes | None  # by which it was planned
     start: float  # without what the answers had to wait for their readers until then
     trees: WeakKeyDictionary[State, Tree]
 
@@ -114,7 +115,7 @@ class BatchBudget:
             self._blind = self._blind if one == 1 else 0
             cut = self._draft(known, arm, states, budget // len(states), cutting)
         trees = zip(states, (part.tree for part in cut.parts), strict=True)
-        asked = _Asked(arm, cut, now, WeakKeyDictionary(trees))
+        asked = _Asked(arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
         self._asked.update((state, asked) for state in states)
         why = Reason(arm is not known.arms[0], cut.drafts, again, rates, cut.instead is not None)
         plain = known.times.plain_now(len(states), _contexts(states))
@@ -236,7 +237,7 @@ class BatchBudget:
         last, cut = rounds[0], rounds[0].cut
         if cut.instead is not None:
             known.second.learn(cut.instead, [s.last for s in last.trees if s.last is not None])
-        if not any(state.delayed for state in states):
+        if last.timed is known.times.timed and not any(state.delayed for state in states):
             known.spent(last.arm, cut, now - last.start)
 
     def _goes_blind(self, arm: Arm) -> bool:

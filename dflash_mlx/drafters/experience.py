@@ -331,7 +331,8 @@ class Experience:
         """Until a pass is timed plans are in passes over one row, which is what `GUESS` tells."""
         one_row = self.times.plain(1, ())
         for arm in self.arms:
-            arm.planned = Average(arm.planned.mean * one_row)
+            drafts = float(arm.drafts.of())  # in seconds from the first
+            arm.planned = Average(drafts + max(arm.planned.mean - drafts, 0.0) * one_row)
 
     def spent(self, arm: Arm, cut: Cut, took: float) -> None:
         guessed = self.times.timed is None

@@ -213,8 +213,11 @@ class FileFormat:
         """A folder of any format; raises as `parse_config` and `read_tensors` do."""
         raw, source, names = _contents(folder)
         config = self.parse_config(raw, source, names)
-        told = {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
-        return DrafterFolder(self, config, self.read_tensors(folder, config), told)
+        return DrafterFolder(self, config, self.read_tensors(folder, config), self.told(raw, names))
+
+    def told(self, raw: Fields, names: Collection[str]) -> Fields:
+        """As `translate`, without what asks to run code of its own."""
+        return {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
 
     def load_network(
         self, folder: Path, config: DraftConfig, dtype: mx.Dtype, bits: int | None = None

@@ -53,7 +53,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _STORED = re.compile(
     r"(?!.*(window|chunk|block|group|batch))(.*_(size|dim|dims|layers|heads|rank|experts)|n_\w+|d_\w+|dim)"
 )
-_FLOATING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Headers = dict[str, TensorHeader]
 
@@ -251,8 +251,8 @@ class Weights:
         bytes_of: Counter[str] = Counter()
         for tensor in self.tensors.values():
             bytes_of[tensor.dtype] += tensor.nbytes
-        floating = [dtype for dtype, _ in bytes_of.most_common() if dtype in _FLOATING]
-        return _FLOATING[floating[0]] if floating else next(iter(bytes_of), "")
+        floating = [dtype for dtype, _ in bytes_of.most_common() if dtype in FLOATS]
+        return FLOATS[floating[0]] if floating else next(iter(bytes_of), "")
 
     def memory(self, on_cpu: bool) -> int:
         """Bytes to hold them loaded, with room for caches. on_cpu: as float32, its fast path."""

@@ -35,7 +35,7 @@ from dflash_mlx.system.machine import available_memory
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-Ends = asyncio.Queue[None]  # the first in it asks a server to end, the second to end at once
+Ends = asyncio.Queue[bool]  # asks a server to end; if asked again, and True, it ends at once
 
 
 def run(
@@ -121,12 +121,17 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
     if not running.done():
         for each in server.servers:
             each.close()  # to new connections; those that are open go on
-        again = asyncio.ensure_future(ends.get())
+        again = asyncio.ensure_future(_insists(ends))
         await _first(service.queue.drain(config.grace), again)
         server.force_exit = again.done()
         again.cancel()
         server.should_exit = True
     await running
+
+
+async def _insists(ends: Ends) -> None:
+    while not await ends.get():
+        pass
 
 
 async def _first(*work: Awaitable[object]) -> None:
@@ -154,7 +159,7 @@ def _signals(ends: Ends) -> Iterator[None]:
     kinds = _SIGNALS[:1] if launched() else _SIGNALS
     before = {each: signal.getsignal(each) for each in kinds}
     for each in kinds:
-        loop.add_signal_handler(each, ends.put_nowait, None)
+        loop.add_signal_handler(each, ends.put_nowait, True)
     try:
         yield
     finally:
@@ -170,7 +175,7 @@ def _watch(place: int, ends: Ends) -> None:
     def read() -> None:
         if not os.read(place, 4096):
             loop.remove_reader(place)
-            ends.put_nowait(None)
+            ends.put_nowait(False)
 
     loop.add_reader(place, read)
 

@@ -220,61 +220,62 @@ class Scheduler:
 
     def _schedule(self) -> tuple[list[Sequence], Said]:
         """Who takes part in the next pass, and those that could not begin."""
-        self._admit()
-        failed: Said = []
-        ready: list[Sequence] = []
+        failed = self._admit()
+        reading = [each for each in self.running if each.is_reading]
         decoding = [each for each in self.running if not each.is_reading]
-        for each in [each for each in self.running if each.is_reading]:
-            each.chunk_limit = 0
-            older = self.running[: self.running.index(each)]
-            begins = guarded(partial(self._begin, each, older))
-            if isinstance(begins, Exception):
-                self.drop(each)
-                failed.append((each, begins))
-                continue
-            self.observer.prefilled(each.state.position, len(each.prompt))
-            if begins:
-                ready.append(each)
         left = sys.maxsize
-        if ready and decoding and self.fair:
-            left = self._bearable(decoding, ready[0].state.position)
-        for each in ready:
+        if reading and decoding and self.fair:
+            left = self._bearable(decoding, reading[0].state.position)
+        for each in reading:
+            self.observer.prefilled(each.state.position, len(each.prompt))
             each.chunk_limit = left
             left = max(0, left - each.next_chunk())
         self._make_room_for_running()
         return [each for each in self.running if each.chunk_limit or not each.is_reading], failed
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.most:
-            first = self.waiting[0]
+    def _admit(self) -> Said:
+        """Begin with those that there is room for; what could not begin."""
+        failed: Said = []
+        for each in [*self.waiting]:
+            if len(self.running) >= self.most:
+                break
+            if any(_reads_for(other, each.prompt) for other in self._alike(each)):
+                continue  # it takes nobody's place meanwhile
             left = self.memory.left(self.running)
-            if self.running and left is not None and self.memory.reserved(first) > left:
-                return
-            first.status = Status.PREFILL if first.is_reading else Status.DECODE
-            self.running.append(self.waiting.popleft())
+            if self.running and left is not None and self.memory.reserved(each) > left:
+                break
+            each.status = Status.PREFILL if each.is_reading else Status.DECODE
+            self.waiting.remove(each)
+            self.running.append(each)
+            if (problem := guarded(partial(self._begin, each))) is not None:
+                self.drop(each)
+                failed.append((each, problem))
+        return failed
 
-    def _begin(self, sequence: Sequence, older: abc.Sequence[Sequence]) -> bool:
-        """Let it go on from what others have read. False: it waits for what an older one reads."""
-        if self.prefixes is None or sequence.config.exact or sequence.looked_for_prefix:
-            return True
-        if sequence.state.position:  # whoever made it has read that
-            return True
-        cache_key = CacheKey.of(self.target, sequence.drafter, sequence.state)
-        alike = [
-            each
-            for each in older
-            if not each.config.exact
-            and CacheKey.of(self.target, each.drafter, each.state) == cache_key
-        ]
-        prompt = sequence.prompt
-        if any(_reads_for(each, prompt) for each in alike):
-            return False
+    def _looks(self, sequence: Sequence) -> bool:
+        """Whether it may go on from what others have read; who begins elsewhere has read that."""
+        has_begun = sequence.looked_for_prefix or sequence.state.position > 0
+        return self.prefixes is not None and not sequence.config.exact and not has_begun
+
+    def _alike(self, sequence: Sequence) -> list[Sequence]:
+        """The running ones whose caches it could go on with."""
+        if not self._looks(sequence):
+            return []
+        key = CacheKey.of(self.target, sequence.drafter, sequence.state)
+        others = [each for each in self.running if each is not sequence and not each.config.exact]
+        keys = (CacheKey.of(self.target, each.drafter, each.state) for each in others)
+        return [each for each, its in zip(others, keys, strict=True) if its == key]
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Let it go on from what others have read."""
+        if self.prefixes is None or not self._looks(sequence):
+            return
+        prompt, alike = sequence.prompt, self._alike(sequence)
         least = min(_WORTH_SHARING, len(prompt) - 1)
         shared = [each.state for each in alike if each.state.match_length(prompt) >= least]
         found = self.prefixes.take(prompt, self.target, sequence.drafter, shared)
         sequence.restore_from(found)
         sequence.looked_for_prefix = True
-        return True
 
     def _bearable(self, decoding: abc.Sequence[Sequence], position: int) -> int:
         """Prompt rows from `position` on that make a step at most `LONGEST` times as long."""

@@ -25,8 +25,14 @@ def replacing(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def remove_partial(folder: Path) -> None:
+    """Remove what killed programs have left in `folder`; nobody may be writing into it."""
+    for file in folder.glob(".new-*"):
+        file.unlink(missing_ok=True)
+
+
 def remove_abandoned(folder: Path) -> None:
-    """Remove what programs that were killed while writing into `folder` have left of that."""
+    """`remove_partial`, but for what programs that still run may be writing."""
     for file in folder.glob(".new-*"):
         try:
             os.kill(int(file.name.split("-")[1]), 0)

@@ -30,7 +30,7 @@ from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
-from dflash_mlx.system.files import remove_abandoned, replace_safetensors
+from dflash_mlx.system.files import remove_partial, replace_safetensors
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.rows import CorpusRow, read_rows
@@ -212,7 +212,7 @@ class FeatureCache:
                 raise DFlashError(
                     f"another process is computing the features in {self.folder}", "wait for it"
                 ) from None
-            remove_abandoned(self.folder)
+            remove_partial(self.folder)
             self._target.tap(self._aux_layers)
             mode = self._target.kernels.mode
             if cpu_math.applies():  # so that NumPy computes attention; no gradient flows here

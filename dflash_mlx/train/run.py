@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +180,9 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
         seconds, before = float(about["seconds"]), dict(about["run"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(f"the state {file} cannot be read ({error})", again) from None
+    before = {**_defaults(trainer), **before}  # it may be older than some of the settings
     for name, now in identity(trainer, data).items():
-        if (was := before.get(name, now)) != now:  # it may be older than some of the settings
+        if (was := before.get(name)) != now:
             raise DFlashError(f"the run in {file} has {name} {was!r}, not {now!r}", _NEXT_STEP)
     own = {name: array.shape for name, array in _arrays(trainer).items()}
     if own != {name: array.shape for name, array in arrays.items()}:
@@ -211,8 +212,21 @@ def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
     about = {**settings, "data": data, "processes": trainer.crew.size}
-    about |= {f"drafter's {name}": v for name, v in asdict(trainer.trainee.config).items()}
-    return dict(json.loads(json.dumps(about)))
+    return _as_json(about, asdict(trainer.trainee.config))
+
+
+def _defaults(trainer: Trainer) -> dict[str, Any]:
+    """As `identity`, of what has a default."""
+    settings, drafter = (
+        {each.name: each.default for each in fields(config) if each.default is not MISSING}
+        for config in (trainer.config, trainer.trainee.config)
+    )
+    return _as_json({"processes": 1, **settings}, drafter)
+
+
+def _as_json(run: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
+    whole = run | {f"drafter's {name}": value for name, value in drafter.items()}
+    return dict(json.loads(json.dumps(whole)))
 
 
 def _arrays(trainer: Trainer) -> dict[str, mx.array]:

@@ -59,6 +59,18 @@ def test_a_prompt_with_no_room_for_padding_stays_as_it_is_or_gets_less(tokenizer
         assert len(own) <= len(pad(tokenizer, ROWS[0], len(own) + more, ROWS)) <= len(own) + more
 
 
+def test_a_short_source_pads_to_the_length_though_its_repetitions_share_tokens(tmp_path):
+    folder = write_model(tmp_path / "model")
+    file = folder / "tokenizer.json"
+    contents = json.loads(file.read_text())
+    contents["model"]["vocab"]["Ċa"] = 97  # one more
+    contents["model"]["merges"] = [["Ċ", "a"]]
+    file.write_text(json.dumps(contents))
+    source = [{"messages": [{"role": "user", "content": "a"}]}]
+    tokenizer = load_tokenizer(folder)
+    assert 331 <= len(pad(tokenizer, ROWS[0], 333, source)) <= 333
+
+
 @pytest.mark.parametrize(
     ("contexts", "categories", "ids"),
     [

@@ -16,10 +16,12 @@ from mlx_lm.utils import load_model
 
 from dflash_mlx import DecodeConfig, load
 from dflash_mlx.convert.__main__ import main
+from dflash_mlx.convert.conversion import described
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import parameters_of, quantize_network
+from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import read_pair
@@ -232,8 +234,12 @@ def test_only_a_drafter_of_the_same_target_makes_a_pair(tmp_path, write_target):
 # On a hub, which is on this machine
 
 
-def in_bfloat16(drafter: Path) -> Path:
-    weights = {name: array.astype(mx.bfloat16) for name, array in tensors(drafter).items()}
+def in_bfloat16(drafter: Path, but: str = "no tensor") -> Path:
+    """A drafter's weights in bfloat16, float32 for those with `but` in their names."""
+    weights = {
+        name: array.astype(mx.float32 if but in name else mx.bfloat16)
+        for name, array in tensors(drafter).items()
+    }
     mx.save_safetensors(str(drafter / "model.safetensors"), weights)
     return drafter
 
@@ -244,6 +250,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     repositories = {
         "owner/model": write_model(tmp_path / "hub" / "model"),
         "owner/drafter": in_bfloat16(write_drafter(tmp_path / "hub" / "drafter")),
+        "owner/mixed": in_bfloat16(write_drafter(tmp_path / "hub" / "mixed"), "proj"),
         "owner/speculators": write_drafter_folder(
             tmp_path / "hub" / "speculators", *FORMATS["speculators, draft vocabulary"]
         ),
@@ -295,6 +302,7 @@ def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, 
             [],
             "drafter   owner/drafter: DFlashDraftModel in bfloat16, blocks of 8, ",
         ),
+        ("owner/mixed", [], "drafter .*: DFlashDraftModel in bfloat16, blocks of 8, "),
         ("owner/speculators", [], "drafter .*: DFlashDraftModel in float32, blocks of 6, "),
     ],
 )
@@ -314,6 +322,20 @@ def test_a_dry_run_fetches_heads_only_and_foretells(hub, tmp_path, capsys, name,
     assert re.match(words, first)
     if "--bits" not in options:  # of a quantised target the size is about
         assert first.endswith(f" {size / 1000:.1f} kB")
+
+
+@pytest.mark.parametrize("name", ["version 1", "version 2", "speculators, draft vocabulary"])
+def test_heads_describe_a_drafter_of_mixed_numbers_as_its_weights_do(tmp_path, name):
+    raw, weights = FORMATS[name]
+    auto_map = {"AutoModel": f"modeling.{raw['architectures'][0]}"}
+    folder = write_drafter_folder(tmp_path, {**raw, "auto_map": auto_map}, weights)
+    if "draft vocabulary" not in name:
+        in_bfloat16(folder, "proj")
+    facts = check_drafter(folder)
+    found, read = described(facts), facts.format.read_drafter(folder)
+    assert found.raw == read.raw and "auto_map" not in found.raw
+    form = [{n: (a.dtype, a.shape) for n, a in each.tensors.items()} for each in (found, read)]
+    assert form[0] == form[1] and len({dtype for dtype, _ in form[0].values()}) == 2
 
 
 def test_a_download_that_does_not_fit_is_refused_before_it_begins(hub, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.experience import RoundTimes
+from dflash_mlx.drafters.experience import Average, RoundTimes
 from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -265,3 +265,12 @@ def test_without_times_drafts_that_do_not_pay_are_parked_in_the_first_answer(sec
     brisk = PassTimes((1, 16, 96), (0.02, 0.032, 0.18))
     case = Case(brisk, Honest(0.02 * seconds, lambda i: sure), 150, timed=False)
     assert case.seconds < 1.2 * case.plain_seconds
+
+
+def test_plans_in_passes_become_seconds_but_for_their_drafts():
+    known = BatchBudget(Honest(0.1, lambda i: 0.9), None).experience
+    _, draft = known.arms
+    draft.drafts.took(0.5)
+    draft.planned = Average(0.5 + 2.0)
+    known.retime(PassTimes((1, 96), (0.1, 0.1)))
+    assert draft.planned.mean == pytest.approx(0.5 + 2.0 * 0.1)

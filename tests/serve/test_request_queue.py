@@ -188,3 +188,17 @@ def test_settings_of_no_sense_are_refused():
             assert found.value.setting == setting
     assert ServeConfig(host="0.0.0.0", key="k").key == "k"
     assert ServeConfig(host="::1").key is None
+
+
+def test_who_held_the_pipe_and_goes_too_does_not_cut_what_a_signal_lets_finish(pair, threads):
+    with serving(pair) as server:
+        pair.target.gate.clear()
+        found = threads.submit(server.chat)
+        server.until(lambda: len(server.queue) == 1)
+        server.end()
+        server.until(lambda: server.queue._closing)
+        server.loop.call_soon_threadsafe(server.ends.put_nowait, False)
+        server.until(server.ends.empty)
+        pair.target.gate.set()
+        assert said(found.result(20)) == "so"
+        server.thread.join(20)

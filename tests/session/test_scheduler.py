@@ -282,3 +282,15 @@ def test_answers_are_the_same_with_and_without_and_carry_nothing_unasked(pair):
     assert collect(iter(with_them)).tokens == collect(iter(without)).tokens
     assert all(delta.logprobs == () for delta in without)
     assert all(len(d.logprobs) == len(d.tokens) for d in with_them)
+
+
+def test_who_waits_for_what_another_reads_takes_nobodys_place(pair):
+    scheduler = Scheduler(pair, prefixes=PrefixCache(10**8), most=2)
+    first, same, other = (
+        scheduler.submit(prompt, configs()[1]) for prompt in (PROMPTS[4], PROMPTS[4], PROMPTS[1])
+    )
+    scheduler._admit()
+    assert scheduler.running == [first, other] and [*scheduler.waiting] == [same]
+    said = finish(scheduler)
+    assert same.statistics.reused_tokens >= len(PROMPTS[4]) - 1
+    assert collect(said[same]).tokens == collect(said[first]).tokens

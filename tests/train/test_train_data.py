@@ -133,7 +133,7 @@ def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, who
     filling.close()
     cache = open_cache(tmp_path)
     if count:
-        (cache.folder / f".new-1-{count}.safetensors").write_bytes(b"half")  # what a kill leaves
+        (cache.folder / f".new-1-{count}.safetensors").write_bytes(b"half")  # pid 1 runs
     assert cache.missing == list(range(count, len(LENGTHS)))
     assert list(cache.fill()) == list(LENGTHS[count:])
     assert files(tmp_path) == whole

@@ -81,13 +81,16 @@ def test_time_and_place_go_on_too_and_a_run_may_be_made_longer(stopped, texts, c
     assert (trainer.learning_rate() == before.learning_rate()) == (changes == {})
 
 
-def test_a_run_from_before_there_was_a_setting_goes_on(stopped, texts):
+def test_a_run_from_before_a_setting_had_its_default(stopped, texts):
     about = json.loads(mx.load(str(stopped / STATE), return_metadata=True)[1]["about"])
-    run = {name: value for name, value in about["run"].items() if "anchor_law" not in name}
-    saved(run=run)(stopped / STATE)
+    newer = {"reveal_share", "anchor_law", "processes", "drafter's quantization"}
+    assert newer < about["run"].keys()
+    saved(run={k: v for k, v in about["run"].items() if k not in newer})(stopped / STATE)
     trainer = trainer_of(texts, layers=2, taps=2)  # how the same drafter is asked for is free
     restore_state(stopped, trainer, "corpus")
     assert trainer.step == 3
+    with pytest.raises(DFlashError, match="reveal_share 0.25, not 0.5"):
+        restore_state(stopped, trainer_of(texts, reveal_share=0.5), "corpus")
 
 
 @pytest.mark.parametrize("room", [0, 200_000])
