@@ -24,6 +24,8 @@ class Proposal:
     why: Callable[[], str] | None = None  # this tree and no other; None where nothing chooses
     # What a round of plain decoding would take now instead; None where nobody knows.
     plain_seconds: float | None = None
+    # Of a draft made step by step: behind which chance to be right each further step was made.
+    steps: tuple[float, ...] = ()
     forced: bool = False  # by the grammar, which leaves no choice; no drafter was asked
 
     def part(self, nodes: Sequence[int]) -> Proposal:

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
+from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
 from support.configs import config_with

@@ -12,6 +12,7 @@ import pytest
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters import budget
+from dflash_mlx.drafters.autoregressive import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.block_diffusion import (
     BlockDiffusion,
     DrawnBlock,
@@ -20,7 +21,6 @@ from dflash_mlx.drafters.block_diffusion import (
     SelectedPath,
 )
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.drafters.paper import IN_ORDER, THRESHOLD

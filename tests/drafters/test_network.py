@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import Ask, FeatureContext
-from dflash_mlx.drafters.eagle3.drafter import Chain, GrownTree
 from dflash_mlx.drafters.networks.model import MOST_WAITING
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
 from dflash_mlx.drafters.specdiff.model import CHUNK

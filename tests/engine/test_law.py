@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.drafters.autoregressive import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.block_diffusion import (
     BestFirst,
     BlockDiffusion,
@@ -24,7 +25,6 @@ from dflash_mlx.drafters.dflash.paths import (
     predecessors,
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.eagle3.drafter import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.growth.grow import TOP_K, Linked, rank
 from dflash_mlx.drafters.method import Drawn
 from dflash_mlx.drafters.methods import METHODS

@@ -8,7 +8,7 @@ only, and for those that the conversation has.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -330,3 +330,30 @@ class BoundModel(Generic[_Context]):
     @abstractmethod
     def tried(self, context: _Context) -> mx.array:
         """Logits of a whole draft behind a context."""
+
+
+class Draft(ABC):
+    """A draft that is made token by token: each row sees the context, what it continues, itself.
+
+    The methods pass the next n rows: their tokens [n], and for each the number of the row that it
+    continues. Row 0 is the anchor's and continues none, -1.
+    """
+
+    def __init__(self, model: BoundModel[Any], context: DraftContext) -> None:
+        self._head, self._words = model._head, context.words
+
+    @abstractmethod
+    def states(self, tokens: mx.array, parents: list[int]) -> mx.array:
+        """Final states [n, d] of the next rows."""
+
+    def logits(self, tokens: mx.array, parents: list[int]) -> mx.array:
+        """[n, V] for what follows each row."""
+        return self._head.whole(self.states(tokens, parents), self._words)
+
+    def likeliest(self, tokens: mx.array, parents: list[int]) -> mx.array:
+        """[n] the likeliest token after each row; the pass may still be running."""
+        return self._head.likeliest(self.states(tokens, parents), self._words)
+
+    def ranked(self, tokens: mx.array, parents: list[int], k: int) -> Ranked:
+        """The k likeliest tokens after each row; waits for the pass."""
+        return self._head.ranked(self.states(tokens, parents), self._words, k)
