@@ -18,7 +18,8 @@ import mlx.nn as nn
 from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.networks.files import DraftConfig, flag, stored, too_large
+from dflash_mlx.drafters.networks.fields import flag
+from dflash_mlx.drafters.networks.files import DraftConfig, stored, too_large
 from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.drafters.networks.model import BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block, Saved, join, split
