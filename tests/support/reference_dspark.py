@@ -94,7 +94,11 @@ class Block(LinkedBlock):
         rows: int,
         prefix: tuple[int, ...] = (),
     ) -> None:
-        self.tensors = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
+        offset = config.get("model_type") == "qwen3_5"  # of norms
+        self.tensors = {
+            name: np.asarray(t, np.float64) + (offset and "norm" in name)
+            for name, t in tensors.items()
+        }
         first = 0 if field(config, "sample_from_anchor", True) else 1
         masks = [field(config, "mask_token_id")] * (rows - 2 + first - len(prefix))
         embedding = np.asarray(self.tensors.get("embed_tokens.weight", tables[0]), np.float64)

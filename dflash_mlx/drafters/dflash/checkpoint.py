@@ -87,7 +87,8 @@ class BlockFiles(FileFormat):
     marks = ("dflash_config", SPECULATORS, "speculators_config")
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
-        return own.review(raw, names, SPECULATORS in raw)
+        is_other = raw.get(SPECULATORS) not in (None, *self.speculators)  # and refused for that
+        return () if is_other else own.review(raw, names, SPECULATORS in raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if SPECULATORS in raw:
@@ -103,7 +104,7 @@ class BlockFiles(FileFormat):
             raise ValueError(f"dflash_config is {method!r}")
         kind, fields = architecture(told), {**told, **method}
         _check_kind(told, method)
-        if "target_layer_ids" not in fields and "layer_ids" in fields:
+        if fields.get("target_layer_ids") is None and "layer_ids" in fields:
             fields["target_layer_ids"] = fields["layer_ids"]
         windows, causal = own.block_attention(fields)
         from_anchor = own.drafts_from_anchor(fields)

@@ -161,6 +161,6 @@ def rotary_dims(fields: Fields) -> int | None:
     heads = size(fields, "num_attention_heads")
     dim = size(fields, "head_dim", size(fields, "hidden_size") // heads)
     share = number(turned, _PARTIAL, 1.0, above=0)
-    if share > 1:
-        raise ValueError(f"{_PARTIAL} is {share}, more than 1")
-    return int(dim * share)
+    if not 2 <= (count := int(dim * share)) <= dim or count % 2:
+        raise ValueError(f"{_PARTIAL} is {share}, so {count} of a head's {dim} numbers turn")
+    return count
