@@ -133,7 +133,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({**speculators(), "transformer_layer_config": [1]}, r"transformer_layer_config is \[1\]"),
     ({**speculators_3(), "transformer_layer_config": 3}, "transformer_layer_config is 3"),
     (version_1(dflash_config={}) | {"dflash_config": None}, "dflash_config is None"),
-    (dspark(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
+    (dspark(architectures=["Gemma4DSparkModel"]), "lacks.*global_head_dim"),
     (eagle(architectures=["Eagle3DeepseekV2ForCausalLM"]), "'Eagle3Deepse.*LlamaForCausalLMEagl"),
     (eagle(eagle_config=3), "eagle_config is 3"),
     (published("LLaDAModelLM"), "LLaDAModelLM, whose layers are not known.*A2DQwen3LMHeadModel"),

@@ -15,7 +15,7 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.verifier.model import Target
-from support import reference_dflash, reference_dflash2, reference_dspark
+from support import reference_dflash, reference_dflash2, reference_dspark, reference_gemma
 from support.families import VOCAB_SIZE
 from support.family_configs import sliding
 from support.reference_dflash import (
@@ -205,6 +205,7 @@ def case(config: dict[str, Any], **more: np.ndarray) -> tuple[dict[str, Any], di
 FULL = own_tables(None)
 REDUCED = own_tables(DRAFT_IDS)
 VERIFIER = {"verifier_norm.weight": np.ones(64, np.float32)}
+GEMMA_4 = reference_gemma.CONFIG
 NATIVE_35: dict[str, Any] = {  # gated queries, norms of 1 + w, and half of each head turns
     "architectures": ["Qwen35DSparkModel"],
     "enable_qwen35_gated_q_proj": True,
@@ -253,6 +254,10 @@ FORMATS = {
         reference_dspark.tiny_config(markov_rank=0, enable_confidence_head=False), **FULL
     ),
     "dspark, layers of Qwen3.5": case(reference_dspark.tiny_config(**NATIVE_35), **FULL),
+    "dspark, Gemma 4": case(reference_dspark.tiny_config(**GEMMA_4), **FULL),
+    "dspark, Gemma 4, values of their own": case(
+        reference_dspark.tiny_config(**GEMMA_4 | {"attention_k_eq_v": False}), **FULL
+    ),
     "dspark, specforge": case(specforge()),
     "dspark, lfm2": case(lfm2()),
     "dspark, speculators": case(speculators("dspark"), **FULL),

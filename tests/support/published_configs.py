@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.drafter_formats import NATIVE_35, lfm2, specforge, speculators
+from support.drafter_formats import GEMMA_4, NATIVE_35, lfm2, specforge, speculators
 from support.drafter_formats import version_1 as first
 from support.reference_dflash2 import tiny_config as second
 from support.reference_dspark import RANK
@@ -195,6 +195,11 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3DSparkModel with norms of 1 + w": (
         dspark(model_type="qwen3_5"), {"gated": False, "offset_norms": True},
     ),
+    "deepseek-ai/dspark_gemma4_12b_block7": (
+        dspark(**GEMMA_4),
+        {"head_dim": 32, "num_key_value_heads": 1, "gemma_layers": True, "block_size": 6,
+         "final_logit_softcapping": 30.0, "rope": GEMMA_4["rope_parameters"]["full_attention"]},
+    ),
     "RadixArk/Qwen3.8-27B-DSpark": (
         specforge(), {"block_size": 6, "sample_from_anchor": True, "notes": ""},
     ),
@@ -261,8 +266,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dspark(architectures=["DFlashDraftModel"], block_size=16, dflash_config={}),
         "markov_rank is 8 in a DFlashDraftModel, .*which rows draft",
     ),
-    "deepseek-ai/dspark_gemma4_12b_block7": (
-        dspark(architectures=["Gemma4DSparkModel"], model_type="gemma4_text"), "Gemma4DSparkModel",
+    "experts of Gemma 4": (
+        dspark(**GEMMA_4 | {"enable_moe_block": True}), "enable_moe_block is True",
     ),
     "lightllm's Qwen3_5DFlashModel": (
         first(architectures=["Qwen3_5DFlashModel"]), "Qwen3_5DFlashModel",

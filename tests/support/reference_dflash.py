@@ -222,7 +222,7 @@ def attention(layer: Tensors, config: Config, x: Array, context: Array, visible:
     for head in range(heads):
         shared = head // (heads // kv_heads)
         scores = queries[:, head] @ keys[:, shared].T / np.sqrt(head_dim)
-        outputs.append(_softmax(np.where(visible, scores, -np.inf)) @ values[:, shared])
+        outputs.append(softmax(np.where(visible, scores, -np.inf)) @ values[:, shared])
     out = np.concatenate(outputs, axis=-1) * gate @ layer["self_attn.o_proj.weight"].T
     return out + layer.get("self_attn.o_proj.bias", 0)
 
@@ -247,7 +247,7 @@ def _share_that_turns(config: Config) -> float:
     return float(rope.get("partial_rotary_factor", 1.0)) if config.get(GATED) else 1.0
 
 
-def _softmax(scores: Array) -> Array:
+def softmax(scores: Array) -> Array:
     exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 

@@ -58,12 +58,18 @@ _ALIASES = {  # classes of the same networks
     "Lfm2DSparkDraftModel": DSPARK,
     "Qwen3DFlashModel": DSPARK,  # without its heads
 }
-_MUSE = "MuseGlimmerAssistantModel"
+_MUSE, _GEMMA = "MuseGlimmerAssistantModel", "Gemma4DSparkModel"
 _MUSE_TARGET = {  # of the one target that it was made for, which its own file leaves out
     "vocab_size": 202_048,
     "output_multiplier": 0.19611613513818404,
     "final_logit_softcapping": 20.0,
 }
+_GEMMA_ONLY = {  # what its layers do
+    "hidden_activation": "gelu_pytorch_tanh",
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0,
+}
+_EMBEDDING = "embed_tokens.weight"
 _HINT = (
     "; they number hidden states from the output of the embedding, 0, which no drafter reads (if "
     "these number layers, add them as dflash_config.target_layer_ids)"
@@ -95,6 +101,8 @@ class BlockFiles(FileFormat):
             return _from_speculators(raw, names)
         if (name := architecture(raw)) == _MUSE:
             return _from_muse(raw)
+        if name == _GEMMA:
+            return _from_dspark(_from_gemma(raw, names), names)
         kind = DSPARK if _has_markov(raw) else _ALIASES.get(name, name)
         told = raw if kind == name else {**raw, "architectures": [kind]}
         return _from_dspark(told, names) if kind == DSPARK else told
@@ -274,10 +282,28 @@ def _from_muse(raw: Fields) -> Fields:
     return {**raw, **target, **own}
 
 
+def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:
+    """DSpark of Gemma 4's layers, whose sizes are those of the target's full attention."""
+    for name, supported in _GEMMA_ONLY.items():
+        if raw.get(name) not in (None, supported):
+            raise Unsupported(f"{name} is {raw[name]!r}, supported is {supported!r}")
+    shares, rope = flag(raw, "attention_k_eq_v"), part(raw, "rope_parameters")
+    heads = raw.get("num_global_key_value_heads") if shares else None
+    scale = size(raw, "hidden_size") ** 0.5
+    return {
+        **raw,
+        **({"input_embedding_scale": scale} if _EMBEDDING in names else {}),  # else the target's
+        "gemma_layers": True,
+        "head_dim": raw["global_head_dim"],
+        "num_key_value_heads": heads or raw["num_key_value_heads"],
+        "rope_parameters": rope.get("full_attention", rope),
+    }
+
+
 def _own_tables(told: Fields, names: Collection[str]) -> dict[str, bool]:
     """Whether a drafter with tensors of these names has an embedding and a head."""
     has_head = told.get("draft_vocab_size") is not None or "lm_head.weight" in names
-    return {"own_embedding": "embed_tokens.weight" in names, "own_head": has_head}
+    return {"own_embedding": _EMBEDDING in names, "own_head": has_head}
 
 
 def _drafts_every_row(raw: Fields) -> bool:

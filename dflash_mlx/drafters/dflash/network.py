@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.drafters.dflash.gemma import GemmaLayer
 from dflash_mlx.drafters.dflash.paths import (
     CandidateSelector,
     ConfidenceHead,
@@ -114,6 +115,8 @@ class NetworkConfig(DraftConfig):
     sample_from_anchor: bool = stored(flag, False)
     markov: MarkovConfig | None = None  # of DSpark
     offset_norms: bool = stored(flag, False)  # whether files have w for norms that scale by 1 + w
+    gemma_layers: bool = stored(flag, False)  # else Qwen3's or Qwen3.5's
+    attention_k_eq_v: bool = stored(flag, False)  # of Gemma's: values are the keys' projection
 
     def problems(self) -> dict[str, Any]:
         width, own, vocabulary = self.hidden_size, self.draft_vocab_size, self.vocab_size
@@ -171,6 +174,12 @@ class ConvolvedLayer(Layer):
         return x + self.mlp_conv.after(self.mlp(inner), after, branches)
 
 
+def _layer(config: NetworkConfig) -> nn.Module:
+    if config.gemma_layers:
+        return GemmaLayer(config, config.attention_k_eq_v)
+    return Layer(config) if config.convolution is None else ConvolvedLayer(config)
+
+
 class Network(DraftNetwork):
     """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
 
@@ -182,8 +191,7 @@ class Network(DraftNetwork):
         d = config.hidden_size
         self.fc = nn.Linear(len(config.aux_layers) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
-        layer = Layer if config.convolution is None else ConvolvedLayer
-        self.layers = [layer(config) for _ in config.layer_windows]
+        self.layers = [_layer(config) for _ in config.layer_windows]
         self._causal = config.layer_causal
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)

@@ -38,6 +38,8 @@ def _rope(config: DraftConfig) -> nn.Module:
 class Attention(nn.Module):
     """Attention of a pass's rows to what is committed and to the pass itself."""
 
+    scale: float | None = None  # of products of queries and keys; None for 1 over the root of D
+
     def __init__(
         self,
         config: DraftConfig,
@@ -76,7 +78,8 @@ class Attention(nn.Module):
         queries = self.q_norm(queries) if self._head_norms else queries
         queries = self.rope(queries, offset=cache.offset)
         keys, values = self.remember(x, cache)
-        out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        out = cache.attend(queries, keys, values, scale=scale, mask=mask)
         out = out.swapaxes(1, 2).flatten(2)
         return self.o_proj(out if gate is None else out * mx.sigmoid(gate))
 
