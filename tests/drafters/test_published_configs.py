@@ -96,6 +96,37 @@ def test_one_that_asks_for_nothing_is_noted(part, value):
     assert "new_head_kind" in " ".join(parsed(planted(part, value)).notes)
 
 
+LAYERS = {  # a configuration, and the part of it in which its network's fields are
+    "DFlash": (first(), ""),
+    "DSpark": (dspark(), ""),
+    "EAGLE-3": (eagle(), ""),
+    "speculators": (speculators(), "transformer_layer_config"),
+    "speculators' EAGLE-3": (speculators_3(), "transformer_layer_config"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("attention_sink_bias", True, False),
+        ("add_swa_attention_sink_bias", True, None),
+        ("kv_lora_rank", 512, 0),
+        ("logit_scale", 0.5, 1.0),
+        ("mlp_bias", True, False),
+    ],
+)
+def test_a_field_of_the_layers_that_changes_them_is_refused(kind, name, value, harmless):
+    raw, place = LAYERS[kind]
+
+    def changed(value: Any) -> dict[str, Any]:
+        return {**raw, **({place: {**raw[place], name: value}} if place else {name: value})}
+
+    with pytest.raises(DFlashError, match=f"{name} is {value}, but"):
+        parsed(changed(value))
+    assert parsed(changed(harmless)) == parsed(raw)
+
+
 def test_a_long_value_is_cut_in_the_sentence():
     with pytest.raises(DFlashError, match="new_head_kind is 'x+ [.]{3},") as failure:
         parsed(planted("dflash_config", "x" * 3000))

@@ -38,7 +38,7 @@ class GemmaMLP(MLP):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., d] -> [..., d]."""
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GemmaLayer(nn.Module):
