@@ -58,7 +58,8 @@ class Part:
             if own in self.refused:
                 _check(place, value, self.refused[own])
             elif own in self.noted:
-                yield place
+                if value not in NOTHING:
+                    yield place
             elif own not in self.read and own not in self.silent:
                 _check(place, value, Refused("a field that this program does not know"), _UNKNOWN)
                 yield place
