@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -57,6 +58,8 @@ def test_what_is_not_supported_is_refused_by_its_name_with_the_next_step(tmp_pat
     tensors = {
         "norm.weight": np.zeros(64, np.float32),
         "lm_head.weight": np.zeros((97, 64), np.float32),
+        "layers.0.self_attn.sinks": np.zeros(4, np.float32),
+        "layers.0.self_attn.kv_a_proj_with_mqa.weight": np.zeros((8, 64), np.float32),
     }
     folder = write_drafter_folder(tmp_path, raw, tensors)
     assert any(re.search(said, error.what) for error in check_drafter(folder).errors)
@@ -125,6 +128,21 @@ def test_a_field_of_the_layers_that_changes_them_is_refused(kind, name, value, h
     with pytest.raises(DFlashError, match=f"{name} is {value}, but"):
         parsed(changed(value))
     assert parsed(changed(harmless)) == parsed(raw)
+
+
+@pytest.mark.parametrize("name", ["attention_sink_bias", "kv_lora_rank", "q_lora_rank", "mlp_bias"])
+def test_one_that_the_tensors_contradict_is_the_target_s_and_noted(name):
+    raw, tensors = FORMATS["dspark"]
+    found = parsed({**raw, name: 8}, tensors)
+    assert name in " ".join(found.notes)
+    assert replace(found, notes=()) == parsed(raw, tensors)
+    shown = {
+        **tensors,
+        "layers.0.self_attn.sinks": None,
+        "layers.0.self_attn.kv_a_proj.weight": None,
+    }
+    with pytest.raises(DFlashError, match=f"{name} is 8, but"):
+        parsed({**raw, name: 8}, {**shown, "layers.0.mlp.down_proj.bias": None})
 
 
 def test_a_long_value_is_cut_in_the_sentence():

@@ -245,7 +245,8 @@ def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
         "notes": notes,
         **named(raw, ("quantization", "quantization_config")),
     }
-    if flag(raw, "sliding_window_non_causal", default=kind == "dflash2"):
+    apart = flag(raw, "sliding_window_non_causal", default=kind == "dflash2")
+    if apart and not named(method, own.CAUSAL):
         result["is_causal"] = False
     rope = layers.get("rope_parameters")
     if isinstance(rope, dict) and "sliding_attention" in rope:
@@ -278,8 +279,8 @@ def _from_muse(raw: Fields) -> Fields:
     """The assistant of Muse-Glimmer, a DFlash with its target's numbers left out."""
     inner = named(raw, ("block_size", "mask_token_id", "target_layer_ids"))
     target = {name: raw.get(name, value) for name, value in _MUSE_TARGET.items()}
-    own = {"architectures": [VERSION_1], "is_causal": False, "dflash_config": inner}
-    return {**raw, **target, **own}
+    ours = {"architectures": [VERSION_1], "is_causal": False, "dflash_config": inner}
+    return {**raw, **target, **ours}
 
 
 def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:

@@ -94,14 +94,14 @@ def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[s
 
 
 def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
-    yield from _IN_METHOD.review(part(raw, METHOD), METHOD)
+    yield from _IN_METHOD.review(part(raw, METHOD), METHOD, names)
     if is_speculators:
-        yield from _IN_SPECULATORS.review(raw)
+        yield from _IN_SPECULATORS.review(raw, names=names)
         layers = raw.get("transformer_layer_config")
         raw = layers if isinstance(layers, dict) else {}
     is_read = is_native_35(raw, names) or (raw.get("model_type") == NATIVE and not is_speculators)
     yield from (
-        place for place in review_others(raw, _AROUND) if not (is_read and place == _PARTIAL)
+        place for place in review_others(raw, _AROUND, names) if not (is_read and place == _PARTIAL)
     )
 
 
@@ -115,9 +115,7 @@ def drafts_from_anchor(fields: Fields, default: bool = False) -> bool:
     says = {name: flag(fields, name) for name in named(fields, ANCHOR)}
     if "dspark_bonus_anchor" in says:
         says["dspark_bonus_anchor"] ^= True
-    if len(set(says.values())) > 1:
-        raise ValueError(f"{' and '.join(says)} contradict each other: {named(fields, ANCHOR)}")
-    return next(iter(says.values()), default)
+    return bool(_agreed(says, named(fields, ANCHOR), default))
 
 
 def block_attention(fields: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
@@ -132,9 +130,16 @@ def block_attention(fields: Fields) -> tuple[tuple[int | None, ...], tuple[bool,
                 "use_swa is true, but neither swa_window_size nor sliding_window is given"
             )
         windows, causal = (size(fields, "sliding_window"),) * len(windows), False
-    if said := [*named(fields, CAUSAL)]:
-        causal = flag(fields, said[0])
+    says = named(fields, CAUSAL)
+    causal = _agreed({name: flag(says, name) for name in says}, says, causal)
     return windows, tuple(window is not None if causal is None else causal for window in windows)
+
+
+def _agreed(says: dict[str, bool], fields: Fields, default: bool | None) -> bool | None:
+    """What fields say alike, by their names; ValueError where two contradict each other."""
+    if len(set(says.values())) > 1:
+        raise ValueError(f"{' and '.join(says)} contradict each other: {fields}")
+    return next(iter(says.values()), default)
 
 
 def is_native_35(fields: Fields, names: Collection[str]) -> bool:

@@ -61,7 +61,7 @@ class EagleFiles(FileFormat):
     classes = ((".*Eagle3.*|P[Ee]agle.*", ""), (_FIRST, "draft_vocab_size"))
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
-        return own.review(raw, SPECULATORS in raw)
+        return own.review(raw, names, SPECULATORS in raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if SPECULATORS not in raw:

@@ -7,7 +7,7 @@ SGLang takes them; so are DeepSpec's `target_layer_ids`. The first of these name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from dflash_mlx.drafters.networks.fields import Fields, layers_of_states, listed, part, whole
 from dflash_mlx.drafters.networks.known_fields import (
@@ -59,18 +59,18 @@ _IN_SPECULATORS = Part(
 )
 
 
-def review(raw: Fields, is_speculators: bool) -> tuple[str, ...]:
+def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[str, ...]:
     """The note on fields that change nothing; Unsupported for one that is not known."""
-    return note_of([*_places(raw, is_speculators)])
+    return note_of([*_places(raw, names, is_speculators)])
 
 
-def _places(raw: Fields, is_speculators: bool) -> Iterator[str]:
-    yield from _IN_METHOD.review(part(raw, METHOD), METHOD)
+def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+    yield from _IN_METHOD.review(part(raw, METHOD), METHOD, names)
     if is_speculators:
-        yield from _IN_SPECULATORS.review(raw)
+        yield from _IN_SPECULATORS.review(raw, names=names)
         layers = raw.get("transformer_layer_config")
         raw = layers if isinstance(layers, dict) else {}
-    yield from review_others(raw, _AROUND)
+    yield from review_others(raw, _AROUND, names)
 
 
 def aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:

@@ -37,6 +37,12 @@ class Refused:
 
     why: str  # behind the field and its value
     harmless: tuple[Any, ...] = NOTHING
+    # What a name of its tensors holds then; a file without describes its target by the field
+    tensor: str = ""
+
+    def contradicted(self, names: Collection[str]) -> bool:
+        """Whether the tensors beside a file show that it does not describe its drafter."""
+        return bool(self.tensor and names) and not any(self.tensor in name for name in names)
 
 
 @dataclass(frozen=True)
@@ -48,27 +54,30 @@ class Part:
     silent: Collection[str] = ()  # likewise, and nobody would think so
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
-    def review(self, given: Fields, name: str = "") -> Iterator[str]:
+    def review(self, given: Fields, name: str = "", names: Collection[str] = ()) -> Iterator[str]:
         """The fields that are left out and noted; Unsupported for one that cannot be.
 
-        name: of the part in the file, "" for the file itself.
+        name: of the part in the file, "" for the file itself. names: of the tensors beside it, ()
+        where these are not known.
         """
         for own, value in given.items():
             place = f"{name}.{own}" if name else own
-            if own in self.refused:
-                _check(place, value, self.refused[own])
-            elif own in self.noted:
+            refused = self.refused.get(own)
+            if own in self.noted or (refused and refused.contradicted(names)):
                 if value not in NOTHING:
                     yield place
+            elif refused:
+                _check(place, value, refused)
             elif own not in self.read and own not in self.silent:
                 _check(place, value, Refused("a field that this program does not know"), _UNKNOWN)
                 yield place
 
 
-def review_others(given: Fields, part: Part) -> Iterator[str]:
+def review_others(given: Fields, part: Part, names: Collection[str]) -> Iterator[str]:
     """As `Part.review`, of fields among others that nobody can list: these are passed over."""
     listed = {*part.refused, *part.noted}
-    yield from part.review({name: v for name, v in given.items() if name in listed})
+    others = {name: v for name, v in given.items() if name in listed}
+    yield from part.review(others, names=names)
 
 
 def note_of(places: Collection[str]) -> tuple[str, ...]:
@@ -101,9 +110,10 @@ SPECULATORS_READ = frozenset({
     "num_target_layers", "tie_word_embeddings", "quantization", "quantization_config", "notes",
 })  # fmt: skip
 SPECULATORS_SILENT = LIBRARY | {"speculators_config", "speculators_version", "embed_requires_grad"}
-# A target's, which trainers copy into its drafter's file, and which the tensors contradict
-_SINKS = Refused("but attention sinks are not supported")
-_LATENT = Refused("but attention over latent keys and values (MLA) is not supported")
+_SINKS = Refused("but attention sinks are not supported", tensor="sink")
+_LATENT = Refused(
+    "but attention over latent keys and values (MLA) is not supported", tensor="kv_a_proj"
+)
 # Fields beside the network's own that change what it does, whatever the drafter
 NETWORK_REFUSED: Mapping[str, Refused] = {
     "attention_sink_bias": _SINKS,
@@ -112,8 +122,9 @@ NETWORK_REFUSED: Mapping[str, Refused] = {
     "kv_lora_rank": _LATENT,
     "q_lora_rank": _LATENT,
     "logit_scale": Refused("but scaled logits are not supported", (*NOTHING, 1)),
-    "mlp_bias": Refused("but biases of the MLP are not supported"),
+    "mlp_bias": Refused("but biases of the MLP are not supported", tensor="down_proj.bias"),
 }
+# Of a target, which trainers copy into its drafter's file, and which the tensors contradict
 COPIED = (
     "attn_output_gate", "output_gate_type", "mrope_section", "mrope_interleaved",
 )  # fmt: skip
