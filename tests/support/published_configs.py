@@ -290,9 +290,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         method(query_zero_predicts_next=True, sample_from_anchor=False),
         "sample_from_anchor and query_zero_predicts_next contradict",
     ),
-    "two answers to what a row sees": (
-        method(causal=True, is_causal=False), "is_causal and causal contradict each other",
-    ),
     "other layers under another name": (
         eagle(target_layer_ids=[0, 2]), "eagle_config.*are \\[0, 1, 2\\] and target_layer_ids are",
     ),

@@ -4,8 +4,8 @@
 block drafts the token behind it, the anchor's too. NVIDIA's `dspark_bonus_anchor` says the reverse.
 
 *What a row sees of its block.* `is_causal` of z-lab's, `causal` of vLLM's, `dflash_query_causal` of
-NVIDIA's and `causal_head` of JetSpec's files hold for all layers. Without them layers with a window
-of their own are causal, and others are not.
+NVIDIA's and `causal_head` of JetSpec's files hold for all layers, the first of
+them that a file has. Without any, layers with a window of their own are causal, and others are not.
 
 *Windows.* vLLM's `use_swa` gives every layer one, of `swa_window_size`, unless `layer_types` has
 windows already; such layers are not causal.
@@ -115,7 +115,9 @@ def drafts_from_anchor(fields: Fields, default: bool = False) -> bool:
     says = {name: flag(fields, name) for name in named(fields, ANCHOR)}
     if "dspark_bonus_anchor" in says:
         says["dspark_bonus_anchor"] ^= True
-    return bool(_agreed(says, named(fields, ANCHOR), default))
+    if len(set(says.values())) > 1:
+        raise ValueError(f"{' and '.join(says)} contradict each other: {named(fields, ANCHOR)}")
+    return next(iter(says.values()), default)
 
 
 def block_attention(fields: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
@@ -130,16 +132,9 @@ def block_attention(fields: Fields) -> tuple[tuple[int | None, ...], tuple[bool,
                 "use_swa is true, but neither swa_window_size nor sliding_window is given"
             )
         windows, causal = (size(fields, "sliding_window"),) * len(windows), False
-    says = named(fields, CAUSAL)
-    causal = _agreed({name: flag(says, name) for name in says}, says, causal)
+    if said := [*named(fields, CAUSAL)]:
+        causal = flag(fields, said[0])
     return windows, tuple(window is not None if causal is None else causal for window in windows)
-
-
-def _agreed(says: dict[str, bool], fields: Fields, default: bool | None) -> bool | None:
-    """What fields say alike, by their names; ValueError where two contradict each other."""
-    if len(set(says.values())) > 1:
-        raise ValueError(f"{' and '.join(says)} contradict each other: {fields}")
-    return next(iter(says.values()), default)
 
 
 def is_native_35(fields: Fields, names: Collection[str]) -> bool:
