@@ -91,7 +91,7 @@ class Product:
         return self._settled[key](x)
 
     def settled(self, x: mx.array, way: Way | None = None) -> Multiply:
-        """The same for every x of this shape and dtype, with nothing left to look up."""
+        """A product for every x of this shape and dtype, with nothing left to look up."""
         run, sizes = self._plan(x, way)
         rest = *self.arrays, sizes
         return lambda x: run([x, *rest])[0]

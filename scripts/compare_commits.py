@@ -3,9 +3,10 @@
     .venv/bin/python scripts/compare_commits.py OLD NEW --prompts PROMPTS.jsonl --limit 14
 
 OLD and NEW are checkouts, each with the .venv that its scripts/test made. Every prompt is answered
-by both, one right after the other, and the order turns from prompt to prompt; plain decoding by OLD
-comes twice, as the control. Only names of README's Python section are used, so that most commits
-can be compared. Nothing else should run on the machine.
+by both, one right after the other, and the order turns from prompt to prompt; plain decoding by one
+of them in turn comes twice, as the control. Whoever answers after the other has a slower first pass
+(its threads still spin), so both do equally often. Only names of README's Python section are used,
+so that most commits can be compared. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ def main() -> None:
             same += old[0] == new[0]
             ratios.setdefault(f"new / old, {method}", []).append(new[1] / old[1])
             ratios.setdefault(f"first token, old / new, {method}", []).append(old[2] / new[2])
-        again = [sides[0].answer("none", messages, arguments.max_tokens)[1] for _ in range(2)]
-        ratios.setdefault("control: old plain, second / first", []).append(again[1] / again[0])
+        again = [sides[i % 2].answer("none", messages, arguments.max_tokens)[1] for _ in range(2)]
+        ratios.setdefault("control: plain, second / first", []).append(again[1] / again[0])
     print("| what | median | 95 % | worst |\n| --- | --- | --- | --- |")
     for name, found in ratios.items():
         low, high = interval(found)

@@ -53,7 +53,7 @@ def together(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
 
 
 def in_turn(pair: Pair, prompts: Prompts, method: str, tokens: int) -> Ends:
-    """The same, one answer after the other; all are asked for at once."""
+    """When each answer ends if they come one after the other; all are asked for at once."""
     ends, begin = [], 0.0
     for prompt in prompts:
         ((said, seconds),) = together(pair, [prompt], method, tokens)

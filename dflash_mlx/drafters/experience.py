@@ -98,7 +98,7 @@ class RoundTimes:
 
     def retime(self, timed: PassTimes | None) -> None:
         """Take other times of passes; None until a round tells, where none was timed."""
-        self.timed = self.given = timed
+        self.timed = self.given = timed  # what a round tells in place of None is `timed` alone
         self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
         self._plain = deque[float](maxlen=_RECENT)  # seconds beyond the pass
         self._drafted = deque[tuple[int, float]](maxlen=_DRAFTED)  # sizes, and the same

@@ -114,10 +114,11 @@ def _add_errors(api: FastAPI, most: int) -> None:
 def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     """What pydantic found, as a sentence that names the field it is deepest in.
 
-    Of a list that is too long it also says that it is no text, and its items of no other type.
+    Where a text or a list may stand, it also finds that a list which is too long is no text; then
+    the length is what is said.
     """
-    is_long = [each for each in problems if each["type"] == "too_long"]
-    problem = max(is_long or problems, key=lambda each: len(_place(each, body)))
+    long = [each for each in problems if each["type"] == "too_long"]
+    problem = max(long or problems, key=lambda each: len(_place(each, body)))
     field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in _place(problem, body))
     field = field.removeprefix(".")[:200]
     if problem["type"] == "extra_forbidden":
@@ -126,7 +127,7 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"the request is no JSON object ({str(why)[:200]})")
     said = str(problem["msg"])[:300]
-    told = is_long or problem["type"] == "missing"
+    told = long or problem["type"] == "missing"
     given = "" if told else f", not {reprlib.repr(problem['input'])}"
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 

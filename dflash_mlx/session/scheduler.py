@@ -44,7 +44,7 @@ class CacheMemory:
         self.limit = limit  # bytes, None for no limit
         self._target = target
         # Bytes of STEP tokens, and of twice as many, by what is in the caches, and by drafter.
-        self._found: dict[CacheKey, list[int]] = {}
+        self._by_key: dict[CacheKey, list[int]] = {}
         self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
 
     def check(self, sequence: Sequence) -> None:
@@ -79,8 +79,8 @@ class CacheMemory:
         if drafter not in self._sizes:
             state = State(self._target.new_cache(), drafter.new_context())
             key = CacheKey.of(self._target, drafter, state)
-            self._sizes[drafter] = self._found.get(key) or self._measured(drafter, state)
-            self._found[key] = self._sizes[drafter]
+            self._sizes[drafter] = self._by_key.get(key) or self._measured(drafter, state)
+            self._by_key[key] = self._sizes[drafter]
         least, more = self._sizes[drafter]
         return least + (more - least) * (tokens // STEP)
 
@@ -239,7 +239,8 @@ class Scheduler:
         for each in [*self.waiting]:
             if len(self.running) >= self.most:
                 break
-            if any(_reads_for(other, each.prompt) for other in self._alike(each)):
+            alike = self._alike(each)
+            if any(_reads_for(other, each.prompt) for other in alike or ()):
                 continue  # it takes nobody's place meanwhile
             left = self.memory.left(self.running)
             if self.running and left is not None and self.memory.reserved(each) > left:
@@ -247,30 +248,28 @@ class Scheduler:
             each.status = Status.PREFILL if each.is_reading else Status.DECODE
             self.waiting.remove(each)
             self.running.append(each)
-            if (problem := guarded(partial(self._begin, each))) is not None:
+            if alike is None:
+                continue
+            if (problem := guarded(partial(self._begin, each, alike))) is not None:
                 self.drop(each)
                 failed.append((each, problem))
         return failed
 
-    def _looks(self, sequence: Sequence) -> bool:
-        """Whether it may go on from what others have read; who begins elsewhere has read that."""
-        has_begun = sequence.looked_for_prefix or sequence.state.position > 0
-        return self.prefixes is not None and not sequence.config.exact and not has_begun
-
-    def _alike(self, sequence: Sequence) -> list[Sequence]:
-        """The running ones whose caches it could go on with."""
-        if not self._looks(sequence):
-            return []
+    def _alike(self, sequence: Sequence) -> list[Sequence] | None:
+        """The running ones whose caches it could go on with; None where it reads all by itself."""
+        if self.prefixes is None or sequence.config.exact or sequence.looked_for_prefix:
+            return None
+        if sequence.state.position:  # whoever made it has read that
+            return None
         key = CacheKey.of(self.target, sequence.drafter, sequence.state)
-        others = [each for each in self.running if each is not sequence and not each.config.exact]
+        others = [each for each in self.running if not each.config.exact]
         keys = (CacheKey.of(self.target, each.drafter, each.state) for each in others)
         return [each for each, its in zip(others, keys, strict=True) if its == key]
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Let it go on from what others have read."""
-        if self.prefixes is None or not self._looks(sequence):
-            return
-        prompt, alike = sequence.prompt, self._alike(sequence)
+    def _begin(self, sequence: Sequence, alike: abc.Sequence[Sequence]) -> None:
+        """Let it go on from what others have read, finished ones or these."""
+        assert self.prefixes is not None
+        prompt = sequence.prompt
         least = min(_WORTH_SHARING, len(prompt) - 1)
         shared = [each.state for each in alike if each.state.match_length(prompt) >= least]
         found = self.prefixes.take(prompt, self.target, sequence.drafter, shared)

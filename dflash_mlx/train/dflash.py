@@ -88,7 +88,7 @@ class DFlashTrainee(Trainee):
         return trainee
 
     def without_selector(self) -> DFlashTrainee:
-        """The same drafter as version 1: a selector was trained for the states that it had."""
+        """This drafter as version 1; a selector fits only the states that it was trained for."""
         if self.config.selector is None:
             return self
         method = self.raw["dflash_config"].items()

@@ -89,7 +89,7 @@ class Trainee(ABC):
         return cls(network, drafter.config, drafter.raw, target)
 
     def prepared(self: _Trainee, mode: str, block_size: int | None = None) -> _Trainee:
-        """The same, to be trained in this mode, in blocks of this size if one is given."""
+        """This drafter, to be trained in a mode, and in blocks of this size if one is given."""
         if block_size is None:
             return self
         config = replace(self.config, block_size=block_size)

@@ -145,7 +145,7 @@ def attending_itself(model: Any) -> str:
 
 
 def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
-    """The same code, in which these names mean something else.
+    """A copy of a function in which these global names mean something else.
 
     Families import these functions by name, so for one model alone there is no other place to
     change: assigning to their modules would change all models, and copying calls all families.

@@ -152,7 +152,7 @@ class Call:
             self.changed(part)()
 
     def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:
-        """The same call of other arguments, of which nothing is noted."""
+        """This call with changed arguments; nothing of it is noted."""
         kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
         return Call(self.run, tuple(map(change, self.args)), kwargs, self.products, layer)
 

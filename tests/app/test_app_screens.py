@@ -275,6 +275,18 @@ async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(chat, a
     assert chat.shown_answer == ANSWER
 
 
+class Left(ScriptedBackend):
+    """Its timing stops, as where another pair is loaded meanwhile."""
+
+    def measure(self, again):
+        yield 1
+
+
+@in_chat(lambda: Left(), decode=DecodeConfig())
+async def test_a_timing_that_stops_is_waited_for_no_longer(chat, app):
+    await chat.until(lambda: app.pair and not app.listener.waiting)
+
+
 @in_chat(
     lambda: ScriptedBackend(capabilities=Capabilities(("dflash",) * 2, preset=Preset("ddtree"))),
     decode=DecodeConfig(),

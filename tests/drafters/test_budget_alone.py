@@ -10,7 +10,7 @@ import pytest
 
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.experience import Average, RoundTimes
+from dflash_mlx.drafters.experience import Average, Experience, RoundTimes
 from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -274,3 +274,20 @@ def test_plans_in_passes_become_seconds_but_for_their_drafts():
     draft.planned = Average(0.5 + 2.0)
     known.retime(PassTimes((1, 96), (0.1, 0.1)))
     assert draft.planned.mean == pytest.approx(0.5 + 2.0 * 0.1)
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_a_round_that_was_planned_without_times_tells_nothing_once_there_are_some(
+    meanwhile, monkeypatch
+):
+    case, told = Case(RISING, Honest(0.1, lambda i: 0.9), 4, timed=False), []
+    budget, known = case.drafter, case.drafter.experience
+    known.times.retime(None)
+    _, state = case.start(8)
+    (proposal,) = budget.propose([state], 96)
+    monkeypatch.setattr(Experience, "spent", lambda *given: told.append(given))
+    if meanwhile:
+        known.retime(RISING)  # as another answer may have told
+    state.last = replace(case.rounds[0].accepted, tree=proposal.tree)
+    budget.propose([state], 96)
+    assert len(told) == (not meanwhile)

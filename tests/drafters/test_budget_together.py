@@ -39,7 +39,7 @@ def decode(times: PassTimes, sure: float, count: int, width: int = 2, chains: bo
 
 
 def decode_with(drafter, times, count, second=None, chains=False):
-    """The same with any drafter, whose second pass, if any, was timed so."""
+    """The rows of each step with any drafter, whose second pass, if any, was timed so."""
     target, config = TimedTarget(Clock(), times), DecodeConfig(max_tokens=120)
     for part in getattr(drafter, "passes", [drafter]):
         part.target = target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,6 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.serve.running import _insists
 from dflash_mlx.serve.settings import ServeConfig
 from support.serving import CHAT, MESSAGES, actor_pair, chat_body, message_body, said, serving
 
@@ -190,15 +192,14 @@ def test_settings_of_no_sense_are_refused():
     assert ServeConfig(host="::1").key is None
 
 
-def test_who_held_the_pipe_and_goes_too_does_not_cut_what_a_signal_lets_finish(pair, threads):
-    with serving(pair) as server:
-        pair.target.gate.clear()
-        found = threads.submit(server.chat)
-        server.until(lambda: len(server.queue) == 1)
-        server.end()
-        server.until(lambda: server.queue._closing)
-        server.loop.call_soon_threadsafe(server.ends.put_nowait, False)
-        server.until(server.ends.empty)
-        pair.target.gate.set()
-        assert said(found.result(20)) == "so"
-        server.thread.join(20)
+def test_who_held_the_pipe_and_goes_too_does_not_insist_that_it_ends_at_once():
+    async def insisted(*asked):
+        ends = asyncio.Queue()
+        for each in asked:
+            ends.put_nowait(each)
+        insists = asyncio.ensure_future(_insists(ends))
+        await asyncio.wait([insists], timeout=0.01)
+        return insists.done()
+
+    assert not asyncio.run(insisted(False))
+    assert asyncio.run(insisted(False, True))

@@ -30,7 +30,7 @@ def arguments(operation: Operation, dtype=mx.float32, seed: int = 0, **sizes: in
 
 
 def exact(array: mx.array) -> np.ndarray:
-    """The same numbers in float64."""
+    """An array's numbers in float64."""
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 

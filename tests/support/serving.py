@@ -251,7 +251,7 @@ def spawn(
 def command_of(
     model: Path, folder: Path, *argv: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The same when it listens, and the address that it says; killed in the end."""
+    """A server that listens, and the address that it says; killed in the end."""
     running = spawn(model, folder, *argv)
     try:
         assert running.stderr is not None
