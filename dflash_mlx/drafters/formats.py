@@ -18,14 +18,13 @@ import numpy as np
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
+from dflash_mlx.drafters.networks.fields import Fields, architecture
 from dflash_mlx.drafters.networks.files import (
     DOWNLOAD_AGAIN,
     FLAGS,
     FLOATING,
     Arrays,
     DraftConfig,
-    Fields,
-    architecture,
     check_vocabulary,
     in_words,
     parameters_of,
@@ -34,6 +33,7 @@ from dflash_mlx.drafters.networks.files import (
     read_json,
     stored_config,
 )
+from dflash_mlx.drafters.networks.known_fields import Unsupported
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.system import cpu_math
@@ -65,6 +65,13 @@ class FileFormat:
             re.fullmatch(pattern, name) and (not field or field in raw)
             for pattern, field in self.classes
         )
+
+    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+        """Notes on fields that are left out; Unsupported for one that must not be.
+
+        names: as of `translate`.
+        """
+        return ()
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         """A config.json in our words; one that is in them already stays as it is.
@@ -106,11 +113,15 @@ class FileFormat:
         try:
             if not isinstance(raw, dict):
                 raise ValueError(f"the contents are {raw!r}, and what they describe is unknown")
+            notes = self.review(raw, names)
             told = self.translate(raw, names)
             if (name := architecture(told)) not in self.known:
                 known = ", ".join(self.known)
                 raise ValueError(f"architectures is {name!r}, supported are {known}")
             config = self.read_fields(told, names)
+        except Unsupported as error:
+            problem = f"in {source}/config.json, {in_one_line(error)}"
+            raise DFlashError(problem, error.next_step) from None
         except KeyError as error:
             raise DFlashError(f"config.json of {source} lacks {error}", DOWNLOAD_AGAIN) from None
         except (ValueError, TypeError, OverflowError) as error:
@@ -119,7 +130,7 @@ class FileFormat:
         for problem, wrong in config.problems().items():
             if wrong:
                 raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
-        return config
+        return replace(config, notes=tuple(dict.fromkeys((*config.notes, *notes))))
 
     def read_config(self, folder: Path) -> Any:
         """The configuration in a folder's config.json; DFlashError as of `parse_config`."""

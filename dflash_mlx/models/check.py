@@ -5,6 +5,7 @@ Configurations and the heads of weight files tell it; docs/compatibility.md list
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any, cast
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.methods import format_of, formats
+from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
+from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
 from dflash_mlx.models.source import (
     BY_LAYER,
@@ -39,6 +42,11 @@ _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
 )  # fmt: skip
+# Draft models that no family reads, by class or model_type
+_OTHER_KINDS = re.compile(
+    r"medusa|assistant|speculator|draft|eagle(?:model)?$|_mtp|mtp(?:model)?$",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -113,17 +121,26 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
 
 def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
     """The source, its config.json, {} where it has none, and what is wrong with that."""
-    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
+    option = DRAFTER if as_drafter else MODEL
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
     if raw and (format_of(raw) is not None) != as_drafter:
-        is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
-        what = f"{source.name} is {is_what}, not {not_what}"
-        step = f"give it with --{other}, and choose {not_what} with --{option}"
-        found.add([Finding("error", what, step)])
+        found.add([_misplaced(source, raw, as_drafter)])
     found.add(check_code(source, raw))
     return source, raw, found
+
+
+def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
+    """Of a target in a drafter's place, the reverse, or a draft model that no family reads."""
+    kinds = [str(kind)[:80] for kind in (architecture(raw), raw.get("model_type"))]
+    if as_drafter and (known := [kind for kind in kinds if _OTHER_KINDS.search(kind)]):
+        what = f"{source.name} is a draft model of a kind that is not supported, {known[0]!r}"
+        return Finding("error", what, OTHER_DRAFTER)
+    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
+    is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
+    what = f"{source.name} is {is_what}, not {not_what}"
+    return Finding("error", what, f"give it with --{other}, and choose {not_what} with --{option}")
 
 
 def fetched(facts: ModelFacts) -> ModelFacts:

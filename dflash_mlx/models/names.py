@@ -47,10 +47,11 @@ VERSION = 1  # of a pair folder's layout
 
 _FILE = Path(__file__).parent / "models.toml"
 _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
-_BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|q\d"
-_FLOATS = r"b?float(?:16|32)|bf16|(?:mx|nv)?fp\d+"
-_RECIPES = r"mlx|gs\d+|dwq(?:-\d{6})?|awq|gptq|optiq"
-_QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_RECIPES}))+$")
+_BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|oq\d+(?:\.\d+)?e?|qx\d+(?:-hi)?|jang[-_]\d[a-z]?"
+_FLOATS = r"b?float(?:16|32)|bf16|fp\d+"
+_BLOCKS = r"(?:q\d|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?"
+_RECIPES = r"mlx|gs\d+|dwq(?:-\d{6})?|awq|gptq|optiq|qat|ud"
+_QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
 _CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
 _MAX_CARD = 2**20  # bytes
 _RELATIONS = ("finetune", "merge", "quantized", "adapter", None)  # to a base model

@@ -33,6 +33,8 @@ _UNTRAINABLE = {  # by what a config has then
     "sample_from_anchor": "drafts from its anchor's row",
     "markov": "DSpark's heads",
     "logits_shifted": "shifted logits",
+    "offset_norms": "norms of 1 + w",
+    "gemma_layers": "Gemma's layers",
 }
 START_FROM = "choose one in full precision that drafts with the target's embedding and head"
 _Trainee = TypeVar("_Trainee", bound="Trainee")

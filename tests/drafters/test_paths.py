@@ -280,7 +280,15 @@ def test_heads_that_are_given_other_weights_later_are_read_anew():
     assert mx.abs(found.likeliest()[1]).max() == 0
 
 
-@pytest.mark.parametrize("name", ["dspark, specforge", "speculators, from the anchor"])
-def test_a_drafter_that_drafts_from_its_anchor_is_not_trained(drafting, name):
-    with pytest.raises(DFlashError, match="drafts from its anchor"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dspark, specforge", "drafts from its anchor"),
+        ("speculators, from the anchor", "drafts from its anchor"),
+        ("dspark, layers of Qwen3.5", "norms of 1 [+] w"),
+        ("dspark, Gemma 4", "Gemma's layers"),
+    ],
+)
+def test_a_drafter_of_what_training_does_not_do_is_not_trained(drafting, name, said):
+    with pytest.raises(DFlashError, match=said):
         DFlashTrainee.read(drafting(name).folder, drafting(name).target)

@@ -139,6 +139,27 @@ def test_a_tokenizer_that_the_hub_refuses_keeps_the_hubs_sentence(model, drafter
     assert "who/drafter" in found.what and "no readable" not in found.what
 
 
+@pytest.mark.parametrize(
+    ("kind", "model_type", "named"),
+    [
+        ("Gemma4AssistantForCausalLM", "gemma4_assistant", "Gemma4AssistantForCausalLM"),
+        ("Qwen3_5ForCausalLM", "qwen3_5_mtp", "qwen3_5_mtp"),
+        ("MiMoMTPModel", None, "MiMoMTPModel"),
+        (None, "medusa", "medusa"),
+        ("LlamaForCausalLMEagle", "llama", "LlamaForCausalLMEagle"),
+        ("RecurrentDrafter", None, "RecurrentDrafter"),
+    ],
+)
+def test_a_draft_model_that_no_family_reads_is_not_called_a_target(
+    drafter, kind, model_type, named
+):
+    classes = None if kind is None else [kind]
+    edit_config(drafter, dflash_config=None, architectures=classes, model_type=model_type)
+    said = check_drafter(drafter).errors[0]
+    assert f"of a kind that is not supported, {named!r}" in said.what
+    assert "--method none" in said.next_step
+
+
 # A target's folder
 
 

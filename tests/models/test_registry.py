@@ -47,7 +47,8 @@ OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "
 QUANTISATIONS = (
     "4bit", "8-bit", "6.5bit", "3bits", "MLX-4bit", "mlx-8bit", "bf16", "fp16", "float32", "FP8",
     "MXFP4", "MXFP4-Q8", "mxfp8", "nvfp4", "int4", "4bit-DWQ", "4bit-DWQ-053125", "4bit-AWQ",
-    "8bit-gs32", "OptiQ-4bit", "MLX",
+    "8bit-gs32", "OptiQ-4bit", "MLX", "oQ4", "oQ3.5e-fp16", "UD-MLX-4bit", "UD-Q4_K_XL-mlx",
+    "UD-MXFP4_K_XL", "Q4_K_M", "qat", "qat-4bit", "qx86-hi-mlx", "JANG_4D",
 )  # fmt: skip
 OTHERS = (
     "Instruct-2507", "Thinking-2507", "Base", "Instruct-2507-4bit", "VL", "Coder", "abliterated",
@@ -142,6 +143,8 @@ def test_names_that_are_folders_or_close_to_a_target(name, target):
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, 16),
         ("moonshotai/Kimi-K2.5", 0, 16),
         ("./gemma-4-12B-it-float32/", 12e9, 32),
+        ("someone/Qwen3.5-27B-oQ4e", 27e9, 4),
+        ("someone/Qwen3.6-27B-UD-Q6_K_XL-mlx", 27e9, 6),
     ],
 )
 def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):

@@ -15,7 +15,7 @@ from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.verifier.model import Target
-from support import reference_dflash, reference_dflash2, reference_dspark
+from support import reference_dflash, reference_dflash2, reference_dspark, reference_gemma
 from support.families import VOCAB_SIZE
 from support.family_configs import sliding
 from support.reference_dflash import (
@@ -205,6 +205,17 @@ def case(config: dict[str, Any], **more: np.ndarray) -> tuple[dict[str, Any], di
 FULL = own_tables(None)
 REDUCED = own_tables(DRAFT_IDS)
 VERIFIER = {"verifier_norm.weight": np.ones(64, np.float32)}
+GEMMA_4 = reference_gemma.CONFIG
+NATIVE_35: dict[str, Any] = {  # gated queries, norms of 1 + w, and half of each head turns
+    "architectures": ["Qwen35DSparkModel"],
+    "enable_qwen35_gated_q_proj": True,
+    "model_type": "qwen3_5",
+    "rope_parameters": {
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+    },
+}
 HALF = speculators(draft_vocab_size=len(DRAFT_IDS))
 
 FORMATS = {
@@ -215,6 +226,9 @@ FORMATS = {
     "version 2, sliding": case(reference_dflash2.tiny_config(**SLIDING, is_causal=False)),
     "version 2, three taps": case(
         reference_dflash2.tiny_config(dflash_config={"conv_kernel_size": 3, "conv_group_size": 64})
+    ),
+    "version 2, padded vocabulary": case(
+        reference_dflash2.tiny_config(dflash_config={"selector_vocab_size": 60})
     ),
     "version 2, scaled and capped": case(reference_dflash2.tiny_config(dflash_config=SCALES)),
     "speculators": case(speculators()),
@@ -238,6 +252,11 @@ FORMATS = {
     ),
     "dspark, no heads": case(
         reference_dspark.tiny_config(markov_rank=0, enable_confidence_head=False), **FULL
+    ),
+    "dspark, layers of Qwen3.5": case(reference_dspark.tiny_config(**NATIVE_35), **FULL),
+    "dspark, Gemma 4": case(reference_dspark.tiny_config(**GEMMA_4), **FULL),
+    "dspark, Gemma 4, values of their own": case(
+        reference_dspark.tiny_config(**GEMMA_4 | {"attention_k_eq_v": False}), **FULL
     ),
     "dspark, specforge": case(specforge()),
     "dspark, lfm2": case(lfm2()),

@@ -25,6 +25,7 @@ Config = Mapping[str, Any]
 Tensors = Mapping[str, Array]
 DRAFT_IDS = np.sort(np.random.default_rng(3).permutation(VOCAB_SIZE)[:40])  # a draft vocabulary
 Around = Callable[[Tensors, Config, str, Array, Any], Array]
+GATED = "enable_qwen35_gated_q_proj"
 
 
 def draft_logits(
@@ -198,6 +199,8 @@ def attention(layer: Tensors, config: Config, x: Array, context: Array, visible:
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    layer, gate = _without_gate(layer, config, x, heads, head_dim)
+    turning = int(head_dim * _share_that_turns(config))
     # The context has keys and values in every layer, but no queries and no residual stream.
     sources = np.concatenate([context, x])
     positions, interleaved = np.arange(len(sources)), not config.get("rope_is_neox_style", True)
@@ -208,7 +211,10 @@ def attention(layer: Tensors, config: Config, x: Array, context: Array, visible:
         if (norm := layer.get(f"self_attn.{name}_norm.weight")) is not None:
             y = rms_norm(y, norm, config["rms_norm_eps"])
         places = positions[len(sources) - len(rows) :]
-        return rotate(y, places, rope_theta(config), interleaved) if turns else y
+        if not turns:
+            return y
+        turned = rotate(y[..., :turning], places, rope_theta(config), interleaved)
+        return np.concatenate([turned, y[..., turning:]], axis=-1)
 
     queries = projected("q", x, heads, True)
     keys, values = projected("k", sources, kv_heads, True), projected("v", sources, kv_heads, False)
@@ -216,12 +222,32 @@ def attention(layer: Tensors, config: Config, x: Array, context: Array, visible:
     for head in range(heads):
         shared = head // (heads // kv_heads)
         scores = queries[:, head] @ keys[:, shared].T / np.sqrt(head_dim)
-        outputs.append(_softmax(np.where(visible, scores, -np.inf)) @ values[:, shared])
-    out = np.concatenate(outputs, axis=-1) @ layer["self_attn.o_proj.weight"].T
+        outputs.append(softmax(np.where(visible, scores, -np.inf)) @ values[:, shared])
+    out = np.concatenate(outputs, axis=-1) * gate @ layer["self_attn.o_proj.weight"].T
     return out + layer.get("self_attn.o_proj.bias", 0)
 
 
-def _softmax(scores: Array) -> Array:
+def _without_gate(
+    layer: Tensors, config: Config, x: Array, heads: int, head_dim: int
+) -> tuple[Tensors, Any]:
+    """The layer with a projection of queries alone, and what scales the output of heads [B, H*D].
+
+    In Qwen3.5's own layers every head's query is followed by its gate.
+    """
+    if not config.get(GATED):
+        return layer, 1.0
+    name = "self_attn.q_proj.weight"
+    both = layer[name].reshape(heads, 2, head_dim, -1)
+    query, gate = (both[:, i].reshape(heads * head_dim, -1) for i in (0, 1))
+    return {**layer, name: query}, 1.0 / (1.0 + np.exp(-(x @ gate.T)))
+
+
+def _share_that_turns(config: Config) -> float:
+    rope = config.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", 1.0)) if config.get(GATED) else 1.0
+
+
+def softmax(scores: Array) -> Array:
     exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
@@ -300,12 +326,13 @@ def layer_shapes(
     d, ff, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim", d // heads)
     kv_rows = config["num_key_value_heads"] * head_dim
-    rows = {"q": heads * head_dim, "k": kv_rows, "v": kv_rows}
+    outputs = heads * head_dim
+    rows = {"q": outputs * (1 + bool(config.get(GATED))), "k": kv_rows, "v": kv_rows}
     return {
         "input_layernorm.weight": (d,),
         "post_attention_layernorm.weight": (d,),
         **{f"self_attn.{name}_proj.weight": (size, reads or d) for name, size in rows.items()},
-        "self_attn.o_proj.weight": (d, rows["q"]),
+        "self_attn.o_proj.weight": (d, outputs),
         **{f"self_attn.{name}_norm.weight": (head_dim,) for name in norms},
         **{f"self_attn.{name}_proj.bias": (rows.get(name, d),) for name in biases},
         "mlp.gate_proj.weight": (ff, d),

@@ -119,8 +119,9 @@ class Block(LinkedBlock):
         self.states = draft_states(tensors, config, tables[0], *block)
         self.logits = draft_logits(tensors, config, *tables, *block)
         self.before = prefix[-1] if prefix else anchor
-        k = config["dflash_config"]["selector_top_k"]
-        self.offers = np.argsort(-self.logits, kind="stable")[:, :k].tolist()
+        method = config["dflash_config"]
+        k, most = method["selector_top_k"], method.get("selector_vocab_size")
+        self.offers = np.argsort(-self.logits[:, :most], kind="stable")[:, :k].tolist()
         self._weights = {
             name.removeprefix("candidate_selector."): np.asarray(tensor, np.float64)
             for name, tensor in tensors.items()

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from support import reference_gemma
 from support.reference_dflash import (
     Array,
     Config,
     LinkedBlock,
     Tensors,
+    capped,
     hidden_states,
     random_drafter,
     tiny_drafter_config,
@@ -62,7 +64,8 @@ def heads(config: Config, drafted: int = 0, seed: int = 0) -> dict[str, Array]:
 def random_tensors(config: Config, drafted: int = 0, seed: int = 0) -> dict[str, Array]:
     """Draw float32 weights of the network and of the heads that it has."""
     as_dflash = {**layers_of(config), "dflash_config": {"target_layer_ids": [0, 2]}}
-    tensors: dict[str, Array] = dict(random_drafter(as_dflash, seed))
+    draw = reference_gemma.random_tensors if reference_gemma.is_gemma(config) else random_drafter
+    tensors: dict[str, Array] = dict(draw(as_dflash, seed))
     return tensors | (heads(config, drafted, seed) if field(config, "markov_rank", 0) else {})
 
 
@@ -94,16 +97,23 @@ class Block(LinkedBlock):
         rows: int,
         prefix: tuple[int, ...] = (),
     ) -> None:
-        self.tensors = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
+        offset = config.get("model_type") == "qwen3_5"  # of norms
+        self.tensors = {
+            name: np.asarray(t, np.float64) + (offset and "norm" in name)
+            for name, t in tensors.items()
+        }
         first = 0 if field(config, "sample_from_anchor", True) else 1
         masks = [field(config, "mask_token_id")] * (rows - 2 + first - len(prefix))
         embedding = np.asarray(self.tensors.get("embed_tokens.weight", tables[0]), np.float64)
         x = embedding[[anchor, *prefix, *masks]]
-        states = hidden_states(self.tensors, layers_of(config), x, features)
+        is_gemma = reference_gemma.is_gemma(config)
+        x = x * np.sqrt(x.shape[-1]) if is_gemma else x
+        run = reference_gemma.hidden_states if is_gemma else hidden_states
+        states = run(self.tensors, layers_of(config), x, features)
         self.states = states[first + len(prefix) :]
         self.before = prefix[-1] if prefix else anchor
         head = np.asarray(self.tensors.get("lm_head.weight", tables[1]), np.float64)
-        self.logits = self.states @ head.T
+        self.logits = capped(self.states @ head.T, config)
         self.ids = np.arange(len(head))
         if "d2t" in tensors:
             self.ids = self.ids + np.asarray(tensors["d2t"])

@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.drafters.dflash.gemma import GemmaLayer
 from dflash_mlx.drafters.dflash.paths import (
     CandidateSelector,
     ConfidenceHead,
@@ -28,18 +29,8 @@ from dflash_mlx.drafters.dflash.paths import (
     MarkovLinks,
     SelectorConfig,
 )
-from dflash_mlx.drafters.networks.files import (
-    DraftConfig,
-    cap,
-    factor,
-    flag,
-    listed,
-    size,
-    size_or_none,
-    stored,
-    too_large,
-    whole,
-)
+from dflash_mlx.drafters.networks.fields import cap, factor, flag, listed, size_or_none, whole
+from dflash_mlx.drafters.networks.files import DraftConfig, stored, too_large
 from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.verifier.block import Block, Forest
 from dflash_mlx.verifier.cache import LayerCache
@@ -112,9 +103,7 @@ class NetworkConfig(DraftConfig):
     aux_layers: tuple[int, ...] = stored(
         lambda raw, _: listed(raw["target_layer_ids"], "target_layer_ids", int)
     )
-    num_target_layers: int | None = stored(
-        lambda raw, name: None if raw[name] is None else size(raw, name)
-    )
+    num_target_layers: int | None = stored(size_or_none, None)
     draft_vocab_size: int | None = stored(size_or_none, None)
     input_embedding_scale: float = stored(factor, 1.0)
     output_multiplier: float = stored(factor, 1.0)
@@ -125,11 +114,15 @@ class NetworkConfig(DraftConfig):
     # masks draft their own tokens.
     sample_from_anchor: bool = stored(flag, False)
     markov: MarkovConfig | None = None  # of DSpark
+    offset_norms: bool = stored(flag, False)  # whether files have w for norms that scale by 1 + w
+    gemma_layers: bool = stored(flag, False)  # else Qwen3's or Qwen3.5's
+    attention_k_eq_v: bool = stored(flag, False)  # of Gemma's: values are the keys' projection
 
     def problems(self) -> dict[str, Any]:
         width, own, vocabulary = self.hidden_size, self.draft_vocab_size, self.vocab_size
         conv, selector = self.convolution or ConvolutionConfig(0, 1), self.selector
         read, top_k = self.aux_layers, 0 if selector is None else selector.top_k
+        drafts = None if selector is None else selector.vocab_size
         layers = self.num_target_layers or max(*read, 0, 0) + 1
         groups = max(1, width // conv.group_size)
         products = {
@@ -154,6 +147,8 @@ class NetworkConfig(DraftConfig):
                 conv.kernel_size > self.block_size,
             f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}":
                 top_k > vocabulary,
+            f"selector_vocab_size is {drafts}, not from {top_k} to the vocabulary of {vocabulary}":
+                drafts is not None and not top_k <= drafts <= vocabulary,
             **too_large(products),
         }  # fmt: skip
 
@@ -179,6 +174,12 @@ class ConvolvedLayer(Layer):
         return x + self.mlp_conv.after(self.mlp(inner), after, branches)
 
 
+def _layer(config: NetworkConfig) -> nn.Module:
+    if config.gemma_layers:
+        return GemmaLayer(config, config.attention_k_eq_v)
+    return Layer(config) if config.convolution is None else ConvolvedLayer(config)
+
+
 class Network(DraftNetwork):
     """c = RMSNorm(W_fc [h_1; ...; h_m]) feeds keys and values of every layer.
 
@@ -190,8 +191,7 @@ class Network(DraftNetwork):
         d = config.hidden_size
         self.fc = nn.Linear(len(config.aux_layers) * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
-        layer = Layer if config.convolution is None else ConvolvedLayer
-        self.layers = [layer(config) for _ in config.layer_windows]
+        self.layers = [_layer(config) for _ in config.layer_windows]
         self._causal = config.layer_causal
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
@@ -206,6 +206,12 @@ class Network(DraftNetwork):
         if "markov_head" in self:
             return MarkovLinks(self.markov_head, self.get("confidence_head"), self.get("d2t"))
         return self.get("candidate_selector")
+
+    def add_one_to_norms(self) -> None:
+        """Store norms as they scale, where files have them as offsets from 1."""
+        for module in self.modules():
+            if isinstance(module, nn.RMSNorm):
+                module.weight = module.weight + 1
 
     def drop_idle_convolutions(self, config: NetworkConfig) -> None:
         """Leave out convolutions that change nothing; see `train/selector.py`."""

@@ -75,6 +75,7 @@ class SelectorConfig:
 
     rank: int  # of the codebooks
     top_k: int  # tokens that a position offers
+    vocab_size: int | None = None  # tokens that it may offer, the first ones; None for all
 
 
 class CandidateSelector(nn.Module):
@@ -82,7 +83,7 @@ class CandidateSelector(nn.Module):
 
     def __init__(self, vocabulary: int, d: int, config: SelectorConfig) -> None:
         super().__init__()
-        self._top_k = config.top_k
+        self._top_k, self._offered = config.top_k, config.vocab_size
         self.predecessor_codebook = mx.zeros((vocabulary, config.rank))
         self.successor_codebook = mx.zeros((vocabulary, config.rank))
         self.hidden_projection = nn.Linear(d, config.rank, bias=False)
@@ -95,7 +96,7 @@ class CandidateSelector(nn.Module):
     def candidates(
         self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None = None
     ) -> Candidates:
-        k = self._top_k
+        k, logits = self._top_k, self._offer(logits, ids)
         tokens = mx.argpartition(logits, -k, axis=-1)[:, -k:]
         unary = mx.take_along_axis(logits, tokens, axis=-1).astype(mx.float32)
         tokens = tokens if ids is None else ids[tokens]
@@ -105,10 +106,17 @@ class CandidateSelector(nn.Module):
     def linked(
         self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None, rank: Rank
     ) -> Linked:
-        ranked = rank(logits)
+        ranked = rank(self._offer(logits, ids))
         tokens = mx.array(ranked.tokens)
         edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
         return Linked(ranked, np.array(edges))
+
+    def _offer(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """Logits, -inf for tokens that are padding of the vocabulary."""
+        if self._offered is None:
+            return logits
+        tokens = mx.arange(logits.shape[1]) if ids is None else ids
+        return mx.where(tokens < self._offered, logits, -mx.inf)
 
     def edges(self, hidden: mx.array, before: mx.array, tokens: mx.array) -> mx.array:
         """[n, j, k] <A[a] * (H h_t), B[b]> in float32.

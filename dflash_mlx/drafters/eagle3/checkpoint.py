@@ -5,15 +5,14 @@ raw files with `block_size`, `num_target_layers` and what else the others have n
 embedding and head where these are the target's, with weights that MLX may have packed. In vLLM's
 speculators the layer lies under `transformer_layer_config`; such a file is told in raw words first.
 
-Which layers are read has two numberings. `eagle_config.eagle_aux_hidden_state_layer_ids`, of raw
-files, are layers whose output is read, as SGLang takes them. The same field outside of
-`eagle_config`, speculators' and vLLM's, numbers hidden states.
+Which layers are read, and in which numbering, is told by `fields`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+from dflash_mlx.drafters.eagle3 import fields as own
 from dflash_mlx.drafters.eagle3.model import EagleConfig, EagleModel, Network
 from dflash_mlx.drafters.formats import (
     SPECULATORS,
@@ -21,36 +20,36 @@ from dflash_mlx.drafters.formats import (
     layers_of_speculators,
     left_by_training,
 )
-from dflash_mlx.drafters.networks.files import (
-    FLAGS,
-    WHOLE,
+from dflash_mlx.drafters.networks.fields import (
     Fields,
+    architecture,
     flag,
-    in_words,
     layer_windows,
-    layers_of_states,
     listed,
     part,
     size,
     size_or_none,
-    whole,
 )
+from dflash_mlx.drafters.networks.files import FLAGS, WHOLE, in_words
 
 RAW = "LlamaForCausalLMEagle3"
 DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be
 _FIRST = "LlamaForCausalLM"  # in the first uploads, which only draft_vocab_size tells apart
-LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
+LAYERS_READ = own.LAYERS_READ
+_ALIASES = {  # classes of the same network, and whether theirs norm queries and keys of every head
+    "Qwen3Eagle3Model": True,
+    "Eagle3Qwen3ForCausalLM": True,
+    "Eagle3DraftModel": False,
+    "Eagle3MiniMaxM2ForCausalLM": False,
+    "Eagle3Qwen2_5vlForCausalLM": False,
+    "Eagle3Qwen3vlForCausalLM": False,
+    "LlamaEagle3DraftModel": False,
+}
+_NORM = "self_attn.q_norm.weight"
 _TOLD = (  # what speculators has beside the layer, by the same names
     "draft_vocab_size", "target_hidden_size", "num_target_layers", "tie_word_embeddings",
-    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", LAYERS_READ,
+    *own.NORMS, LAYERS_READ, own.METHOD, "quantization", "quantization_config",
 )  # fmt: skip
-_SWITCHES = {  # of eagle_config: what only this network does
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "parallel_draft_step": 1,
-}
 
 
 class EagleFiles(FileFormat):
@@ -59,11 +58,14 @@ class EagleFiles(FileFormat):
     config, network, model = EagleConfig, Network, EagleModel
     known = (RAW, "Eagle3LlamaForCausalLM", _FIRST)
     speculators = ("eagle3",)
-    classes = ((".*Eagle3.*", ""), (_FIRST, "draft_vocab_size"))
+    classes = ((".*Eagle3.*|P[Ee]agle.*", ""), (_FIRST, "draft_vocab_size"))
+
+    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+        return own.review(raw, names, SPECULATORS in raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if SPECULATORS not in raw:
-            return raw
+            return _named(raw, names)
         layer = layers_of_speculators(raw)
         told = {name: raw[name] for name in _TOLD if raw.get(name) is not None}
         kind = layer.get("model_type", "qwen3")  # as the library has it
@@ -72,7 +74,7 @@ class EagleFiles(FileFormat):
     def read_fields(self, told: Fields, names: Collection[str]) -> EagleConfig:
         method = part(told, "eagle_config")
         _check_kind(told, method, names)
-        aux_layers, notes = _aux_layers(told, method)
+        aux_layers, notes = own.aux_layers(told, method)
         vocabulary, width = size(told, "vocab_size"), size(told, "hidden_size")
         drafted = size(told, "draft_vocab_size", vocabulary)
         target_width = size(told, "target_hidden_size", width)
@@ -86,6 +88,7 @@ class EagleFiles(FileFormat):
             num_target_layers=size_or_none(told, "num_target_layers"),
             layer_windows=layer_windows({**told, "layer_types": first}),
             head_norms=flag(told, "qk_norm"),
+            norm_output=flag({**method, **told}, "norm_output", flag(method, own.POST_NORM)),
             draft_vocab_size=None if drafted == vocabulary else drafted,
             own_embedding="embed_tokens.weight" in names or (unknown and narrower),
             own_head="lm_head.weight" in names or (unknown and (narrower or drafted != vocabulary)),
@@ -106,24 +109,23 @@ class EagleFiles(FileFormat):
 FILES = EagleFiles()
 
 
+def _named(raw: Fields, names: Collection[str]) -> Fields:
+    """A raw file under the name that we have for its class.
+
+    Whether heads are normed its tensors show; where these are not known, the class.
+    """
+    if (kind := architecture(raw)) not in _ALIASES:
+        return raw
+    normed = any(name.endswith(_NORM) for name in names) if names else _ALIASES[kind]
+    return {**raw, "architectures": [RAW], "qk_norm": flag(raw, "qk_norm", normed)}
+
+
 def _check_kind(raw: Fields, method: Fields, names: Collection[str]) -> None:
     """Raise ValueError for drafters that only look like this one."""
     if (layers := size(raw, "num_hidden_layers")) != 1:
         raise ValueError(f"num_hidden_layers is {layers}, supported is 1")
-    for name, value in _SWITCHES.items():
+    for name, value in own.SWITCHES.items():
         if method.get(name) not in (None, value):
             raise ValueError(f"eagle_config.{name} is {method[name]!r}, supported is {value}")
     if flag(raw, "tie_word_embeddings") and names and "lm_head.weight" not in names:
         raise ValueError("tie_word_embeddings is true, supported is false")
-
-
-def _aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Layers whose outputs are read, None where no field says so; and what had to be assumed."""
-    if (ids := method.get(LAYERS_READ)) is not None:
-        if not listed(ids, LAYERS_READ, int) or min(ids) < 0:
-            raise ValueError(f"{LAYERS_READ} are {ids!r}, not numbers from 0 up")
-        return tuple(whole({LAYERS_READ: i}, LAYERS_READ) for i in ids), ()
-    if (ids := raw.get(LAYERS_READ)) is None:
-        return None, ()
-    layers, note = layers_of_states(ids, LAYERS_READ)
-    return tuple(layers), (note,)

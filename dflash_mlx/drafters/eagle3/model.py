@@ -14,7 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.config import MOST_ROWS
-from dflash_mlx.drafters.networks.files import DraftConfig, flag, stored, too_large
+from dflash_mlx.drafters.networks.fields import flag
+from dflash_mlx.drafters.networks.files import DraftConfig, stored, too_large
 from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.drafters.networks.paired import PairedModel
 from dflash_mlx.verifier.block import Block

@@ -1,13 +1,11 @@
-"""A draft model's folder: the fields of its config.json, and its tensors, packed by MLX or not.
+"""A draft model's folder: its configuration, and its tensors, packed by MLX or not.
 
-A field of a configuration says in its metadata how it is read. Readers raise KeyError for a missing
-field, ValueError or TypeError for one of the wrong kind or size.
+A field of a configuration says in its metadata how it is read; readers raise as those in `fields`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
@@ -21,6 +19,16 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.networks.fields import (
+    Fields,
+    flag,
+    layer_windows,
+    listed,
+    number,
+    rope,
+    size,
+    whole,
+)
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION, TensorHeader, read_header
 
@@ -38,11 +46,9 @@ GROUP_SIZES = (32, 64, 128)
 _AT_LOAD = (64, 32)  # the largest that fits is taken where none is asked for
 # Small, and what they add decides between near candidates
 KEPT = ("candidate_selector", "markov_head", "confidence_head")
-MAX_LAYERS = 1024  # published drafters have 1 to 8
 MAX_BLOCK = 1024  # tokens; published drafters have 4 to 32
 ACTIVATION = "silu"
 
-Fields = dict[str, Any]
 _Config = TypeVar("_Config", bound="DraftConfig")
 
 
@@ -52,118 +58,6 @@ class Quantization:
 
     group_size: int
     bits: int
-
-
-def architecture(raw: Any) -> str:
-    """What the config.json says that it describes."""
-    names = raw.get("architectures") if isinstance(raw, dict) else None
-    return str(names[0])[:80] if isinstance(names, list) and names else "unknown"
-
-
-def flag(raw: Fields, name: str, default: bool = False) -> bool:
-    """A field that is true, false or absent."""
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}, not true or false")
-    return default if value is None else value
-
-
-def number(raw: Fields, name: str, default: float | None = None, above: float = -math.inf) -> float:
-    """A finite number above `above`; `default` where the field is absent and that is given."""
-    value: Any = raw[name] if default is None else raw.get(name)
-    if value is None and default is not None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not above < value < math.inf:
-        least = "" if above == -math.inf else f" above {above}"
-        raise ValueError(f"{name} is {value!r}, not a finite number{least}")
-    return value  # type: ignore[no-any-return]
-
-
-def whole(raw: Fields, name: str, default: int | None = None, least: float = -math.inf) -> int:
-    """A whole number from `least` to what MLX can have of anything."""
-    if default is not None and raw.get(name) is None:
-        return default
-    value = number(raw, name)
-    if value != int(value) or not least <= value <= MAX_DIMENSION:
-        lowest = "up" if least == -math.inf else f"from {least}"
-        raise ValueError(f"{name} is {value!r}, not a whole number {lowest} to {MAX_DIMENSION}")
-    return int(value)
-
-
-size = partial(whole, least=1)
-
-
-def size_or_none(raw: Fields, name: str) -> int | None:
-    """A size, None where the field is absent."""
-    return None if raw.get(name) is None else size(raw, name)
-
-
-def factor(raw: Fields, name: str) -> float:
-    """A number above 0, 1 where the field is absent."""
-    return number(raw, name, 1.0, above=0)
-
-
-def cap(raw: Fields, name: str) -> float | None:
-    """A soft cap, None where the field is absent or 0."""
-    return number(raw, name, 0.0) or None
-
-
-def part(raw: Fields, name: str) -> Fields:
-    """A field that holds fields, {} where it is absent."""
-    given = raw.get(name) or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"{name} is {given!r}")
-    return given
-
-
-def listed(given: Any, name: str, kind: type) -> tuple[Any, ...]:
-    """A list of values of one kind."""
-    if not isinstance(given, list) or not all(type(each) is kind for each in given):
-        raise ValueError(f"{name} are {given!r}")
-    return tuple(given)
-
-
-def layers_of_states(ids: Any, name: str, hint: str = "") -> tuple[list[int], str]:
-    """The target layers (0-based) whose outputs have these numbers among hidden states.
-
-    Number 0 is the embedding's output, so k is the output of layer k - 1. A file alone cannot prove
-    that it counts so: beside the layers comes a note of what was assumed.
-    """
-    if not listed(ids, name, int) or min(ids) < 1:
-        raise ValueError(f"{name} are {ids!r}, not numbers from 1 up{hint}")
-    layers = [number - 1 for number in ids]
-    note = f"{name} {ids} are taken to number hidden states, so the drafter reads the outputs of "
-    return layers, f"{note}layers {layers}, counted from 0"
-
-
-def rope(raw: Fields, name: str = "") -> dict[str, Any]:
-    """`rope_parameters` (newer files), or rope_theta beside an optional `rope_scaling`."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(f"rope_parameters are {given!r}")
-    for own, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{own} of the rope is {value!r}, not a finite number")
-    result = dict(given)
-    result.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
-    number(result, "rope_theta", above=0)
-    result.setdefault("rope_type", result.get("type", "default"))
-    if not flag(raw, "rope_is_neox_style", default=True):
-        result["interleaved"] = True  # neighbouring numbers turn together
-    return result
-
-
-def layer_windows(raw: Fields, name: str = "") -> tuple[int | None, ...]:
-    """The sliding window of every layer, None for full attention; by layer_types, if given."""
-    if (layers := size(raw, "num_hidden_layers")) > MAX_LAYERS:
-        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
-    types = raw.get("layer_types") or ["full_attention"] * layers
-    if len(types) != layers:
-        raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layer_types holds {unknown.pop()!r}")
-    return tuple(size(raw, "sliding_window") if t == "sliding_attention" else None for t in types)
 
 
 def quantization(raw: Fields, name: str) -> Quantization | None:
@@ -211,6 +105,9 @@ class DraftConfig:
     rope: dict[str, Any] = stored(rope)
     max_position_embeddings: int = stored(size)
     attention_bias: bool = stored(flag)
+    # As in Qwen3.5: queries come with a gate of the attention's output; a part of each head turns
+    gated: bool = False
+    rotary_dims: int | None = None  # numbers of a head that turn, None for all
     # Per layer, None for full attention. A window of w reaches w - 1 positions back, and as many
     # ahead inside a block.
     layer_windows: tuple[int | None, ...] = stored(layer_windows)
@@ -312,13 +209,13 @@ def quantization_of(network: nn.Module) -> Quantization | None:
 
 def _group_size(network: nn.Module, asked: int | None) -> int:
     rows = {p: m.weight.shape[-1] for p, m in network.named_modules() if _is_packed(p, m)}
-    for size in _AT_LOAD if asked is None else (asked,):
-        other = next((path for path, length in rows.items() if length % size), None)
+    for length in _AT_LOAD if asked is None else (asked,):
+        other = next((path for path, row in rows.items() if row % length), None)
         if other is None:
-            return size
+            return length
     way = "leave out --drafter-bits" if asked is None else "choose a smaller group_size"
     raise DFlashError(
-        f"the drafter's {other} has rows of {rows[other]} numbers, which groups of {size} do not "
+        f"the drafter's {other} has rows of {rows[other]} numbers, which groups of {length} do not "
         "divide",
         way,
     )

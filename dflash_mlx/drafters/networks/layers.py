@@ -26,16 +26,19 @@ def _rope(config: DraftConfig) -> nn.Module:
     base = config.rope["rope_theta"]
     neighbours = config.rope.get("interleaved", False)  # turn together, as in LFM2
     if config.rope.get("type", config.rope["rope_type"]) == "default":
-        return nn.RoPE(config.head_dim, neighbours, base)
+        return nn.RoPE(config.rotary_dims or config.head_dim, neighbours, base)
     from mlx_lm.models.rope_utils import initialize_rope  # takes a second
 
     most = config.max_position_embeddings
-    rope: nn.Module = initialize_rope(config.head_dim, base, neighbours, config.rope, most)
+    dims = config.rotary_dims or config.head_dim
+    rope: nn.Module = initialize_rope(dims, base, neighbours, config.rope, most)
     return rope
 
 
 class Attention(nn.Module):
     """Attention of a pass's rows to what is committed and to the pass itself."""
+
+    scale: float | None = None  # of products of queries and keys; None for 1 over the root of D
 
     def __init__(
         self,
@@ -47,7 +50,8 @@ class Attention(nn.Module):
         super().__init__()
         d, dim, bias = width or config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = dim
-        self.q_proj = nn.Linear(d, config.num_attention_heads * dim, bias=bias)
+        queries = config.num_attention_heads * dim * (1 + config.gated)
+        self.q_proj = nn.Linear(d, queries, bias=bias)
         self.k_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
         self.v_proj = nn.Linear(d, config.num_key_value_heads * dim, bias=bias)
         outputs = config.num_attention_heads * dim, config.hidden_size
@@ -55,7 +59,7 @@ class Attention(nn.Module):
         if head_norms:
             self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
-        self._head_norms = head_norms
+        self._head_norms, self._gated = head_norms, config.gated
         self.rope = _rope(config)
         rotate_by_row(self.rope)
 
@@ -70,12 +74,25 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
         """Attend from rows x [1, n, d]; returns [1, n, hidden_size]."""
-        queries = self._heads(self.q_proj(x))
+        queries, gate = self._queries(x)
         queries = self.q_norm(queries) if self._head_norms else queries
         queries = self.rope(queries, offset=cache.offset)
         keys, values = self.remember(x, cache)
-        out = cache.attend(queries, keys, values, scale=self.head_dim**-0.5, mask=mask)
-        return self.o_proj(out.swapaxes(1, 2).flatten(2))
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        out = cache.attend(queries, keys, values, scale=scale, mask=mask)
+        out = out.swapaxes(1, 2).flatten(2)
+        return self.o_proj(out if gate is None else out * mx.sigmoid(gate))
+
+    def _queries(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
+        """[1, H, n, D] of rows, and what gates their output [1, n, H * D]; None without a gate.
+
+        A head's gate stands behind its query.
+        """
+        rows: mx.array = self.q_proj(x)
+        if not self._gated:
+            return self._heads(rows), None
+        heads = mx.unflatten(rows, -1, (-1, 2, self.head_dim))
+        return heads[..., 0, :].swapaxes(1, 2), heads[..., 1, :].flatten(2)
 
 
 class MLP(nn.Module):

@@ -15,7 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.networks.files import FLOATING, Fields, architecture, flag, in_words
+from dflash_mlx.drafters.networks.fields import Fields, architecture, flag
+from dflash_mlx.drafters.networks.files import FLOATING, in_words
 from dflash_mlx.drafters.specdiff.model import MaskedModel, Network, NetworkConfig
 
 OURS = "MaskedDiffusionDraftModel"

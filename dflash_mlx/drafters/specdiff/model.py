@@ -14,7 +14,8 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.drafters.growth.grow import Ranked
-from dflash_mlx.drafters.networks.files import DraftConfig, cap, flag, stored, whole
+from dflash_mlx.drafters.networks.fields import cap, flag, whole
+from dflash_mlx.drafters.networks.files import DraftConfig, stored
 from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.drafters.networks.model import MOST_WAITING, BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block, Saved

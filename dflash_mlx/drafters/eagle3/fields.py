@@ -1,0 +1,103 @@
+"""The fields of EAGLE-3's files: which are known, and the layers that they name.
+
+`eagle_config.eagle_aux_hidden_state_layer_ids`, of raw files, are layers whose output is read, as
+SGLang takes them; so are DeepSpec's `target_layer_ids`. The first of these names outside of
+`eagle_config`, speculators' and vLLM's, numbers hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from dflash_mlx.drafters.networks.fields import Fields, layers_of_states, listed, part, whole
+from dflash_mlx.drafters.networks.known_fields import (
+    COPIED,
+    NETWORK_REFUSED,
+    SPECULATORS_READ,
+    SPECULATORS_SILENT,
+    Part,
+    Refused,
+    note_of,
+    review_others,
+)
+
+METHOD = "eagle_config"
+LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
+DEEPSPEC = "target_layer_ids"
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+COUNTS = ("num_aux_hidden_states", "num_aux_layers")  # of layers that are read
+POST_NORM = "return_hidden_post_norm"  # TensorRT-LLM's name of `norm_output`
+SWITCHES = {  # of eagle_config: what only this network does
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+
+_PARALLEL = "of P-EAGLE, which drafts all its tokens in one pass and is not supported"
+_TOKEN = Refused(f"a token {_PARALLEL}", (None,))
+_REFUSED = {
+    **NETWORK_REFUSED,
+    "parallel_drafting": Refused(_PARALLEL),
+    "mask_token_id": _TOKEN,
+    "pard_token": _TOKEN,
+    "ptd_token_id": _TOKEN,
+    "num_depths": Refused(_PARALLEL, (None, 0, 1)),
+    "eh_proj_before_attn": Refused("but a projection before attention is not supported"),
+}
+_IN_METHOD = Part(
+    read={LAYERS_READ, *NORMS, POST_NORM, *SWITCHES, *COUNTS},
+    silent=("next_layer_regular", "parallel_draft_heads_num_layers"),  # of more steps and layers
+    refused=_REFUSED,
+)
+_AROUND = Part(read=(), noted=(*COPIED, "partial_rotary_factor"), refused=_REFUSED)
+_IN_SPECULATORS = Part(
+    read={*SPECULATORS_READ, METHOD, LAYERS_READ, *NORMS},
+    silent=SPECULATORS_SILENT,
+    refused=_REFUSED,
+)
+
+
+def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[str, ...]:
+    """The note on fields that change nothing; Unsupported for one that is not known."""
+    return note_of([*_places(raw, names, is_speculators)])
+
+
+def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+    yield from _IN_METHOD.review(part(raw, METHOD), METHOD, names)
+    if is_speculators:
+        yield from _IN_SPECULATORS.review(raw, names=names)
+        layers = raw.get("transformer_layer_config")
+        raw = layers if isinstance(layers, dict) else {}
+    yield from review_others(raw, _AROUND, names)
+
+
+def aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """Layers whose outputs are read, None where no field says so; and what had to be assumed.
+
+    Raises ValueError for fields that name different layers, or another number of them.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    notes: tuple[str, ...] = ()
+    if (ids := method.get(LAYERS_READ)) is not None:
+        found[f"{METHOD}.{LAYERS_READ}"] = _layers(ids, LAYERS_READ)
+    if (ids := raw.get(DEEPSPEC)) is not None:
+        found[DEEPSPEC] = _layers(ids, DEEPSPEC)
+    if not found and (ids := raw.get(LAYERS_READ)) is not None:
+        layers, note = layers_of_states(ids, LAYERS_READ)
+        found[LAYERS_READ], notes = tuple(layers), (note,)
+    if len(set(found.values())) > 1:
+        raise ValueError(" and ".join(f"{name} are {[*ids]}" for name, ids in found.items()))
+    layers_read = next(iter(found.values()), None)
+    for name in COUNTS:
+        given = {**method, **raw}.get(name)
+        if None not in (given, layers_read) and given != len(layers_read or ()):
+            raise ValueError(f"{name} is {given!r}, but {len(layers_read or ())} layers are named")
+    return layers_read, notes
+
+
+def _layers(ids: object, name: str) -> tuple[int, ...]:
+    if not (numbers := listed(ids, name, int)) or min(numbers) < 0:
+        raise ValueError(f"{name} are {ids!r}, not numbers from 0 up")
+    return tuple(whole({name: number}, name) for number in numbers)

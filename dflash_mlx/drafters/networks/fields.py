@@ -1,0 +1,167 @@
+"""Readers of the fields of a draft model's config.json.
+
+They raise KeyError for a missing field, ValueError or TypeError for one of the wrong kind or size.
+Which fields there may be is another question, see `known_fields`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+from dflash_mlx.system.safetensors_header import MAX_DIMENSION
+
+MAX_LAYERS = 1024  # published drafters have 1 to 8
+FULL, SLIDING = "full_attention", "sliding_attention"
+_BY_LAYER = ("layer_sliding_windows", "sliding_windows")
+_FIRST_SLIDING = 28  # `max_window_layers` of transformers where a file does not say
+
+Fields = dict[str, Any]
+
+
+def architecture(raw: Any) -> str:
+    """What the config.json says that it describes."""
+    names = raw.get("architectures") if isinstance(raw, dict) else None
+    return str(names[0])[:80] if isinstance(names, list) and names else "unknown"
+
+
+def flag(raw: Fields, name: str, default: bool = False) -> bool:
+    """A field that is true, false or absent."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not true or false")
+    return default if value is None else value
+
+
+def number(raw: Fields, name: str, default: float | None = None, above: float = -math.inf) -> float:
+    """A finite number above `above`; `default` where the field is absent and that is given."""
+    value: Any = raw[name] if default is None else raw.get(name)
+    if value is None and default is not None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value < math.inf:
+        least = "" if above == -math.inf else f" above {above}"
+        raise ValueError(f"{name} is {value!r}, not a finite number{least}")
+    return value  # type: ignore[no-any-return]
+
+
+def whole(raw: Fields, name: str, default: int | None = None, least: float = -math.inf) -> int:
+    """A whole number from `least` to what MLX can have of anything."""
+    if default is not None and raw.get(name) is None:
+        return default
+    value = number(raw, name)
+    if value != int(value) or not least <= value <= MAX_DIMENSION:
+        lowest = "up" if least == -math.inf else f"from {least}"
+        raise ValueError(f"{name} is {value!r}, not a whole number {lowest} to {MAX_DIMENSION}")
+    return int(value)
+
+
+size = partial(whole, least=1)
+
+
+def size_or_none(raw: Fields, name: str) -> int | None:
+    """A size, None where the field is absent."""
+    return None if raw.get(name) is None else size(raw, name)
+
+
+def factor(raw: Fields, name: str) -> float:
+    """A number above 0, 1 where the field is absent."""
+    return number(raw, name, 1.0, above=0)
+
+
+def cap(raw: Fields, name: str) -> float | None:
+    """A soft cap, None where the field is absent or 0."""
+    return number(raw, name, 0.0) or None
+
+
+def part(raw: Fields, name: str) -> Fields:
+    """A field that holds fields, {} where it is absent."""
+    given = raw.get(name) or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is {given!r}")
+    return given
+
+
+def listed(given: Any, name: str, kind: type) -> tuple[Any, ...]:
+    """A list of values of one kind."""
+    if not isinstance(given, list) or not all(type(each) is kind for each in given):
+        raise ValueError(f"{name} are {given!r}")
+    return tuple(given)
+
+
+def layers_of_states(ids: Any, name: str, hint: str = "") -> tuple[list[int], str]:
+    """The target layers (0-based) whose outputs have these numbers among hidden states.
+
+    Number 0 is the embedding's output, so k is the output of layer k - 1. A file alone cannot prove
+    that it counts so: beside the layers comes a note of what was assumed.
+    """
+    if not listed(ids, name, int) or min(ids) < 1:
+        raise ValueError(f"{name} are {ids!r}, not numbers from 1 up{hint}")
+    layers = [number - 1 for number in ids]
+    note = f"{name} {ids} are taken to number hidden states, so the drafter reads the outputs of "
+    return layers, f"{note}layers {layers}, counted from 0"
+
+
+def named(raw: Fields, names: Collection[str]) -> Fields:
+    """Those of these fields that a file has, None as little as none."""
+    return {name: raw[name] for name in names if raw.get(name) is not None}
+
+
+def stored_shape(tensors: Collection[str], name: str) -> tuple[int, ...] | None:
+    """The shape of a tensor of a folder, None where it is missing or only names are known."""
+    found = tensors.get(name) if isinstance(tensors, Mapping) else None
+    return None if found is None else tuple(found.shape)
+
+
+def rope(raw: Fields, name: str = "") -> dict[str, Any]:
+    """`rope_parameters` (newer files), or rope_theta beside an optional `rope_scaling`."""
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ValueError(f"rope_parameters are {given!r}")
+    for own, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{own} of the rope is {value!r}, not a finite number")
+    result = dict(given)
+    result.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    number(result, "rope_theta", above=0)
+    result.setdefault("rope_type", result.get("type", "default"))
+    if not flag(raw, "rope_is_neox_style", default=True):
+        result["interleaved"] = True  # neighbouring numbers turn together
+    return result
+
+
+def layer_windows(raw: Fields, name: str = "") -> tuple[int | None, ...]:
+    """The sliding window of every layer, None for full attention.
+
+    Files say it by `layer_types`, else by `use_sliding_window` for the layers from
+    `max_window_layers` on, as transformers reads Qwen's; or by a list of windows, null for none.
+    """
+    if (layers := size(raw, "num_hidden_layers")) > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    types = _layer_types(raw, layers)
+    if unknown := set(types) - {FULL, SLIDING}:
+        raise ValueError(f"layer_types holds {unknown.pop()!r}")
+    by_layer = named(raw, _BY_LAYER)
+    if not by_layer:
+        return tuple(size(raw, "sliding_window") if kind == SLIDING else None for kind in types)
+    field, entries = next(iter(by_layer.items()))
+    if not isinstance(entries, list) or len(entries) != layers:
+        raise ValueError(f"{field} is {entries!r}, not a list for {layers} layers")
+    windows = tuple(None if each is None else size({field: each}, field) for each in entries)
+    has_window = [FULL if window is None else SLIDING for window in windows]
+    if raw.get("layer_types") and types != has_window:
+        raise ValueError(f"{field} is {entries}, but layer_types is {types}")
+    return windows
+
+
+def _layer_types(raw: Fields, layers: int) -> list[str]:
+    if types := raw.get("layer_types"):
+        if len(types) != layers:
+            raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
+        return list(types)
+    if not flag(raw, "use_sliding_window"):
+        return [FULL] * layers
+    first = whole(raw, "max_window_layers", _FIRST_SLIDING, least=0)
+    return [SLIDING if layer >= first else FULL for layer in range(layers)]

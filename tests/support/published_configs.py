@@ -1,0 +1,318 @@
+"""Configurations as people publish them, in tiny: what is read of each, or why it is refused.
+
+The fields stand as in the public file that names the row; sizes are small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.drafter_formats import GEMMA_4, NATIVE_35, lfm2, specforge, speculators
+from support.drafter_formats import version_1 as first
+from support.reference_dflash2 import tiny_config as second
+from support.reference_dspark import RANK
+from support.reference_dspark import tiny_config as dspark
+from support.reference_eagle3 import inner
+from support.reference_eagle3 import raw as eagle
+from support.reference_eagle3 import speculators as speculators_3
+
+WINDOW = 6
+
+
+def without(raw: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v for k, v in raw.items() if k not in names}
+
+
+def method(**changes: Any) -> dict[str, Any]:
+    """DFlash, with these fields of dflash_config."""
+    return first(dflash_config=changes)
+
+
+COPIED = {  # what a trainer copies of a target of Qwen3.5's family
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "mtp_num_hidden_layers": 1,
+    "output_gate_type": "swish",
+    "partial_rotary_factor": 0.25,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
+        "rope_type": "default",
+    },
+}
+NO_HEADS = {"markov_rank": 0, "enable_confidence_head": False}
+DEEPSPEC = {  # of its EAGLE-3
+    "architectures": ["Qwen3Eagle3Model"],
+    "draft_num_hidden_layers": 1,
+    "draft_vocab_size": None,
+    "num_target_layers": 36,
+    "step_loss_decay": 0.8,
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "ttt_length": 7,
+}
+MUSE = without(
+    first(
+        architectures=["MuseGlimmerAssistantModel"],
+        layer_types=["sliding_attention"] * 2,
+        mask_token_id=5,
+        model_type="muse_glimmer_assistant",
+        sliding_window=WINDOW,
+        target_layer_ids=[0, 2],
+    ),
+    "dflash_config",
+    "num_target_layers",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+BOTH = {"layer_windows": (WINDOW, WINDOW), "layer_causal": (False, False)}
+FULL = {"layer_windows": (None, None), "layer_causal": (False, False)}
+EVERY_ROW = {"sample_from_anchor": True, "markov": None}
+
+# The configuration, what is read of it, and of the notes what they match, "" for none
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "z-lab/Qwen3-4B-DFlash-b16": (
+        first(use_sliding_window=False, max_window_layers=2, sliding_window=None),
+        {**FULL, "block_size": 8, "sample_from_anchor": False, "notes": ""},
+    ),
+    "z-lab/Qwen3.8-27B-DFlash2": (
+        second(layer_types=["sliding_attention"] * 2, sliding_window=WINDOW, is_causal=False),
+        {**BOTH, "block_size": 6, "notes": ""},
+    ),
+    "windows by max_window_layers, the first layers full": (
+        first(use_sliding_window=True, max_window_layers=1, sliding_window=WINDOW),
+        {"layer_windows": (None, WINDOW), "layer_causal": (False, True)},
+    ),
+    "windows by max_window_layers, all layers": (
+        first(use_sliding_window=True, max_window_layers=0, sliding_window=WINDOW, is_causal=False),
+        BOTH,
+    ),
+    "layer_types before max_window_layers": (
+        first(
+            layer_types=["sliding_attention"] * 2, sliding_window=WINDOW, is_causal=False,
+            max_window_layers=2, use_sliding_window=True,
+        ),
+        BOTH,
+    ),
+    "use_sliding_window without the layers, as transformers has it": (
+        first(use_sliding_window=True, sliding_window=WINDOW), FULL,
+    ),
+    "a window by layer": (
+        first(layer_sliding_windows=[4, None]),
+        {"layer_windows": (4, None), "layer_causal": (True, False)},
+    ),
+    "windows by layer, of other lengths than sliding_window": (
+        first(
+            layer_types=["sliding_attention"] * 2, sliding_window=WINDOW, sliding_windows=[4, 8]
+        ),
+        {"layer_windows": (4, 8)},
+    ),
+    "XiaomiMiMo/MiMo-V2.5-Pro-DFlash, without its sinks": (
+        method(use_swa=True, swa_window_size=WINDOW), BOTH,
+    ),
+    "NVIDIA Model-Optimizer's windows": (
+        first(
+            layer_types=["full_attention"] * 2,
+            dflash_config={"use_swa": True, "swa_window_size": WINDOW, "causal": False},
+        ),
+        BOTH,
+    ),
+    "PixelML/Qwen3.8-Flash-Next-DFlash": (
+        method(query_zero_predicts_next=True), {"block_size": 9, "sample_from_anchor": True},
+    ),
+    "the same beside dflash_config": (
+        first(query_zero_predicts_next=True), {"block_size": 9, "sample_from_anchor": True},
+    ),
+    "z-lab/Qwen3.8-Flash-Next-DFlash2": (
+        second(dflash_config={"selector_vocab_size": 90}), {"selector.vocab_size": 90},
+    ),
+    "JetSpec/jetspec-qwen3-8b": (
+        method(causal_head=True, block_size=8), {"layer_causal": (True, True), "block_size": 8},
+    ),
+    "NVIDIA Automodel's JetSpec": (
+        first(architectures=["Qwen3DFlashDraftModel"], dflash_config={"causal": True}),
+        {"layer_causal": (True, True), "sample_from_anchor": False},
+    ),
+    "causal by dflash_query_causal": (
+        dspark(dflash_query_causal=True), {"layer_causal": (True, True)},
+    ),
+    "is_causal within dflash_config": (
+        first(
+            layer_types=["sliding_attention"] * 2, sliding_window=WINDOW,
+            dflash_config={"is_causal": False},
+        ),
+        BOTH,
+    ),
+    "NVIDIA Automodel's DFlash 2": (
+        second(architectures=["Qwen3DFlash2DraftModel"]), {"selector.rank": 8, "notes": ""},
+    ),
+    "DFlash without num_target_layers": (
+        without(first(), "num_target_layers"), {"num_target_layers": None},
+    ),
+    "layer_ids, as vLLM takes them": (
+        first(dflash_config={"layer_ids": [0, 1], "target_layer_ids": None}),
+        {"aux_layers": (0, 1)},
+    ),
+    "mlx-vlm's advice": (
+        method(runtime_block_size=4, draft_window_size=512),
+        {"notes": "runtime_block_size, .*draft_window_size"},
+    ),
+    "deepseek-ai/dspark_qwen3_8b_block7": (
+        dspark(),
+        {"block_size": 6, "sample_from_anchor": True, "markov.rank": RANK,
+         "markov.confidence": True},
+    ),
+    "deepseek-ai/dflash_qwen3_8b_block7": (dspark(**NO_HEADS), {**EVERY_ROW, "block_size": 6}),
+    "lightllm's Qwen3DFlashModel": (
+        without(
+            dspark(architectures=["Qwen3DFlashModel"]),
+            "markov_rank", "markov_head_type", "enable_confidence_head",
+        ),
+        EVERY_ROW,
+    ),
+    "DSpark without a word of its confidence head": (
+        without(dspark(markov_rank=0), "enable_confidence_head"), EVERY_ROW,
+    ),
+    "satgeze/Qwen3.6-27B-DSpark": (
+        dspark(**COPIED),
+        {"gated": False, "offset_norms": False, "rotary_dims": None,
+         "notes": "attn_output_gate, output_gate_type, partial_rotary_factor"},
+    ),
+    "satgeze/Qwen3.5-0.8B-DSpark": (
+        dspark(**COPIED, model_type="qwen3_5_text"),
+        {"gated": False, "offset_norms": False, "rotary_dims": None},
+    ),
+    "Qwen35DSparkModel of Qwen3's layers": (
+        dspark(architectures=["Qwen35DSparkModel"], model_type="qwen3_5_text"),
+        {"gated": False, "offset_norms": False, "rotary_dims": None},
+    ),
+    "stanleyphoong/Ornith-1.0-9B-DSpark": (
+        dspark(**NATIVE_35, confidence_temperatures=[1.5], text_config={}),
+        {"gated": True, "offset_norms": True, "rotary_dims": 8, "notes": ""},
+    ),
+    "Qwen3DSparkModel with norms of 1 + w": (
+        dspark(model_type="qwen3_5"), {"gated": False, "offset_norms": True},
+    ),
+    "deepseek-ai/dspark_gemma4_12b_block7": (
+        dspark(**GEMMA_4),
+        {"head_dim": 32, "num_key_value_heads": 1, "gemma_layers": True, "block_size": 6,
+         "final_logit_softcapping": 30.0, "rope": GEMMA_4["rope_parameters"]["full_attention"]},
+    ),
+    "RadixArk/Qwen3.8-27B-DSpark": (
+        specforge(), {"block_size": 6, "sample_from_anchor": True, "notes": ""},
+    ),
+    "LiquidAI/LFM2.5-DSpark": (lfm2(), {"sample_from_anchor": True, "markov.reads_token": True}),
+    "NVIDIA's dspark_bonus_anchor": (
+        dspark(dspark_bonus_anchor=True), {"block_size": 5, "sample_from_anchor": False},
+    ),
+    "dspark_markov_rank alone": (
+        without(dspark(dspark_markov_rank=4), "markov_rank"), {"markov.rank": 4},
+    ),
+    "DSpark under DFlash's name that says which rows draft": (
+        dspark(architectures=["DFlashDraftModel"], sample_from_anchor=True, dflash_config={}),
+        {"markov.rank": RANK, "block_size": 6},
+    ),
+    "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": (
+        speculators("dspark"), {"block_size": 7, "sample_from_anchor": True},
+    ),
+    "meta-models/Muse-Glimmer-30B-assistant": (
+        MUSE, {**BOTH, "block_size": 8, "vocab_size": 202_048, "final_logit_softcapping": 20.0},
+    ),
+    "SGLang's EAGLE-3": (eagle(), {"aux_layers": (0, 1, 2), "head_norms": False, "notes": ""}),
+    "deepseek-ai/eagle3_qwen3_8b_ttt7": (
+        without(eagle(**DEEPSPEC), "eagle_config"),
+        {"aux_layers": (1, 9, 17, 25, 33), "head_norms": True, "num_target_layers": 36,
+         "draft_vocab_size": None, "notes": ""},
+    ),
+    "vLLM's Qwen3 EAGLE-3": (
+        eagle(architectures=["Eagle3Qwen3ForCausalLM"], num_aux_layers=3), {"head_norms": True},
+    ),
+    **{
+        f"EAGLE-3 under the name of {name}": (eagle(architectures=[name]), {"head_norms": False})
+        for name in ("Eagle3DraftModel", "Eagle3MiniMaxM2ForCausalLM", "LlamaEagle3DraftModel")
+    },
+    "TensorRT-LLM's return_hidden_post_norm": (
+        inner(return_hidden_post_norm=True), {"norm_output": True},
+    ),
+    "EAGLE-3 with a target's fields": (
+        eagle(partial_rotary_factor=0.25), {"notes": "partial_rotary_factor"},
+    ),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": (
+        speculators_3(has_no_defaults_at_init=False, speculators_version="0.1.0"),
+        {"aux_layers": (0, 1, 2)},
+    ),
+}  # fmt: skip
+
+
+P_EAGLE = "of P-EAGLE"
+SINKS = "attention sinks are not supported"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nvidia/Nemotron-3.5-Lightning-DSpark": (
+        dspark(
+            attention_sink_bias=True, dflash_query_causal=True, dspark_bonus_anchor=True,
+            dflash_config={"causal": True, "swa_window_size": WINDOW, "use_swa": True},
+        ),
+        f"attention_sink_bias is True.*{SINKS}",
+    ),
+    "XiaomiMiMo/MiMo-V2.5-Pro-DFlash": (method(attention_sink_bias=True), SINKS),
+    "PrismML's Bonsai": (dspark(log_snr_conditioning=True), "log_snr_conditioning is True"),
+    "Huang2020/Qwen3-8B-Domino": (method(emb_dim=64, gru_hidden_dim=8), "emb_dim is 64.*Domino"),
+    "a gated Markov head": (dspark(markov_head_type="gated"), "markov_head_type is 'gated'"),
+    "latent attention": (specforge(kv_lora_rank=512), "kv_lora_rank is 512.*MLA"),
+    "norms of each layer": (method(fc_layernorm=True), "fc_layernorm is True"),
+    "Hikari07jp/DSpark-Gemma-4-31B-draft": (
+        dspark(architectures=["DFlashDraftModel"], block_size=16, dflash_config={}),
+        "markov_rank is 8 in a DFlashDraftModel, .*which rows draft",
+    ),
+    "experts of Gemma 4": (
+        dspark(**GEMMA_4 | {"enable_moe_block": True}), "enable_moe_block is True",
+    ),
+    "lightllm's Qwen3_5DFlashModel": (
+        first(architectures=["Qwen3_5DFlashModel"]), "Qwen3_5DFlashModel",
+    ),
+    "JetSpec of speculators": (
+        speculators(speculators_model_type="jetspec"), "speculators_model_type is 'jetspec'",
+    ),
+    "TensorRT Edge's jetspec_config": (first(jetspec_config={"causal_head": True}), "jetspec_conf"),
+    "P-EAGLE of speculators": (
+        speculators_3(speculators_model_type="peagle", mask_token_id=5),
+        "speculators_model_type is 'peagle'",
+    ),
+    "P-EAGLE, one layer": (eagle(parallel_drafting=True), f"parallel_drafting is True, {P_EAGLE}"),
+    "P-EAGLE for vLLM": (eagle(pard_token=5), f"pard_token is 5, a token {P_EAGLE}"),
+    "P-EAGLE by its mask": (eagle(mask_token_id=0), f"mask_token_id is 0, a token {P_EAGLE}"),
+    "P-EAGLE of SpecForge": (eagle(architectures=["PEagleDraftModel"]), "PEagleDraftModel"),
+    "another order in EAGLE-3": (inner(eh_proj_before_attn=True), "eh_proj_before_attn is True"),
+    # fields that contradict each other
+    "two answers to which rows draft": (
+        method(query_zero_predicts_next=True, sample_from_anchor=False),
+        "sample_from_anchor and query_zero_predicts_next contradict",
+    ),
+    "other layers under another name": (
+        eagle(target_layer_ids=[0, 2]), "eagle_config.*are \\[0, 1, 2\\] and target_layer_ids are",
+    ),
+    "another number of layers": (eagle(num_aux_layers=5), "num_aux_layers is 5, but 3 layers"),
+    "windows for other layers": (
+        first(layer_sliding_windows=[4]), "layer_sliding_windows is \\[4\\].* 2 layers",
+    ),
+    "windows where there are none": (
+        first(layer_types=["full_attention"] * 2, sliding_windows=[4, None]),
+        "sliding_windows is .*but layer_types",
+    ),
+    "windows of no length": (
+        first(use_sliding_window=True, max_window_layers=0), "lacks.*sliding_window",
+    ),
+    "use_swa without a window": (method(use_swa=True), "use_swa is true, but neither swa_window"),
+    "a selector of more tokens": (
+        second(dflash_config={"selector_vocab_size": 98}), "selector_vocab_size is 98.* 97",
+    ),
+    "a drafter of another width": (
+        method(target_hidden_size=128), "target_hidden_size is 128 and hidden_size 64",
+    ),
+    "a head of which nothing turns": (
+        dspark(**NATIVE_35 | {"rope_parameters": {"partial_rotary_factor": 0.01}}),
+        "partial_rotary_factor is 0.01",
+    ),
+}  # fmt: skip
