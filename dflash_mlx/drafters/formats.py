@@ -66,6 +66,10 @@ class FileFormat:
             for pattern, field in self.classes
         )
 
+    def reads_target(self, raw: Mapping[str, Any]) -> bool:
+        """Whether it drafts with a target's folder too, given as --drafter: the model or a part."""
+        return False
+
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
         """Notes on fields that are left out; Unsupported for one that must not be.
 

@@ -69,6 +69,11 @@ def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
     return next(iter(found), None)
 
 
+def format_as_drafter(raw: Mapping[str, Any]) -> FileFormat | None:
+    """The family that a config.json given as a drafter's is of; None where nothing drafts so."""
+    return format_of(raw) or next((each for each in formats() if each.reads_target(raw)), None)
+
+
 def family_of(files: FileFormat) -> str | None:
     """The family whose folders are read so, None where no method runs it."""
     return next((m.family for m in METHODS.values() if m.files is files), None)

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
-from dflash_mlx.drafters.methods import format_of, formats
+from dflash_mlx.drafters.methods import format_as_drafter, format_of, formats
 from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
@@ -107,7 +107,7 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
     source, raw, found = _open(folder, True)
-    readable, config, family = not found.errors, None, format_of(raw) or formats()[0]
+    readable, config, family = not found.errors, None, format_as_drafter(raw) or formats()[0]
     weights = check_weights(source, raw, found, DOWNLOAD_AGAIN, instead_of(source.name))
     if readable and not any(too_large(source, raw, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
@@ -125,7 +125,8 @@ def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, An
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
-    if raw and (format_of(raw) is not None) != as_drafter:
+    find = format_as_drafter if as_drafter else format_of
+    if raw and (find(raw) is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
     found.add(check_code(source, raw))
     return source, raw, found
