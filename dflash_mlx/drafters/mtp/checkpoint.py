@@ -49,10 +49,9 @@ TAKE_OUT = (
     "OWNER/NAME DST --mtp, and give DST with --drafter"
 )
 DEFAULT_BLOCK = 8  # rows; a head may go on for as long as that pays
-_EPS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8,
-    "I32": mx.int32, "I64": mx.int64,
+    "I32": mx.int32, "I64": mx.int64, "F8_E4M3": mx.uint8,
 }  # fmt: skip
 _PACKING = ("quantization", "quantization_config")  # of the target; the head's its tensors tell
 _IN_SPLIT = Part(
@@ -143,7 +142,7 @@ class MTPFiles(FileFormat):
             text=text,
             intermediate_size=1,  # mlx-lm's layer reads what its kind has of these
             rope={},
-            rms_norm_eps=_eps(text),
+            rms_norm_eps=_eps(text, kind.eps),
             attention_bias=False,
             layer_windows=(None,) * kind.kept,
             block_size=size(told, "block_size"),
@@ -219,7 +218,7 @@ class MTPFiles(FileFormat):
             yield Finding("error", what, TAKE_OUT)
             return
         wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
-        found = {name: in_words(array.dtype, array.shape) for name, array in ours.items()}
+        found = {name: in_words(_kind(array), array.shape) for name, array in ours.items()}
         for name in sorted(wanted.keys() | found.keys()):
             has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
             if has != needs:
@@ -244,16 +243,21 @@ class MTPFiles(FileFormat):
 FILES = MTPFiles()
 
 
-def _eps(text: Fields) -> float:
-    given = next((text[name] for name in _EPS if text.get(name) is not None), None)
+def _eps(text: Fields, names: Collection[str]) -> float:
+    given = next((text[name] for name in names if text.get(name) is not None), None)
     if not isinstance(given, float | int) or not 0 < given < 1:
-        raise ValueError(f"{_EPS[0]} is {given!r}, not a number from 0 to 1")
+        raise ValueError(f"{next(iter(names))} is {given!r}, not a number from 0 to 1")
     return float(given)
 
 
 def _blank(tensor: TensorHeader) -> mx.array:
     """An array like one that a file has; it is never evaluated."""
     return mx.zeros(tensor.shape, _DTYPES.get(tensor.dtype, mx.complex64))
+
+
+def _kind(array: mx.array) -> mx.Dtype:
+    """One for all numbers with a fraction, which are cast anyway."""
+    return mx.float32 if mx.issubdtype(array.dtype, mx.floating) else array.dtype
 
 
 def _packing(

@@ -35,7 +35,7 @@ from dflash_mlx.verifier.sequence import SequenceCache
 FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
-_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm")
+_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm", "embedding_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
