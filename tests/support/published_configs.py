@@ -217,6 +217,14 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": (
         speculators("dspark"), {"block_size": 7, "sample_from_anchor": True},
     ),
+    "DFlash of speculators 0.5 and 0.6": (
+        speculators(max_anchors=256, speculators_version="0.5.0"),
+        {"block_size": 6, "sample_from_anchor": False},
+    ),
+    "DSpark of speculators, with the weights of its losses": (
+        speculators("dspark", ce_loss_alpha=0.1, l1_loss_alpha=0.9, loss_decay_gamma=4.0),
+        {"sample_from_anchor": True},
+    ),
     "meta-models/Muse-Glimmer-30B-assistant": (
         MUSE, {**BOTH, "block_size": 8, "vocab_size": 202_048, "final_logit_softcapping": 20.0},
     ),

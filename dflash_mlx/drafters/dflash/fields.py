@@ -64,6 +64,10 @@ _REFUSED = {
     "attention_mode": Refused("supported are 'gqa' and 'mha'", (*NOTHING, "gqa", "mha")),
     "use_aux_hidden_state": Refused("supported is true", (None, True)),
 }
+_TRAINING = frozenset({  # of SpecForge's and of several versions of speculators
+    "auf", "ce_loss_alpha", "confidence_head_alpha", "l1_loss_alpha", "lambda_base_decay_ratio",
+    "lambda_base_start", "loss_decay_gamma", "max_anchors", "num_anchors", "training_mode",
+})  # fmt: skip
 _IN_METHOD = Part(
     read={
         *BESIDE, "block_size", "draft_vocab_size", "layer_ids", "num_target_layers",
@@ -74,7 +78,7 @@ _IN_METHOD = Part(
         "block_size_policy", "dflash_initial_block_size", "draft_window_size",
         "prefer_requested_block_size", "runtime_block_size",
     ),
-    silent=("confidence_head_alpha", "loss_decay_gamma", "num_anchors", "training_mode"),
+    silent=_TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
 _AROUND = Part(read=(), noted=(*COPIED, _PARTIAL), refused=_REFUSED)
@@ -83,7 +87,7 @@ _IN_SPECULATORS = Part(
         *SPECULATORS_READ, *BESIDE, METHOD, "aux_hidden_state_layer_ids", "block_size",
         "sliding_window_non_causal",
     },
-    silent=SPECULATORS_SILENT | set(_IN_METHOD.silent),
+    silent=SPECULATORS_SILENT | _TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
 
