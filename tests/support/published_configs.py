@@ -207,6 +207,18 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "NVIDIA's dspark_bonus_anchor": (
         dspark(dspark_bonus_anchor=True), {"block_size": 5, "sample_from_anchor": False},
     ),
+    "NVIDIA Model-Optimizer's DSpark": (
+        without(
+            dspark(
+                dflash_config={
+                    "causal": False, "markov_rank": 4, "projector_type": "dspark",
+                    "shift_label": True, "use_confidence_head": False,
+                },
+            ),
+            "enable_confidence_head", "markov_rank",
+        ),
+        {"block_size": 6, "markov.rank": 4, "markov.confidence": False, "notes": ""},
+    ),
     "dspark_markov_rank alone": (
         without(dspark(dspark_markov_rank=4), "markov_rank"), {"markov.rank": 4},
     ),

@@ -217,7 +217,8 @@ def _markov(fields: Fields, names: Collection[str]) -> MarkovConfig | None:
         raise ValueError(f"markov_head_type is {kind!r}, supported is {MARKOV!r}")
     rank = whole(fields, "markov_rank", least=0)
     stored = next((name for name in names if name.endswith(_CONFIDENCE)), None)
-    confidence = flag(fields, "enable_confidence_head", bool(stored) if names else rank > 0)
+    found = flag(fields, "use_confidence_head", bool(stored) if names else rank > 0)  # NVIDIA's
+    confidence = flag(fields, "enable_confidence_head", found)
     shape = stored_shape(names, stored or "")
     with_token = shape is None or shape[-1] != size(fields, "hidden_size")
     reads_token = flag(fields, "confidence_head_with_markov", default=with_token)

@@ -44,7 +44,7 @@ BESIDE = (  # what may be beside `dflash_config`
     "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "selector_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
     "projector_type", "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", *ANCHOR, *CAUSAL,
+    "confidence_head_with_markov", "use_confidence_head", *ANCHOR, *CAUSAL,
 )  # fmt: skip
 GATED, OFFSET = "enable_qwen35_gated_q_proj", "offset_norms"
 NATIVE = "qwen3_5"  # model_type of drafters with Qwen3.5's own layers, others have its text model's
