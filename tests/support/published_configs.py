@@ -148,6 +148,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "NVIDIA Automodel's DFlash 2": (
         second(architectures=["Qwen3DFlash2DraftModel"]), {"selector.rank": 8, "notes": ""},
     ),
+    "NVIDIA Model-Optimizer's DFlash 2": (
+        second(dflash_config={"projector_type": "dflash2"}), {"selector.rank": 8, "notes": ""},
+    ),
     "DFlash without num_target_layers": (
         without(first(), "num_target_layers"), {"num_target_layers": None},
     ),
@@ -285,6 +288,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Hikari07jp/DSpark-Gemma-4-31B-draft": (
         dspark(architectures=["DFlashDraftModel"], block_size=16, dflash_config={}),
         "markov_rank is 8 in a DFlashDraftModel, .*which rows draft",
+    ),
+    "the same under NVIDIA's name of DFlash": (
+        dspark(architectures=["Qwen3DFlashDraftModel"], dflash_config={}),
+        "markov_rank is 8 in a Qwen3DFlashDraftModel, .*which rows draft",
+    ),
+    "a projector of another version": (
+        method(projector_type="dflash2"), "projector_type is 'dflash2', supported is 'dflash'",
     ),
     "experts of Gemma 4": (
         dspark(**GEMMA_4 | {"enable_moe_block": True}), "enable_moe_block is True",
