@@ -51,7 +51,7 @@ NATIVE = "qwen3_5"  # model_type of drafters with Qwen3.5's own layers, others h
 _PARTIAL = "partial_rotary_factor"
 _QUERIES = "layers.0.self_attn.q_proj.weight"
 
-_DOMINO = Refused("Domino's correction head, which is not supported")
+_DOMINO = Refused("Domino's correction head, which is not supported", tensor="prefix_gru")
 _REFUSED = {
     **NETWORK_REFUSED,
     "emb_dim": _DOMINO,

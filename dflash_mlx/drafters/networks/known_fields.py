@@ -37,7 +37,7 @@ class Refused:
 
     why: str  # behind the field and its value
     harmless: tuple[Any, ...] = NOTHING
-    # What a name of its tensors holds then; a file without describes its target by the field
+    # What a name of its tensors holds then; in a file without, the field is a target's or idle
     tensor: str = ""
 
     def contradicted(self, names: Collection[str]) -> bool:
