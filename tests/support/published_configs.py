@@ -299,6 +299,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts of Gemma 4": (
         dspark(**GEMMA_4 | {"enable_moe_block": True}), "enable_moe_block is True",
     ),
+    "windows of Gemma 4, whose layers have another rope": (
+        dspark(
+            **GEMMA_4, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW
+        ),
+        "layer_types holds 'sliding_attention'",
+    ),
     "lightllm's Qwen3_5DFlashModel": (
         first(architectures=["Qwen3_5DFlashModel"]), "Qwen3_5DFlashModel",
     ),

@@ -33,6 +33,7 @@ from dflash_mlx.drafters.formats import (
     left_by_training,
 )
 from dflash_mlx.drafters.networks.fields import (
+    SLIDING,
     Fields,
     architecture,
     flag,
@@ -290,6 +291,8 @@ def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:
     for name, supported in _GEMMA_ONLY.items():
         if raw.get(name) not in (None, supported):
             raise Unsupported(f"{name} is {raw[name]!r}, supported is {supported!r}")
+    if SLIDING in (raw.get("layer_types") or []):
+        raise Unsupported(f"layer_types holds {SLIDING!r}, supported are layers of full attention")
     shares, rope = flag(raw, "attention_k_eq_v"), part(raw, "rope_parameters")
     heads = raw.get("num_global_key_value_heads") if shares else None
     scale = size(raw, "hidden_size") ** 0.5
