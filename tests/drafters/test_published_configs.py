@@ -218,6 +218,15 @@ def test_the_assistant_of_muse_glimmer_is_a_dflash_under_other_names(tmp_path):
     assert family_of(found.files) == "dflash" and not check_drafter(tmp_path / "muse").errors
 
 
+def test_specforge_s_first_names_of_dspark_s_heads_are_read(tmp_path):
+    raw, tensors = FORMATS["dspark, specforge"]
+    renamed = {f"logit_head.{n}" if "_head." in n else n: t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    found = FILES.read_drafter(write_drafter_folder(tmp_path / "renamed", raw, renamed))
+    same = FILES.read_drafter(write_drafter_folder(tmp_path / "plain", raw, tensors))
+    assert_same_tensors(found.tensors, same.tensors)
+
+
 def test_deepspec_s_eagle_reads_as_many_layers_as_it_names(tmp_path):
     raw = without(eagle(**DEEPSPEC | {"target_layer_ids": [0, 1, 2]}), "eagle_config")
     tensors = random_tensors({**raw, "draft_vocab_size": 97}, embeds=True)

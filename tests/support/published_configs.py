@@ -145,6 +145,12 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         BOTH,
     ),
+    "is_causal before what dflash_config says": (
+        first(is_causal=False, dflash_config={"causal": True}), FULL,
+    ),
+    "a DFlash 2 of speculators that says it is causal": (
+        speculators("dflash2", dflash_config={"causal": True}), {"layer_causal": (True, True)},
+    ),
     "NVIDIA Automodel's DFlash 2": (
         second(architectures=["Qwen3DFlash2DraftModel"]), {"selector.rank": 8, "notes": ""},
     ),
@@ -270,6 +276,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 P_EAGLE = "of P-EAGLE"
+PACKED, SQUEEZED = {"quant_method": "compressed-tensors"}, "quantization_config is .*compressed"
 SINKS = "attention sinks are not supported"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nvidia/Nemotron-3.5-Lightning-DSpark": (
@@ -344,6 +351,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a selector of more tokens": (
         second(dflash_config={"selector_vocab_size": 98}), "selector_vocab_size is 98.* 97",
     ),
+    "a selector of fewer tokens than it offers": (
+        second(dflash_config={"selector_vocab_size": 1}), "selector_vocab_size is 1, not from",
+    ),
+    "packed DFlash of speculators": (speculators(quantization_config=PACKED), SQUEEZED),
+    "packed EAGLE-3 of speculators": (speculators_3(quantization_config=PACKED), SQUEEZED),
     "a drafter of another width": (
         method(target_hidden_size=128), "target_hidden_size is 128 and hidden_size 64",
     ),
