@@ -99,6 +99,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "use_sliding_window without the layers, as transformers has it": (
         first(use_sliding_window=True, sliding_window=WINDOW), FULL,
     ),
+    "use_sliding_window without a window, as transformers has it": (
+        first(use_sliding_window=True, max_window_layers=0, sliding_window=None), FULL,
+    ),
     "a window by layer": (
         first(layer_sliding_windows=[4, None]),
         {"layer_windows": (4, None), "layer_causal": (True, False)},
