@@ -202,7 +202,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "stanleyphoong/Ornith-1.0-9B-DSpark": (
         dspark(**NATIVE_35, confidence_temperatures=[1.5], text_config={}),
-        {"gated": True, "offset_norms": True, "rotary_dims": 8, "notes": ""},
+        {"gated": True, "offset_norms": True, "rotary_dims": 8,
+         "notes": "it: confidence_temperatures$"},
     ),
     "Qwen3DSparkModel with norms of 1 + w": (
         dspark(model_type="qwen3_5"), {"gated": False, "offset_norms": True},

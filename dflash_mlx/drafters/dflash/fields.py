@@ -81,7 +81,7 @@ _IN_METHOD = Part(
     silent=_TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
-_AROUND = Part(read=(), noted=(*COPIED, _PARTIAL), refused=_REFUSED)
+_AROUND = Part(read=(), noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED)
 _IN_SPECULATORS = Part(
     read={
         *SPECULATORS_READ, *BESIDE, METHOD, "aux_hidden_state_layer_ids", "block_size",
@@ -114,14 +114,14 @@ def has_anchor(fields: Fields) -> bool:
     return bool(named(fields, ANCHOR))
 
 
-def drafts_from_anchor(fields: Fields, default: bool = False) -> bool:
+def drafts_from_anchor(fields: Fields) -> bool:
     """Whether each row drafts the token behind it; ValueError where two fields contradict."""
     says = {name: flag(fields, name) for name in named(fields, ANCHOR)}
     if "dspark_bonus_anchor" in says:
         says["dspark_bonus_anchor"] ^= True
     if len(set(says.values())) > 1:
         raise ValueError(f"{' and '.join(says)} contradict each other: {named(fields, ANCHOR)}")
-    return next(iter(says.values()), default)
+    return any(says.values())
 
 
 def block_attention(fields: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
