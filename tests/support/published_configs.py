@@ -246,6 +246,13 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         speculators(max_anchors=256, speculators_version="0.5.0"),
         {"block_size": 6, "sample_from_anchor": False},
     ),
+    "speculators with windows beside the layers, as vLLM takes them": (
+        speculators(
+            layer_types=["sliding_attention", "full_attention"], max_window_layers=2,
+            sliding_window=WINDOW, use_sliding_window=True,
+        ),
+        {"layer_windows": (WINDOW, None), "layer_causal": (True, False)},
+    ),
     "DSpark of speculators, with the weights of its losses": (
         speculators("dspark", ce_loss_alpha=0.1, l1_loss_alpha=0.9, loss_decay_gamma=4.0),
         {"sample_from_anchor": True},

@@ -242,6 +242,7 @@ def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
         notes.append(note)
     result = {
         **layers,
+        **named(raw, own.WINDOWS),
         "architectures": [_OF_SPECULATORS[kind]],
         "block_size": raw["block_size"],
         "num_target_layers": raw.get("num_target_layers"),

@@ -46,6 +46,9 @@ BESIDE = (  # what may be beside `dflash_config`
     "projector_type", "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head",
     "confidence_head_with_markov", "use_confidence_head", *ANCHOR, *CAUSAL,
 )  # fmt: skip
+WINDOWS = (  # what vLLM takes beside `transformer_layer_config` too
+    "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",
+)  # fmt: skip
 GATED, OFFSET = "enable_qwen35_gated_q_proj", "offset_norms"
 NATIVE = "qwen3_5"  # model_type of drafters with Qwen3.5's own layers, others have its text model's
 _PARTIAL = "partial_rotary_factor"
@@ -84,7 +87,7 @@ _IN_METHOD = Part(
 _AROUND = Part(read=(), noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED)
 _IN_SPECULATORS = Part(
     read={
-        *SPECULATORS_READ, *BESIDE, METHOD, "aux_hidden_state_layer_ids", "block_size",
+        *SPECULATORS_READ, *BESIDE, *WINDOWS, METHOD, "aux_hidden_state_layer_ids", "block_size",
         "sliding_window_non_causal",
     },
     silent=SPECULATORS_SILENT | _TRAINING,
