@@ -348,6 +348,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         eagle(target_layer_ids=[0, 2]), "eagle_config.*are \\[0, 1, 2\\] and target_layer_ids are",
     ),
     "another number of layers": (eagle(num_aux_layers=5), "num_aux_layers is 5, but 3 layers"),
+    "another number of layers than the usual three": (
+        eagle(num_aux_layers=5, eagle_config={}), "num_aux_layers is 5, but 3 layers are read",
+    ),
     "windows for other layers": (
         first(layer_sliding_windows=[4]), "layer_sliding_windows is \\[4\\].* 2 layers",
     ),
