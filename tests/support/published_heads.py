@@ -88,7 +88,7 @@ class Head:
             out = self.layer(own, rows)[-1]
             final = rms_norm(out, own[f"{self.last_norm}.weight"], self.eps)
             h = final if self.feeds_normed else out
-        return final @ head.T  # type: ignore[no-any-return]
+        return final @ head.T
 
     def paired(self, own: Mapping[str, Array], embedded: Array, state: Array) -> Array:
         """[d] what the layer reads of a row."""
@@ -98,7 +98,7 @@ class Head:
             for half, name in zip(inputs, self.norms, strict=True)
         ]
         both = np.concatenate(halves[::-1] if self.hidden_first else halves)
-        return own[f"{self.projection}.weight"] @ both  # type: ignore[no-any-return]
+        return own[f"{self.projection}.weight"] @ both
 
 
 class PreNorm(Head):
@@ -307,9 +307,9 @@ def experts(weights: Mapping[str, Array], raw: Config, x: Array, gated: bool) ->
         own = part(weights, place)
         up = own["up_proj.weight"] @ row
         if not gated:
-            return own["down_proj.weight"] @ np.maximum(up, 0) ** 2  # type: ignore[no-any-return]
+            return own["down_proj.weight"] @ np.maximum(up, 0) ** 2
         gate = own["gate_proj.weight"] @ row
-        return own["down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)  # type: ignore[no-any-return]
+        return own["down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
 
     out = []
     for row in x:
