@@ -34,9 +34,11 @@ class Head:
     reads_normed = True  # whether the state is read behind the target's last norm
     feeds_normed = True  # whether a drafted row's state is what goes to the head
 
-    def __init__(self, raw: dict[str, Any], seed: int = 0) -> None:
+    def __init__(
+        self, raw: Mapping[str, Any], tensors: Mapping[str, Array] | None = None, seed: int = 0
+    ) -> None:
         self.raw = raw
-        self.tensors: dict[str, Array] = dict(random_weights(self.shapes(), seed))
+        self.tensors = dict(random_weights(self.shapes(), seed)) if tensors is None else tensors
 
     @property
     @abstractmethod
@@ -391,4 +393,22 @@ HEADS: dict[str, Head] = {
     "mimo": MiMo(MIMO),
     "nemotron": NemotronH(NEMOTRON),
     "nemotron, latent experts": NemotronH({**NEMOTRON, "moe_latent_size": 24}),
+}
+_KINDS = {head.raw["model_type"]: type(head) for head in HEADS.values()}
+_OF_TARGET = {  # which a checkpoint has beside a head, and which nobody takes for one
+    "model.embed_tokens.weight": (VOCAB_SIZE, D),
+    "model.layers.2.input_layernorm.weight": (D,),
+    "model.norm.weight": (D,),
+    "lm_head.weight": (VOCAB_SIZE, D),
+}
+
+
+def head_of(raw: Config, tensors: Mapping[str, Array]) -> Head:
+    """The one in a folder."""
+    return _KINDS[raw["model_type"]](raw, tensors)
+
+
+FORMATS: dict[str, tuple[Config, dict[str, Array]]] = {
+    name: (head.raw, {**random_weights(_OF_TARGET, 9), **head.tensors})
+    for name, head in HEADS.items()
 }
