@@ -81,7 +81,7 @@ class Head:
         }
         states = np.asarray(features, np.float64)
         if self.reads_normed:
-            states = rms_norm(states, norm, self.eps)
+            states = rms_norm(states, norm, self.raw["rms_norm_eps"])  # the tiny llama's
         pairs = [*zip(tokens[1:], states[:-1], strict=True)]
         h = states[-1]
         for token in path:

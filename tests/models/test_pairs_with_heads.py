@@ -1,0 +1,58 @@
+"""Targets of other publishers with the heads that are in their own folders, loaded and answering."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx import DecodeConfig, SamplingConfig
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.models.load import load_pair
+from dflash_mlx.session.session import generate
+from support.families import make_model
+from support.models import write_model
+from support.published_heads import HEADS
+
+pytestmark = pytest.mark.usefixtures("no_network", "no_hub")
+WAYS = {
+    "a chain": {"block_size": 4},
+    "a tree": {"budget": 6},
+    "what pays": {},
+    "a drawn chain": {
+        "block_size": 4,
+        "sampling": SamplingConfig(temperature=0.7, seed=3),
+        "acceptance": "match",
+    },
+}
+
+
+def with_head(folder: Path, name: str) -> Path:
+    """A tiny target in whose folder a head lies in a file of its own."""
+    raw = HEADS[name].raw
+    write_model(folder, make_model("llama", **raw), **raw)
+    tensors = {n: mx.array(a) for n, a in HEADS[name].tensors.items()}
+    # mlx-lm knows DeepSeek's head by its layer, the 61st, and takes one of this size for a layer
+    own = "head.safetensors" if raw["model_type"] == "deepseek_v3" else "model-head.safetensors"
+    mx.save_safetensors(str(folder / own), tensors)
+    return folder
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_answers_with_a_head_are_those_of_the_target_alone(tmp_path, name):
+    folder = str(with_head(tmp_path, name))
+    pair = load_pair(PairConfig(folder, folder))
+    for how, settings in WAYS.items():
+        if name == "mimo" and "block_size" in settings:
+            settings = {**settings, "block_size": 2}
+        plain = generate(pair, "hello", config("none", settings))
+        answer = generate(pair, "hello", config("mtp", settings))
+        assert answer.tokens == plain.tokens, how
+        assert answer.statistics.drafted.total() > 0, how
+
+
+def config(method: str, settings: dict) -> DecodeConfig:
+    """Of an answer; plain decoding has no use for most of them."""
+    used = settings if method == "mtp" else {k: v for k, v in settings.items() if k == "sampling"}
+    return DecodeConfig(method, max_tokens=24, **used)
