@@ -38,7 +38,12 @@ class Head:
         self, raw: Mapping[str, Any], tensors: Mapping[str, Array] | None = None, seed: int = 0
     ) -> None:
         self.raw = raw
-        self.tensors = dict(random_weights(self.shapes(), seed)) if tensors is None else tensors
+        self.tensors = self.drawn(seed) if tensors is None else tensors
+
+    def drawn(self, seed: int) -> dict[str, Array]:
+        """Random ones; below 0 programs differ in what a bias of experts does."""
+        found: dict[str, Array] = dict(random_weights(self.shapes(), seed))
+        return {n: np.abs(a) if "correction_bias" in n else a for n, a in found.items()}
 
     @property
     @abstractmethod

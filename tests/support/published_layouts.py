@@ -41,8 +41,14 @@ def in_eight_bits(head: Head) -> tuple[dict[str, Array], dict[str, Array]]:
             codes[block] = np.nanargmin(far, axis=-1)
             numbers[block] = EIGHT_BITS[codes[block]] * scales[i, j]
         stored |= {name: codes, name + _SCALED: scales}
-        meant[name] = numbers
+        meant[name] = as_bfloat16(numbers)
     return stored, meant
+
+
+def as_bfloat16(x: Array) -> Array:
+    """The nearest numbers with eight bits of fraction, which mlx-lm unpacks to."""
+    bits = x.view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
 def write_eight_bits(folder: Path, raw: Config, stored: Mapping[str, Array]) -> None:

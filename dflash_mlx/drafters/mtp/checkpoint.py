@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
-from dflash_mlx.drafters.mtp import qwen
+from dflash_mlx.drafters.mtp import published, qwen
 from dflash_mlx.drafters.mtp.kinds import kind_of, model_type, text_of
 from dflash_mlx.drafters.mtp.model import INSIDE, OURS, SPLIT, HeadConfig, HeadModel, Network
 from dflash_mlx.drafters.networks.fields import Fields, architecture, size
@@ -43,16 +43,15 @@ from dflash_mlx.drafters.networks.known_fields import (
 from dflash_mlx.system.safetensors_header import TensorHeader
 
 CLASS = "MTPDraftModel"
-SPLIT_TYPES = ("qwen3_5_mtp",)  # model_type of mlx-vlm's folders
+SPLIT_TYPES = ("qwen3_5_mtp", "glm4_moe_lite_mtp")  # model_type of mlx-vlm's folders
 TAKE_OUT = (
     "take it out of the model as its authors published it, with python -m dflash_mlx.convert "
     "OWNER/NAME DST --mtp, and give DST with --drafter"
 )
 DEFAULT_BLOCK = 8  # rows; a head may go on for as long as that pays
-_EPS = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 _DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8,
-    "I32": mx.int32, "I64": mx.int64,
+    "I32": mx.int32, "I64": mx.int64, "F8_E4M3": mx.uint8,
 }  # fmt: skip
 _IN_SPLIT = Part(
     read={"text_config", "tie_word_embeddings", "quantization", "quantization_config"},
@@ -66,7 +65,7 @@ _IN_TARGET = Part(  # what a target's configuration says of its head
         "mtp_use_hidden_state_from_layer": Refused("but only the last layer's states are read"),
     },
 )
-__all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "qwen"]
+__all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "published", "qwen"]
 
 
 def our_config(text: Fields, **changes: Any) -> Fields:
@@ -107,8 +106,9 @@ class MTPFiles(FileFormat):
         kind = kind_of(text)
         if not kind.heads(text):
             raise ValueError(f"{kind.count or 'the number of heads'} is {text.get(kind.count)!r}")
-        split = raw.get("model_type") in SPLIT_TYPES
-        ours = names if split else kind.in_files(names, text).values()
+        inside = kind.in_files(names, text)
+        split = raw.get("model_type") in SPLIT_TYPES and not inside
+        ours = names if split else inside.values()
         own = {"own_embedding": "embed_tokens.weight" in ours, "own_head": "lm_head.weight" in ours}
         return our_config(text, **own, layout=SPLIT if split else INSIDE)
 
@@ -124,7 +124,7 @@ class MTPFiles(FileFormat):
             text=text,
             intermediate_size=1,  # mlx-lm's layer reads what its kind has of these
             rope={},
-            rms_norm_eps=_eps(text),
+            rms_norm_eps=_eps(text, kind.eps),
             attention_bias=False,
             layer_windows=(None,) * kind.kept,
             block_size=size(told, "block_size"),
@@ -200,7 +200,7 @@ class MTPFiles(FileFormat):
             yield Finding("error", what, TAKE_OUT)
             return
         wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
-        found = {name: in_words(array.dtype, array.shape) for name, array in ours.items()}
+        found = {name: in_words(_kind(array), array.shape) for name, array in ours.items()}
         for name in sorted(wanted.keys() | found.keys()):
             has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
             if has != needs:
@@ -225,16 +225,21 @@ class MTPFiles(FileFormat):
 FILES = MTPFiles()
 
 
-def _eps(text: Fields) -> float:
-    given = next((text[name] for name in _EPS if text.get(name) is not None), None)
+def _eps(text: Fields, names: Collection[str]) -> float:
+    given = next((text[name] for name in names if text.get(name) is not None), None)
     if not isinstance(given, float | int) or not 0 < given < 1:
-        raise ValueError(f"{_EPS[0]} is {given!r}, not a number from 0 to 1")
+        raise ValueError(f"{next(iter(names))} is {given!r}, not a number from 0 to 1")
     return float(given)
 
 
 def _blank(tensor: TensorHeader) -> mx.array:
     """An array like one that a file has; it is never evaluated."""
     return mx.zeros(tensor.shape, _DTYPES.get(tensor.dtype, mx.complex64))
+
+
+def _kind(array: mx.array) -> mx.Dtype:
+    """One for all numbers with a fraction, which are cast anyway."""
+    return mx.float32 if mx.issubdtype(array.dtype, mx.floating) else array.dtype
 
 
 def _packing(

@@ -31,6 +31,7 @@ class Kind:
     layers: ClassVar[int] = 1  # decoder layers of a head
     kept: ClassVar[int] = 1  # of these, with keys and values of their own
     one_layer: ClassVar[Mapping[str, Any]] = {}  # fields that make these of a target's fields
+    eps: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "norm_eps", "norm_epsilon")  # of its norms
     array_masks: ClassVar[bool] = False  # whether they take no mask that is the word "causal"
 
     def arguments(self, text: Fields) -> Fields:

@@ -132,6 +132,7 @@ class NemotronH(Arranged):
 
     model_types = ("nemotron_h",)
     place = "backbone."
+    eps = ("layer_norm_epsilon",)
     around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
 
     def pattern(self, text: Fields) -> str:
