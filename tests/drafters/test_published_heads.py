@@ -13,6 +13,7 @@ from dflash_mlx import DFlashError
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.methods import format_as_drafter
 from dflash_mlx.drafters.mtp.checkpoint import FILES
+from dflash_mlx.drafters.mtp.published import Unread
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import write_shards
@@ -133,6 +134,11 @@ REFUSED = {
         {"mtp_hybrid_override_pattern": "M*"},
         "mtp_hybrid_override_pattern is 'M\\*'",
     ),
+    "a sliding layer": (
+        "exaone",
+        {"mtp_layer_types": ["sliding_attention"]},
+        "mtp_layer_types is .*sliding.* only full attention is",
+    ),
     "another number of experts": ("deepseek", {"n_routed_experts": 5}, "experts.4.* is missing"),
     "another width": (
         "mimo",
@@ -148,6 +154,15 @@ def test_a_head_that_its_configuration_does_not_describe_is_refused(tmp_path, ca
     raw, tensors = FORMATS[name]
     write_drafter_folder(tmp_path, {**raw, **changes}, tensors)
     with pytest.raises(DFlashError, match=message):
+        FILES.read_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("kind", Unread.reasons)
+def test_a_head_that_is_known_and_not_read_is_refused_with_the_reason(tmp_path, kind):
+    raw, tensors = FORMATS["deepseek"]
+    write_drafter_folder(tmp_path, {**raw, "model_type": kind}, tensors)
+    assert format_as_drafter(read_json(tmp_path)) is FILES
+    with pytest.raises(DFlashError, match=f"{kind}.*{Unread.reasons[kind]}"):
         FILES.read_drafter(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Targets of other publishers with the heads that are in their own folders, loaded and answering."""
+"""Targets of other publishers answer with the heads that are in their own folders."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from support.published_heads import EXPERTS, DeepSeek, Head, part
+from support.published_heads import DeepSeek, Head
 from support.reference_dflash import Array, Config
+from support.reference_layers import EXPERTS, part
 
 # DeepSeek's eight bits: a sign, four bits of exponent and three of fraction, and a scale for every
 # block of a matrix

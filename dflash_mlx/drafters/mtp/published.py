@@ -12,14 +12,15 @@ at position 0 to nothing, which neither these two nor the publishers' own module
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.mtp.kinds import Kind
+from dflash_mlx.drafters.mtp.kinds import Kind, model_type
 from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.drafters.networks.files import Arrays
+from dflash_mlx.drafters.networks.known_fields import Unsupported
 from dflash_mlx.verifier.cache import LayerCache
 
 _OURS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -79,7 +80,7 @@ class Glm(Arranged):
     the head's. That the layer has experts is from transformers' `get_mtp_config`.
     """
 
-    model_types = ("glm4_moe",)
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     one_layer: ClassVar[Mapping[str, Any]] = {"first_k_dense_replace": 0}
     around = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     left = rf"{Arranged.left}|\.embed_tokens\.|\.shared_head\.head\."
@@ -127,6 +128,26 @@ class MiMo(Arranged):
         return ("model.mtp_layers.0.",)
 
 
+class Exaone(Arranged):
+    """K-EXAONE: a dense layer of full attention, by the names of Qwen's (`exaone_moe_mtp.py`).
+
+    Where the target has sliding windows, full attention goes without positions.
+    """
+
+    model_types = ("exaone_moe",)
+    around = _OURS
+
+    def arguments(self, text: Fields) -> Fields:
+        kinds = ["full_attention", *(text.get("layer_types") or [])]
+        return {**super().arguments(text), "layer_types": kinds, "is_moe_layer": [False]}
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        return ("mtp.",)
+
+    def in_layer(self, rest: str) -> str:
+        return rest
+
+
 class NemotronH(Arranged):
     """Nemotron-H: blocks by a pattern, of attention and experts (vLLM's `nemotron_h_mtp.py`)."""
 
@@ -164,3 +185,25 @@ class NemotronH(Arranged):
 
     def remember(self, layer: Any, x: mx.array, cache: LayerCache) -> None:
         layer.mixer(layer.norm(x), self.mask(x, cache), cache)
+
+
+class Unread(Kind):
+    """Heads that are known and not read, each with the reason."""
+
+    count = "num_nextn_predict_layers"
+    reasons: ClassVar[Mapping[str, str]] = {
+        "mimo_v2_flash": "they have sliding windows and attention sinks, one for each step",
+        "step3p5": "there is one for each step",
+        "ernie4_5_moe": "programs differ in how their layer turns positions",
+        "bailing_hybrid": "they were never tried",
+        "bailing_moe_v3": "they were never tried",
+        "mellum": "they have sliding windows",
+        "longcat_flash": "nor are their targets",
+        "deepseek_v32": "nor are their targets",
+        "glm_moe_dsa": "nor are their targets",
+    }
+    model_types = tuple(reasons)
+
+    def in_files(self, names: Collection[str], text: Fields) -> dict[str, str]:
+        own = model_type(text)
+        raise Unsupported(f"model_type is {own}, whose heads are not read: {self.reasons[own]}")
