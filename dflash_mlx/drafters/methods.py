@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, field, fields, make_dataclass, replace
 from typing import Any
 
@@ -71,9 +71,16 @@ def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
     return next(iter(found), None)
 
 
-def format_as_drafter(raw: Mapping[str, Any]) -> FileFormat | None:
-    """The family that a config.json given as a drafter's is of; None where nothing drafts so."""
-    return format_of(raw) or next((each for each in formats() if each.reads_target(raw)), None)
+def format_as_drafter(raw: Mapping[str, Any], names: Collection[str] = ()) -> FileFormat | None:
+    """The family that a config.json given as a drafter's is of; None where nothing drafts so.
+
+    names: of the tensors beside it, which show whether a target's folder has what a family reads.
+    """
+    if (own := format_of(raw)) is not None:
+        return own
+    readers = [each for each in formats() if each.reads_target(raw)]
+    having = (each for each in readers if each.own_tensors(dict(raw), names))
+    return next(having, next(iter(readers), None))
 
 
 def family_of(files: FileFormat) -> str | None:

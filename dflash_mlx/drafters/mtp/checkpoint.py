@@ -37,6 +37,7 @@ from dflash_mlx.drafters.networks.known_fields import (
     LIBRARY,
     Part,
     Refused,
+    Unsupported,
     note_of,
     review_others,
 )
@@ -53,8 +54,9 @@ _DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8,
     "I32": mx.int32, "I64": mx.int64, "F8_E4M3": mx.uint8,
 }  # fmt: skip
+_PACKING = ("quantization", "quantization_config")  # of the target; the head's its tensors tell
 _IN_SPLIT = Part(
-    read={"text_config", "tie_word_embeddings", "quantization", "quantization_config"},
+    read={"text_config", "tie_word_embeddings", *_PACKING},
     noted=("block_size",),  # how long that program's drafts are unless it is told otherwise
     silent=LIBRARY,
 )
@@ -91,6 +93,26 @@ class MTPFiles(FileFormat):
         except ValueError:
             return False
 
+    def lacking(self, raw: Mapping[str, Any]) -> str:
+        if self.recognises(raw) or not self.reads_target(raw):
+            return ""
+        if kind_of(text := text_of(raw)).refusal(text):
+            return ""
+        return (
+            "was made with a head for multi-token prediction, which its files lack: python -m "
+            "dflash_mlx.convert OWNER/NAME DST --mtp takes it out of the published model"
+        )
+
+    def own_tensors(self, raw: Fields, names: Collection[str]) -> Collection[str]:
+        if self.recognises(raw):
+            return names
+        text = text_of(raw)
+        return kind_of(text).in_files(names, text)
+
+    def own_sizes(self, raw: Fields) -> Fields:
+        text = text_of(raw)
+        return {k: v for k, v in text.items() if k not in ("num_hidden_layers", *_PACKING)}
+
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
         if architecture(raw) == CLASS:
             return ()
@@ -102,10 +124,12 @@ class MTPFiles(FileFormat):
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if architecture(raw) == CLASS:
             return raw
-        text = {k: v for k, v in text_of(raw).items() if k not in ("quantization", "auto_map")}
+        text = {k: v for k, v in text_of(raw).items() if k not in (*_PACKING, "auto_map")}
         kind = kind_of(text)
         if not kind.heads(text):
             raise ValueError(f"{kind.count or 'the number of heads'} is {text.get(kind.count)!r}")
+        if why := kind.refusal(text):
+            raise Unsupported(why)
         inside = kind.in_files(names, text)
         split = raw.get("model_type") in SPLIT_TYPES and not inside
         ours = names if split else inside.values()

@@ -36,7 +36,7 @@ FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
 _CHOOSES = "e_score_correction_bias"
-_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm")
+_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm", "embedding_norm")
 
 
 @dataclass(frozen=True, kw_only=True)

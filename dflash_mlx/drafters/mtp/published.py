@@ -12,7 +12,7 @@ at position 0 to nothing, which neither these two nor the publishers' own module
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -20,7 +20,6 @@ import mlx.core as mx
 from dflash_mlx.drafters.mtp.kinds import Kind, model_type
 from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.drafters.networks.files import Arrays
-from dflash_mlx.drafters.networks.known_fields import Unsupported
 from dflash_mlx.verifier.cache import LayerCache
 
 _OURS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
@@ -35,10 +34,9 @@ class Arranged(Kind):
     around: ClassVar[tuple[str, ...]]  # what is named as in `_OURS` here, in that order
     left: ClassVar[str] = r"rotary_emb\.inv_freq"  # what nobody reads
 
-    def heads(self, text: Fields) -> int:
-        if (count := super().heads(text)) > 1:
-            raise ValueError(f"{self.count} is {count}, supported is 1")
-        return count
+    def refusal(self, text: Fields) -> str:
+        count = self.heads(text)
+        return f"{self.count} is {count}, supported is 1" if count > 1 else ""
 
     def prefixes(self, text: Fields) -> tuple[str, ...]:
         """What the names of a head's tensors begin with."""
@@ -204,6 +202,6 @@ class Unread(Kind):
     }
     model_types = tuple(reasons)
 
-    def in_files(self, names: Collection[str], text: Fields) -> dict[str, str]:
+    def refusal(self, text: Fields) -> str:
         own = model_type(text)
-        raise Unsupported(f"model_type is {own}, whose heads are not read: {self.reasons[own]}")
+        return f"model_type is {own}, whose heads are not read: {self.reasons[own]}"
