@@ -8,12 +8,15 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx import DecodeConfig, SamplingConfig
+from dflash_mlx.convert.__main__ import main as convert
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.session.session import generate
+from support.drafter_formats import loaded
+from support.drafting import TOLERANCE, PublishedHeads
 from support.families import make_model
 from support.models import write_model
-from support.published_heads import HEADS
+from support.published_heads import FORMATS, HEADS
 
 pytestmark = pytest.mark.usefixtures("no_network", "no_hub")
 WAYS = {
@@ -56,3 +59,31 @@ def config(method: str, settings: dict) -> DecodeConfig:
     """Of an answer; plain decoding has no use for most of them."""
     used = settings if method == "mtp" else {k: v for k, v in settings.items() if k == "sampling"}
     return DecodeConfig(method, max_tokens=24, **used)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_is_taken_out_drafts_as_it_did_inside(tmp_path, name):
+    inside, outside = with_head(tmp_path / "inside", name), tmp_path / "outside"
+    convert([str(inside), str(outside), "--mtp"])
+    subject = PublishedHeads(tmp_path / "head", *FORMATS[name])
+    subject.model = loaded(outside, subject.target)
+    text = subject.text(9)
+    assert subject.error(subject.context(text), text, 7, 3) < TOLERANCE
+    assert subject.model.block_size == (2 if name == "mimo" else 8)
+
+
+@pytest.mark.parametrize("name", ["glm", "deepseek", "mimo", "exaone"])
+def test_a_head_that_is_taken_out_can_be_packed(tmp_path, name):
+    inside, outside = with_head(tmp_path / "inside", name), tmp_path / "outside"
+    convert([str(inside), str(outside), "--mtp", "--bits", "8", "--group-size", "32"])
+    subject = PublishedHeads(tmp_path / "head", *FORMATS[name])
+    subject.model = loaded(outside, subject.target)
+    assert subject.model.config.quantization.bits == 8
+    text = subject.text(9)
+    assert TOLERANCE < subject.error(subject.context(text), text, 7, 1) < 0.1
+
+
+@pytest.mark.parametrize("name", ["glm lite", "mimo", "nemotron"])
+def test_a_head_in_the_target_s_folder_is_found_without_being_named(tmp_path, name):
+    pair = load_pair(PairConfig(str(with_head(tmp_path, name))))
+    assert pair.capabilities.families == ("mtp",)

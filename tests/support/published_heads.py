@@ -289,7 +289,8 @@ DEEPSEEK: dict[str, Any] = {
     **_EXPERTS,
     **LATENT_ATTENTION,
     **{"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
-    **{"num_key_value_heads": 4, "q_lora_rank": 24, "moe_layer_freq": 1},
+    **{"num_key_value_heads": 4, "moe_layer_freq": 1},
+    **{"q_lora_rank": 96, "qk_nope_head_dim": 32, "v_head_dim": 64},
 }
 GLM_LITE: dict[str, Any] = {
     **DEEPSEEK,
