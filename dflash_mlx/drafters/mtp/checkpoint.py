@@ -21,7 +21,7 @@ from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.mtp import published, qwen
 from dflash_mlx.drafters.mtp.kinds import kind_of, model_type, text_of
 from dflash_mlx.drafters.mtp.model import INSIDE, OURS, SPLIT, HeadConfig, HeadModel, Network
-from dflash_mlx.drafters.networks.fields import Fields, architecture, size
+from dflash_mlx.drafters.networks.fields import Fields, architecture, flag, size
 from dflash_mlx.drafters.networks.files import (
     BITS,
     DOWNLOAD_AGAIN,
@@ -126,14 +126,19 @@ class MTPFiles(FileFormat):
             return raw
         text = {k: v for k, v in text_of(raw).items() if k not in (*_PACKING, "auto_map")}
         kind = kind_of(text)
+        if not kind.count:
+            raise ValueError(f"model_type is {text.get('model_type')!r}, whose heads are not known")
         if not kind.heads(text):
-            raise ValueError(f"{kind.count or 'the number of heads'} is {text.get(kind.count)!r}")
+            raise ValueError(f"{kind.count} is {text.get(kind.count)!r}")
         if why := kind.refusal(text):
             raise Unsupported(why)
         inside = kind.in_files(names, text)
         split = raw.get("model_type") in SPLIT_TYPES and not inside
         ours = names if split else inside.values()
-        own = {"own_embedding": "embed_tokens.weight" in ours, "own_head": "lm_head.weight" in ours}
+        own = {
+            "own_embedding": "embed_tokens.weight" in ours or flag(text, kind.dedicated),
+            "own_head": "lm_head.weight" in ours,
+        }
         return our_config(text, **own, layout=SPLIT if split else INSIDE)
 
     def told(self, raw: Fields, names: Collection[str]) -> Fields:
