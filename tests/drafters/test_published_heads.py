@@ -15,7 +15,9 @@ from dflash_mlx.drafters.methods import format_as_drafter
 from dflash_mlx.drafters.mtp.checkpoint import FILES
 from dflash_mlx.drafters.mtp.published import Unread
 from dflash_mlx.drafters.networks.files import read_json
+from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.model import Target
+from support import published_sizes
 from support.drafter_formats import write_shards
 from support.drafting import TOLERANCE, PublishedHeads
 from support.families import make_model
@@ -24,6 +26,7 @@ from support.published_heads import (
     FORMATS,
     GLM_LITE,
     DeepSeek,
+    Head,
 )
 from support.published_layouts import as_split, in_eight_bits, write_eight_bits
 from support.reference_dflash import Array, write_drafter_folder
@@ -172,3 +175,28 @@ def test_a_tensor_that_is_missing_is_named(tmp_path):
     write_drafter_folder(tmp_path, raw, {n: a for n, a in tensors.items() if n != gone})
     with pytest.raises(DFlashError, match=r"layers\.0\.self_attn\.embed_q\.weight .* is missing"):
         FILES.read_drafter(tmp_path)
+
+
+# At the sizes that are published, without weights
+
+
+def headers(head: Head) -> dict[str, TensorHeader]:
+    """What the files of a checkpoint say of its head; DeepSeek's matrices have eight bits."""
+    found = {name: TensorHeader("BF16", shape, (0, 0)) for name, shape in head.shapes().items()}
+    if "quantization_config" in head.raw:
+        for name, (_, shape, _) in list(found.items()):
+            if len(shape) == 2 and ("self_attn" in name or "expert" in name):
+                blocks = tuple(-(-size // 128) for size in shape)
+                found[name] = TensorHeader("F8_E4M3", shape, (0, 0))
+                found[f"{name}_scale_inv"] = TensorHeader("F32", blocks, (0, 0))
+    return found
+
+
+@pytest.mark.parametrize("name", published_sizes.HEADS)
+def test_a_head_of_a_published_size_fits_what_its_configuration_asks_for(name):
+    head = published_sizes.HEADS[name]
+    assert FILES.reads_target(head.raw)
+    tensors = headers(head)
+    config = FILES.parse_config(head.raw, name, tensors)
+    assert not [*FILES.check_tensors(tensors, config, name)]
+    assert config.notes == ()

@@ -189,6 +189,6 @@ CASES: dict[str, tuple[type[Drafting], Any]] = {
     **{name: (Blocks, case) for name, case in {**FORMATS, **WINDOWS}.items()},
     **{f"eagle3, {name}": (Steps, case) for name, case in reference_eagle3.FORMATS.items()},
     **{f"mtp, {name}": (Heads, case) for name, case in reference_mtp.FORMATS.items()},
-    **{f"mtp, {name}": (PublishedHeads, case) for name, case in published_heads.FORMATS.items()},
+    **{f"mtp of {name}": (PublishedHeads, case) for name, case in published_heads.FORMATS.items()},
     **{f"specdiff, {name}": (Masks, case) for name, case in masked_formats.FORMATS.items()},
 }

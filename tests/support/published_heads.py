@@ -19,8 +19,6 @@ import numpy as np
 from support.family_configs import BASE, LATENT_ATTENTION, VOCAB_SIZE, WINDOW, sliding
 from support.reference_dflash import Array, Config, mlp, random_weights, rms_norm, rotate
 from support.reference_layers import (
-    EXPERTS,
-    D,
     Shapes,
     attention,
     attention_shapes,
@@ -70,13 +68,17 @@ class Head:
         return {}
 
     def shapes(self) -> Shapes:
-        around: Shapes = {f"{name}.weight": (D,) for name in (*self.norms, self.last_norm)}
-        around[f"{self.projection}.weight"] = (D, 2 * D)
+        around: Shapes = {f"{name}.weight": (self.d,) for name in (*self.norms, self.last_norm)}
+        around[f"{self.projection}.weight"] = (self.d, 2 * self.d)
         return {self.prefix + n: s for n, s in {**around, **self.body(), **self.extra()}.items()}
 
     @property
     def eps(self) -> float:
         return float(self.raw["rms_norm_eps"])
+
+    @property
+    def d(self) -> int:
+        return int(self.raw["hidden_size"])
 
     def logits(
         self, tables: tuple[Array, Array, Array], tokens: Sequence[int], features: Array, path: Any
@@ -120,7 +122,7 @@ class PreNorm(Head):
 
     def body(self) -> Shapes:
         names = "input_layernorm.weight", "post_attention_layernorm.weight"
-        return {**dict.fromkeys(names, (D,)), **self.attention_shapes(), **self.mlp_shapes()}
+        return {**dict.fromkeys(names, (self.d,)), **self.attention_shapes(), **self.mlp_shapes()}
 
     @abstractmethod
     def attention_shapes(self) -> Shapes:
@@ -153,7 +155,9 @@ class Glm(PreNorm):
         return f"model.layers.{self.raw['num_hidden_layers']}."
 
     def extra(self) -> Shapes:
-        return dict.fromkeys(("embed_tokens.weight", "shared_head.head.weight"), (VOCAB_SIZE, D))
+        return dict.fromkeys(
+            ("embed_tokens.weight", "shared_head.head.weight"), (self.raw["vocab_size"], self.d)
+        )
 
     def attention_shapes(self) -> Shapes:
         return attention_shapes(self.raw, "qk" if self.raw["use_qk_norm"] else "")
@@ -170,13 +174,13 @@ class DeepSeek(Glm):
         rank, turns = raw["kv_lora_rank"], raw["qk_rope_head_dim"]
         keys, values = raw["qk_nope_head_dim"], raw["v_head_dim"]
         shapes: Shapes = {
-            "q_a_proj.weight": (raw["q_lora_rank"], D),
+            "q_a_proj.weight": (raw["q_lora_rank"], self.d),
             "q_a_layernorm.weight": (raw["q_lora_rank"],),
             "q_b_proj.weight": (heads * (keys + turns), raw["q_lora_rank"]),
-            "kv_a_proj_with_mqa.weight": (rank + turns, D),
+            "kv_a_proj_with_mqa.weight": (rank + turns, self.d),
             "kv_a_layernorm.weight": (rank,),
             "kv_b_proj.weight": (heads * (keys + values), rank),
-            "o_proj.weight": (D, heads * values),
+            "o_proj.weight": (self.d, heads * values),
         }
         return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
@@ -212,7 +216,7 @@ class MiMo(PreNorm):
 
     def mlp_shapes(self) -> Shapes:
         rows = self.raw["intermediate_size"]
-        shapes = {"gate": (rows, D), "up": (rows, D), "down": (D, rows)}
+        shapes = {"gate": (rows, self.d), "up": (rows, self.d), "down": (self.d, rows)}
         return {f"mlp.{name}_proj.weight": shape for name, shape in shapes.items()}
 
     def feed(self, weights: Mapping[str, Array], x: Array) -> Array:
@@ -255,7 +259,7 @@ class NemotronH(Head):
         return {
             **{f"layers.0.{name}": shape for name, shape in first.items()},
             **{f"layers.1.{name}": shape for name, shape in second.items()},
-            **dict.fromkeys(("layers.0.norm.weight", "layers.1.norm.weight"), (D,)),
+            **dict.fromkeys(("layers.0.norm.weight", "layers.1.norm.weight"), (self.d,)),
         }
 
     def layer(self, weights: Mapping[str, Array], x: Array) -> Array:
@@ -268,6 +272,7 @@ class NemotronH(Head):
 
 # Tiny ones, each the config.json of a target that mlx-lm loads
 
+D, EXPERTS = BASE["hidden_size"], 4
 _EXPERTS: dict[str, Any] = {
     **{"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **{"moe_intermediate_size": 32, "routed_scaling_factor": 1.5, "norm_topk_prob": True},

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 
 from support.published_heads import DeepSeek, Head
 from support.reference_dflash import Array, Config
-from support.reference_layers import EXPERTS, part
+from support.reference_layers import part
 
 # DeepSeek's eight bits: a sign, four bits of exponent and three of fraction, and a scale for every
 # block of a matrix
@@ -80,7 +80,7 @@ def as_split(head: DeepSeek) -> tuple[dict[str, Any], dict[str, Array]]:
     own["self_attn.embed_q.weight"] = both[:, :keys].swapaxes(1, 2)
     own["self_attn.unembed_out.weight"] = both[:, keys:]
     for name in ("gate_proj", "up_proj", "down_proj"):
-        parts = [own.pop(f"mlp.experts.{i}.{name}.weight") for i in range(EXPERTS)]
+        parts = [own.pop(f"mlp.experts.{i}.{name}.weight") for i in range(raw["n_routed_experts"])]
         own[f"mlp.switch_mlp.{name}.weight"] = np.stack(parts)
     top = {"shared_head.norm": "model.shared_head_norm", "shared_head.head": "lm_head"}
     for name, array in own.items():

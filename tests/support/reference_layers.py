@@ -12,12 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from support.family_configs import BASE
 from support.reference_dflash import Array, Config, rms_norm, rotate, softmax
 
 Shapes = dict[str, tuple[int, ...]]
-D = BASE["hidden_size"]
-EXPERTS = 4
 
 
 def part(weights: Mapping[str, Array], prefix: str) -> dict[str, Array]:
@@ -32,10 +29,11 @@ def causal(scores: Array) -> Array:
 
 def attention_shapes(raw: Config, norms: str = "", place: str = "self_attn.") -> Shapes:
     """Of grouped attention. norms: which of q and k have one."""
-    dim = raw.get("head_dim") or D // raw["num_attention_heads"]
-    rows = {"q": raw["num_attention_heads"] * dim, **dict.fromkeys("kv", raw_keys(raw) * dim)}
-    shapes: Shapes = {f"{place}{name}_proj.weight": (size, D) for name, size in rows.items()}
-    shapes[f"{place}o_proj.weight"] = (D, rows["q"])
+    d, heads = raw["hidden_size"], raw["num_attention_heads"]
+    dim = raw.get("head_dim") or d // heads
+    rows = {"q": heads * dim, **dict.fromkeys("kv", raw_keys(raw) * dim)}
+    shapes: Shapes = {f"{place}{name}_proj.weight": (size, d) for name, size in rows.items()}
+    shapes[f"{place}o_proj.weight"] = (d, rows["q"])
     if raw.get("attention_bias", True):
         shapes |= {f"{place}{name}_proj.bias": (size,) for name, size in rows.items()}
     return shapes | {f"{place}{name}_norm.weight": (dim,) for name in norms}
@@ -69,23 +67,24 @@ def attention(weights: Mapping[str, Array], raw: Config, x: Array) -> Array:
 
 def expert_shapes(raw: Config, names: Sequence[str], place: str) -> Shapes:
     """Of experts, the shared one and the gate; with projections around latent ones if there are."""
-    width = raw.get("moe_latent_size") or D
+    d, count = raw["hidden_size"], raw["n_routed_experts"]
+    width = raw.get("moe_latent_size") or d
 
     def of(one: str, read: int, rows: int) -> Shapes:
         down = (read, rows)
         return {f"{place}{one}.{n}.weight": down if "down" in n else down[::-1] for n in names}
 
     shapes: Shapes = {
-        f"{place}gate.weight": (EXPERTS, D),
-        f"{place}gate.e_score_correction_bias": (EXPERTS,),
+        f"{place}gate.weight": (count, d),
+        f"{place}gate.e_score_correction_bias": (count,),
     }
-    for i in range(EXPERTS):
+    for i in range(count):
         shapes |= of(f"experts.{i}", width, raw["moe_intermediate_size"])
     shared = raw.get("moe_shared_expert_intermediate_size", raw["moe_intermediate_size"])
-    if width != D:
-        shapes[f"{place}fc1_latent_proj.weight"] = (width, D)
-        shapes[f"{place}fc2_latent_proj.weight"] = (D, width)
-    return shapes | of("shared_experts", D, shared)
+    if width != d:
+        shapes[f"{place}fc1_latent_proj.weight"] = (width, d)
+        shapes[f"{place}fc2_latent_proj.weight"] = (d, width)
+    return shapes | of("shared_experts", d, shared)
 
 
 def experts(weights: Mapping[str, Array], raw: Config, x: Array, gated: bool) -> Array:
