@@ -209,7 +209,7 @@ class MiMo(PreNorm):
 
     norms, projection = ("token_layernorm", "hidden_layernorm"), "input_proj"
     last_norm, prefix = "final_layernorm", "model.mtp_layers.0."
-    hidden_first, reads_normed = True, False
+    hidden_first, reads_normed, feeds_normed = True, False, False
 
     def attention_shapes(self) -> Shapes:
         return attention_shapes(self.raw)
@@ -228,7 +228,7 @@ class Exaone(MiMo):
 
     norms, projection = ("pre_fc_norm_embedding", "pre_fc_norm_hidden"), "fc"
     last_norm, prefix = "norm", "mtp."
-    hidden_first, reads_normed = False, True
+    hidden_first, reads_normed, feeds_normed = False, True, True
 
     def body(self) -> Shapes:
         return {f"layers.0.{name}": shape for name, shape in super().body().items()}

@@ -111,13 +111,14 @@ class MiMo(Arranged):
     """MiMo: Qwen2's layer, read as the publisher's branch of vLLM does (`mimo_mtp.py`, `mimo.py`).
 
     The state's half comes first, and it is the state before the target's last norm. One token is
-    drafted.
+    drafted there; for more, what stands before the head's own norm is fed (exllamav3's MiMo).
     """
 
     model_types = ("mimo",)
     variant: ClassVar[Mapping[str, Any]] = {
         "hidden_first": True,
         "hidden_normed": False,
+        "feeds_normed": False,
         "block_size": 2,
     }
     around = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
