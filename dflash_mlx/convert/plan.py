@@ -74,7 +74,11 @@ def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfi
         raise DFlashError(what, "use --bits, or add --pair")
     if settings.mtp and ALONE not in names:
         raise DFlashError("--mtp is for a target alone", "leave out --pair")
-    parts = {place: find_part(name, settings.mtp) for place, name in names.items()}
+    target = names.get(TARGET)
+    parts = {
+        place: find_part(name, settings.mtp or (place != TARGET and name == target))
+        for place, name in names.items()
+    }
     for place, part in parts.items():
         wanted = TARGET if place == TARGET else DRAFTER
         if place != ALONE and kind_of(part) != wanted:

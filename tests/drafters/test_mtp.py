@@ -250,6 +250,10 @@ TENSORS = {
         lambda head: head.pop("layers.0.mlp.experts.1.up_proj.weight"),
         "expert 1 of layers.0.mlp.switch_mlp.up_proj.weight is missing",
     ),
+    "blocks of FP8": (
+        lambda head: head.update({"fc.weight_scale_inv": np.ones((1, 1), np.float32)}),
+        "stored in blocks of FP8",
+    ),
     "packed without biases": (
         lambda head: head.update({"fc.scales": np.zeros((64, 4), np.uint8)}),
         "fc is packed in a way that is not MLX's affine one",

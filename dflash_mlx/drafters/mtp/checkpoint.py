@@ -54,6 +54,7 @@ _DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8,
     "I32": mx.int32, "I64": mx.int64, "F8_E4M3": mx.uint8,
 }  # fmt: skip
+_FP8 = "_scale_inv"  # ends the names of scales
 _PACKING = ("quantization", "quantization_config")  # of the target; the head's its tensors tell
 _IN_SPLIT = Part(
     read={"text_config", "tie_word_embeddings", *_PACKING},
@@ -227,6 +228,10 @@ class MTPFiles(FileFormat):
             what = f"the files of {source} hold no head for multi-token prediction, though "
             what += f"{config.kind.count} is {config.text.get(config.kind.count)}"
             yield Finding("error", what, TAKE_OUT)
+            return
+        if any(name.endswith(_FP8) for name in ours):
+            what = f"the head of {source} is stored in blocks of FP8, which are not read"
+            yield Finding("error", what, "take it out of the model's checkpoint in bfloat16")
             return
         wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
         found = {name: in_words(_kind(array), array.shape) for name, array in ours.items()}
