@@ -128,9 +128,10 @@ class MiMo(Arranged):
 
 
 class Exaone(Arranged):
-    """K-EXAONE: a dense layer of full attention, by the names of Qwen's (`exaone_moe_mtp.py`).
+    """K-EXAONE: by the names of Qwen's (vLLM's `exaone_moe_mtp.py`), a dense layer that sees all.
 
-    Where the target has sliding windows, full attention goes without positions.
+    That it is so says TensorRT-LLM (`modeling_exaone_moe.py`), and newer files `mtp_layer_types`.
+    Where the target has sliding windows, such a layer goes without positions.
     """
 
     model_types = ("exaone_moe",)
@@ -194,8 +195,8 @@ class Unread(Kind):
         "mimo_v2_flash": "they have sliding windows and attention sinks, one for each step",
         "step3p5": "there is one for each step",
         "ernie4_5_moe": "programs differ in how their layer turns positions",
-        "bailing_hybrid": "they were never tried",
-        "bailing_moe_v3": "they were never tried",
+        "bailing_hybrid": "programs differ in the norms before its vocabulary matrix",
+        "bailing_moe_v3": "programs differ in the norms before its vocabulary matrix",
         "mellum": "they have sliding windows",
         "longcat_flash": "nor are their targets",
         "deepseek_v32": "nor are their targets",
