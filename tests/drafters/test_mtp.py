@@ -222,6 +222,23 @@ def test_a_head_of_ours_whose_layer_mlx_lm_lacks_is_refused(tmp_path):
     assert "Model type qwen9 not supported" in check_drafter(folder).errors[0].what
 
 
+PLACES = {
+    "ours": lambda **new: ours(**new),
+    "the target's part of ours": lambda **new: ours({**LLAMA, **new}),
+    "split": lambda **new: split(QWEN, **new),
+    "the target's part of a split one": lambda **new: split({**QWEN, **new}),
+    "a target": lambda **new: target({**QWEN, **new}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_field_about_heads_is_passed_over(place):
+    raw = PLACES[place](mtp_gain=2)
+    with pytest.raises(DFlashError, match=r"mtp_gain is 2, a field that .* does not know"):
+        FILES.parse_config(raw, "D")
+    assert "mtp_gain" in FILES.parse_config(PLACES[place](mtp_gain=None), "D").notes[0]
+
+
 def test_a_field_of_a_split_folder_that_nobody_knows_is_refused(tmp_path):
     write_drafter_folder(tmp_path, split(QWEN, mtp_gain=2), random_head(QWEN))
     assert "mtp_gain is 2, a field that this program does not know" in str(

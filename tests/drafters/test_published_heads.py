@@ -142,6 +142,12 @@ REFUSED = {
         {"mtp_layer_types": ["sliding_attention"]},
         "mtp_layer_types is .*sliding.* only full attention is",
     ),
+    "a field that nobody knows": ("glm", {"mtp_reads": "a"}, "mtp_reads is 'a', a field that"),
+    "the halves turned round": (
+        "deepseek",
+        {"mtp_hidden_states_first": True},
+        "mtp_hidden_states_first is True",
+    ),
     "another number of experts": ("deepseek", {"n_routed_experts": 5}, "experts.4.* is missing"),
     "another width": (
         "mimo",

@@ -14,7 +14,9 @@ from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
 from dflash_mlx.models.check import check_drafter, check_target
+from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.load import check_named
+from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target
 from support.configs import config_with
 from support.drafting import Heads
@@ -139,6 +141,15 @@ def test_of_a_target_that_lost_its_head_is_said_where_to_get_it(tmp_path):
     with pytest.raises(DFlashError, match="holds no head for multi-token prediction"):
         converted(folder, tmp_path / "head")
     assert load_pair(PairConfig(str(folder))).drafters == ()
+
+
+def test_a_list_of_models_says_that_one_has_its_drafter_in_it(tmp_path):
+    found = {
+        name: on_this_machine(Source.of(write_target(tmp_path / name, **more), "model"), [])
+        for name, more in (("with", {}), ("without", {"mtp": {}}))
+    }
+    assert found["with"].drafter == "drafter in its own folder"
+    assert found["without"].drafter == "no drafter"
 
 
 def test_a_known_drafter_goes_before_the_head(tmp_path):

@@ -39,7 +39,6 @@ from dflash_mlx.drafters.networks.known_fields import (
     Refused,
     Unsupported,
     note_of,
-    review_others,
 )
 from dflash_mlx.system.safetensors_header import TensorHeader
 
@@ -61,13 +60,25 @@ _IN_SPLIT = Part(
     noted=("block_size",),  # how long that program's drafts are unless it is told otherwise
     silent=LIBRARY,
 )
-_IN_TARGET = Part(  # what a target's configuration says of its head
-    read=(),
+_IN_OURS = Part(
+    read={
+        "text_config", "block_size", "hidden_normed", "hidden_first", "feeds_normed",
+        "attends_drafts", "own_embedding", "own_head", "notes", *_PACKING,
+    },
+    silent=LIBRARY,
+)  # fmt: skip
+_IN_TARGET = Part(  # what a target's configuration says of its head, by names that begin so
+    read={
+        "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+    },
+    silent={"mtp_loss_scaling_factor", "mtp_loss_weight", "mtp_use_repeated_layer"},
     refused={
         "mtp_layer_types": Refused("only full attention is", (None, ["full_attention"])),
         "mtp_use_hidden_state_from_layer": Refused("but only the last layer's states are read"),
     },
-)
+)  # fmt: skip
+_ABOUT = "mtp_"
 __all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "published", "qwen"]
 
 
@@ -115,10 +126,11 @@ class MTPFiles(FileFormat):
         return {k: v for k, v in text.items() if k not in ("num_hidden_layers", *_PACKING)}
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+        said = {name: v for name, v in text_of(raw).items() if name.startswith(_ABOUT)}
+        found = [*_IN_TARGET.review(said, names=names)]
         if architecture(raw) == CLASS:
-            return ()
-        found = [*review_others(text_of(raw), _IN_TARGET, names)]
-        if raw.get("model_type") in SPLIT_TYPES:
+            found += _IN_OURS.review(raw, names=names)
+        elif raw.get("model_type") in SPLIT_TYPES:
             found += _IN_SPLIT.review(raw, names=names)
         return note_of(found)
 
