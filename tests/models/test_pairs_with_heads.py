@@ -18,7 +18,7 @@ from support.families import make_model
 from support.models import write_model
 from support.published_heads import FORMATS, HEADS
 
-pytestmark = pytest.mark.usefixtures("no_network", "no_hub")
+pytestmark = pytest.mark.usefixtures("no_network", "no_hub", "interpreted")
 WAYS = {
     "a chain": {"block_size": 4},
     "a tree": {"budget": 6},
