@@ -140,7 +140,7 @@ def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel
     else:
         there = next((d for d in drafters if _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
-        has_head = with_own_head(Names(model.name, model.name)).drafter is not None
+        has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
         words = f"drafter {there.name}" if there else "no drafter"
         words = "drafter in its own folder" if has_head and not there else words
     needs += needed(there) if there and needs else 0

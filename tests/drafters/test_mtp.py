@@ -159,7 +159,7 @@ def test_a_head_in_half_precision_is_read(made, tmp_path):
     rounded = {name: mx.array(array).astype(mx.bfloat16) for name, array in head.items()}
     write_drafter_folder(tmp_path / "half", raw, head)
     mx.save_safetensors(str(tmp_path / "half" / "model.safetensors"), rounded)
-    assert check_drafter(tmp_path / "half").findings[1:] == ()
+    assert check_drafter(tmp_path / "half").findings == ()
     drafter = FILES.read_drafter(tmp_path / "half")
     assert drafter.tensors["fc.weight"].dtype == mx.bfloat16
 
@@ -245,8 +245,7 @@ def test_a_field_of_a_split_folder_that_nobody_knows_is_refused(tmp_path):
         check_drafter(tmp_path).errors
     )
     edit_config(tmp_path, mtp_gain=None)
-    (note,) = check_drafter(tmp_path).findings
-    assert "block_size" in note.what and note.severity == "note"
+    assert check_drafter(tmp_path).findings == ()
 
 
 TENSORS = {

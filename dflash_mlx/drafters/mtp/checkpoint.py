@@ -57,8 +57,7 @@ _FP8 = "_scale_inv"  # ends the names of scales
 _PACKING = ("quantization", "quantization_config")  # of the target; the head's its tensors tell
 _IN_SPLIT = Part(
     read={"text_config", "tie_word_embeddings", *_PACKING},
-    noted=("block_size",),  # how long that program's drafts are unless it is told otherwise
-    silent=LIBRARY,
+    silent={*LIBRARY, "block_size"},  # how long that program's drafts are unless it is told
 )
 _IN_OURS = Part(
     read={
