@@ -173,6 +173,8 @@ def test_a_head_that_is_known_and_not_read_is_refused_with_the_reason(tmp_path, 
     assert format_as_drafter(read_json(tmp_path)) is FILES
     with pytest.raises(DFlashError, match=f"{kind}.*{Unread.reasons[kind]}"):
         FILES.read_drafter(tmp_path)
+    assert FILES.lacking(FORMATS["deepseek"][0]), "where to get one"
+    assert not FILES.lacking({**raw, "model_type": kind})
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path):

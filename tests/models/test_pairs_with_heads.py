@@ -17,6 +17,7 @@ from support.drafting import TOLERANCE, PublishedHeads
 from support.families import make_model
 from support.models import write_model
 from support.published_heads import FORMATS, HEADS
+from support.published_layouts import in_eight_bits, write_eight_bits
 
 pytestmark = pytest.mark.usefixtures("no_network", "no_hub", "interpreted")
 WAYS = {
@@ -87,3 +88,20 @@ def test_a_head_that_is_taken_out_can_be_packed(tmp_path, name):
 def test_a_head_in_the_target_s_folder_is_found_without_being_named(tmp_path, name):
     pair = load_pair(PairConfig(str(with_head(tmp_path, name))))
     assert pair.capabilities.families == ("mtp",)
+
+
+def test_a_head_of_eight_bit_floats_is_taken_out_unpacked(tmp_path):
+    raw = {**HEADS["deepseek"].raw, "quantization_config": {"quant_method": "fp8"}}
+    stored, meant = in_eight_bits(HEADS["deepseek"])
+    write_eight_bits(tmp_path / "inside", raw, stored)
+    convert([str(tmp_path / "inside"), str(tmp_path / "outside"), "--mtp"])
+    subject = PublishedHeads(tmp_path / "head", raw, meant)
+    subject.model = loaded(tmp_path / "outside", subject.target)
+    text = subject.text(9)
+    assert subject.error(subject.context(text), text, 7, 3) < TOLERANCE
+
+
+def test_a_target_whose_head_was_left_out_says_where_to_get_it(tmp_path):
+    raw = HEADS["glm"].raw
+    folder = write_model(tmp_path, make_model("llama", **raw), **raw)
+    assert "dflash_mlx.convert OWNER/NAME DST --mtp" in load_pair(PairConfig(str(folder))).undrafted
