@@ -197,6 +197,7 @@ class Unread(Kind):
         "ernie4_5_moe": "programs differ in how their layer turns positions",
         "bailing_hybrid": "programs differ in the norms before its vocabulary matrix",
         "bailing_moe_v3": "programs differ in the norms before its vocabulary matrix",
+        "joyai_llm_flash": "their dense layer is no layer of the target",
         "mellum": "they have sliding windows",
         "longcat_flash": "nor are their targets",
         "deepseek_v32": "nor are their targets",
