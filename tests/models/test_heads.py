@@ -41,8 +41,9 @@ USES = [
 WARM = SamplingConfig(temperature=0.8, seed=3)
 
 
-def test_a_target_with_a_head_drafts_with_it_and_answers_as_plain_decoding(tmp_path):
-    pair = load_pair(PairConfig(str(write_target(tmp_path))))
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4}], ids=["dense", "with experts"])
+def test_a_target_with_a_head_drafts_with_it_and_answers_as_plain_decoding(tmp_path, changes):
+    pair = load_pair(PairConfig(str(write_target(tmp_path, **changes))))
     assert [drafter.family for drafter in pair.drafters] == ["mtp"]
     assert pair.target.is_recurrent
     found = answers(pair, *USES)

@@ -29,9 +29,9 @@ def config(**changes: Any) -> dict[str, Any]:
     return {**RECURRENT["qwen3_5"], **FIELDS, "eos_token_id": 999, **changes}
 
 
-def head() -> dict[str, Array]:
-    """That head, by its names in split folders."""
-    return reference_mtp.random_head({**config(), "model_type": "qwen3_5"})
+def head(**changes: Any) -> dict[str, Array]:
+    """That head, by its names in split folders. changes: of config.json."""
+    return reference_mtp.random_head(config(**changes))
 
 
 def write_target(folder: Path, mtp: Mapping[str, Array] | None = None, **changes: Any) -> Path:
@@ -43,8 +43,8 @@ def write_target(folder: Path, mtp: Mapping[str, Array] | None = None, **changes
     (folder / "config.json").write_text(json.dumps(config(**changes)))
     write_tokenizer(folder)
     edit_config(folder, "tokenizer_config.json", eos_token=None)  # so that no token ends an answer
-    weights = dict(tree_flatten(make_model("qwen3_5").parameters()))
-    found = reference_mtp.inside(head()) if mtp is None else mtp
+    weights = dict(tree_flatten(make_model("qwen3_5", **changes).parameters()))
+    found = reference_mtp.inside(head(**changes)) if mtp is None else mtp
     found = {name: array for name, array in found.items() if "mtp" in name}
     if not found:
         mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
