@@ -37,8 +37,8 @@ HEADS = [
     "mtp, ours",
     "mtp, ours, all variants",
     "mtp, qwen3_5_moe",
-    "mtp, deepseek",
-    "mtp, nemotron",
+    "mtp of deepseek",
+    "mtp of nemotron",
 ]
 ONE_OF_EACH = ["version 1", "eagle3, ours", "mtp, ours", "specdiff, ours"]
 
