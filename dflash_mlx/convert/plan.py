@@ -34,8 +34,8 @@ from dflash_mlx.models.check import (
 )
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
-from dflash_mlx.models.heads import is_drafter, only_head
 from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
+from dflash_mlx.models.parts import is_drafter, only_head
 from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
 from dflash_mlx.system.files import locked
 from dflash_mlx.system.machine import describe_versions

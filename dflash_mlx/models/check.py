@@ -18,8 +18,8 @@ from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
-from dflash_mlx.models.heads import limited
 from dflash_mlx.models.names import instead_of
+from dflash_mlx.models.parts import limited
 from dflash_mlx.models.source import (
     BY_LAYER,
     CONFIG,

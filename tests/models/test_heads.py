@@ -21,7 +21,7 @@ from dflash_mlx.verifier.model import Target
 from support.configs import config_with
 from support.drafting import Heads
 from support.families import make_model
-from support.hub_server import serve
+from support.hub_server import serve, use_hub
 from support.mtp_targets import HEAD_SHARD, write_split, write_target
 from support.reference_mtp import FORMATS
 
@@ -110,6 +110,19 @@ def test_of_a_published_target_only_the_files_of_the_head_are_fetched(tmp_path):
     assert {name for name in fetched if name.endswith(".safetensors")} == {HEAD_SHARD}
     assert not any("00001" in name for _, name, _ in hub.requests), "not even its head"
     assert check_drafter(tmp_path / "head").errors == ()
+
+
+def test_a_head_of_a_published_target_is_fetched_alone_and_is_there_without_a_network(tmp_path):
+    headless = str(write_target(tmp_path / "quantised", mtp={}))
+    config = PairConfig(headless, "owner/model")
+    with serve({"owner/model": write_target(tmp_path / "target")}, tmp_path / "cache") as hub:
+        for _ in range(2):
+            assert [drafter.family for drafter in load_pair(config).drafters] == ["mtp"]
+        assert not any("00001" in name for _, name, _ in hub.requests)
+        assert hub.fetched().count(None) == 1, "once"
+        with pytest.MonkeyPatch.context() as patch:
+            use_hub(patch)
+            assert [drafter.family for drafter in load_pair(config).drafters] == ["mtp"]
 
 
 def test_a_target_on_the_hub_brings_its_head_with_it(tmp_path):
