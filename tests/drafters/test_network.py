@@ -33,7 +33,13 @@ FIRST = ["version 1", *WINDOWS]
 CONVOLVED = ["version 2", "version 2, three taps", "version 2, sliding"]
 EAGLES = ["eagle3, raw", "eagle3, 3.1, norms per layer", "eagle3, speculators, sliding"]
 MASKED = ["specdiff, ours", "specdiff, ours, sliding", "specdiff, fast-dllm"]
-HEADS = ["mtp, ours", "mtp, ours, all variants", "mtp, qwen3_5_moe"]
+HEADS = [
+    "mtp, ours",
+    "mtp, ours, all variants",
+    "mtp, qwen3_5_moe",
+    "mtp, deepseek",
+    "mtp, nemotron",
+]
 ONE_OF_EACH = ["version 1", "eagle3, ours", "mtp, ours", "specdiff, ours"]
 
 
