@@ -15,12 +15,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import mlx.core as mx
-
 from dflash_mlx.drafters.mtp.kinds import Kind, model_type
 from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.drafters.networks.files import Arrays
-from dflash_mlx.verifier.cache import LayerCache
 
 _OURS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _BLOCKS = {"full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
@@ -182,9 +179,6 @@ class NemotronH(Arranged):
 
     def keeps(self, layer: Any) -> bool:
         return bool(layer.block_type == "*")
-
-    def remember(self, layer: Any, x: mx.array, cache: LayerCache) -> None:
-        layer.mixer(layer.norm(x), self.mask(x, cache), cache)
 
 
 class Unread(Kind):
