@@ -188,10 +188,10 @@ class Unread(Kind):
     reasons: ClassVar[Mapping[str, str]] = {
         "mimo_v2_flash": "they have sliding windows and attention sinks, one for each step",
         "step3p5": "there is one for each step",
-        "ernie4_5_moe": "programs differ in how their layer turns positions",
+        "ernie4_5_moe": "how their layer turns positions is not told",
         "bailing_hybrid": "programs differ in the norms before its vocabulary matrix",
-        "bailing_moe_v3": "programs differ in the norms before its vocabulary matrix",
-        "joyai_llm_flash": "their dense layer is no layer of the target",
+        "bailing_moe_v3": "they were never tried",
+        "joyai_llm_flash": "they were never tried",
         "mellum": "they have sliding windows",
         "longcat_flash": "nor are their targets",
         "deepseek_v32": "nor are their targets",
