@@ -72,6 +72,7 @@ class Source:
     name: str  # a repository's id, or the folder's path
     folder: Path | None = None  # None where the files are on the hub
     option: str = ""  # the command-line option that names such a model, "" where none does
+    whole_model: bool = False  # read by mlx-lm, whatever it is given as
 
     @classmethod
     def of(cls, folder: Path, option: str = "") -> Source:
@@ -95,7 +96,8 @@ class Source:
     @property
     def weights(self) -> str:
         """What its weight files are called; mlx-lm reads no others of a target."""
-        return "model*.safetensors" if self.option == MODEL else "*.safetensors"
+        as_target = self.whole_model or self.option == MODEL
+        return "model*.safetensors" if as_target else "*.safetensors"
 
     @property
     def here(self) -> Path:
