@@ -43,6 +43,7 @@ from dflash_mlx.drafters.paper import (
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
+from support.language_models import language_model
 from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
 from support.toys import ToyTarget
 
@@ -157,6 +158,7 @@ SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
 EAGLE = ToyEagle(1)
+SMALL = language_model("falcon_h1", ToyTarget(VOCABULARY), vocab_size=VOCABULARY)  # recurrent, too
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -193,6 +195,10 @@ MADE = {
     "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
         lambda chance, _: chance > 0.35
     ),
+    "lm": lambda sampling: GrownTree(SMALL, 4, 3, 8),
+    "lm, chain": lambda sampling: Chain(SMALL, 4),
+    "lm, reject": lambda sampling: DrawnChain(SMALL, 4, sampling),
+    "lm, as pays, reject": lambda s: as_pays(DrawnChain(SMALL, 4, s, weighed=True)),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
     "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
     "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
@@ -255,7 +261,7 @@ def test_rejection_follows_the_law(name):
 
 
 AT_1 = [name for name in REJECTED if "dspark" in name or "steps, reject" in name]
-AT_1 += [name for name in REJECTED if name.startswith("eagle3")]
+AT_1 += [name for name in REJECTED if name.startswith(("eagle3", "lm"))]
 
 
 @pytest.mark.parametrize("name", AT_1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.drafters.lm.model import LanguageConfig, LanguageModel
 from dflash_mlx.verifier.model import Target
@@ -34,3 +35,10 @@ class Alone:
     def after(self, tokens: list[int]) -> np.ndarray:
         """[V] logits for what follows these tokens, from one pass over all of them."""
         return np.array(self.model(mx.array([tokens]))[0, -1])
+
+    def one_by_one(self, tokens: list[int]) -> np.ndarray:
+        """The same from a pass for each of them over mlx-lm's own caches."""
+        cache = make_prompt_cache(self.model)
+        for token in tokens:
+            logits = self.model(mx.array([[token]]), cache=cache)
+        return np.array(logits[0, -1])

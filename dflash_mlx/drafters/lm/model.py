@@ -19,7 +19,7 @@ from dflash_mlx.drafters.growth.grow import Array
 from dflash_mlx.drafters.networks.files import Quantization
 from dflash_mlx.drafters.networks.model import Draft, DraftHead
 from dflash_mlx.drafters.networks.tokens import TokenContext
-from dflash_mlx.engine.state import Context
+from dflash_mlx.engine.state import Context, Kind
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -64,6 +64,11 @@ class LanguageContext(TokenContext):
 
     def way_back(self, length: int) -> int:
         return self._cache.nearest(length)
+
+    @property
+    def kind(self) -> Kind:
+        networks, settings = super().kind
+        return networks, (repr(getattr(self._network, "args", None)), settings)
 
 
 class LanguageModel:
