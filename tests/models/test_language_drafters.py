@@ -99,6 +99,8 @@ def test_a_token_that_only_one_of_them_has_is_refused_where_the_other_has_anothe
     number = json.loads((small / TOKENIZER).read_text())["model"]["vocab"]["b"]
     change_tokens(small, lambda tokens: tokens.update({"new": tokens.pop("b")}))
     assert f"token {number} is 'b' in {model}/{TOKENIZER}, but 'new' in" in refusal(model, small)
+    change_tokens(small, lambda tokens: tokens.update({"new": 300, "b": 301}))
+    assert f"token {number} is 'b' in {model}/{TOKENIZER}, but none in" in refusal(model, small)
 
 
 def test_a_longer_tail_of_either_vocabulary_changes_nothing(model, tmp_path):
