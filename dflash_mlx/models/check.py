@@ -187,7 +187,8 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     for drafter in drafters:
         if target.source is not None and drafter.source is not None and not found.errors:
             found.attempt(found.add, _check_tokenizers(target.source, drafter))
-    found.add(note for drafter in drafters for note in larger(target, drafter))
+    if not found.errors:
+        found.add(note for drafter in drafters for note in larger(target, drafter))
     return Report(found.result(), target, drafters)
 
 
