@@ -66,6 +66,9 @@ CASES = {
     "eagle3, as many as pay": {},
     "eagle3, wide": {"branches": 6, "block_size": 3},
     "eagle3, a chain": {"block_size": 5},
+    "mtp": {"budget": 12, "branches": 3},
+    "mtp, as many as pay": {},
+    "mtp, a chain": {"block_size": 5},
     "lm": {"budget": 12, "branches": 3},
     "lm, as many as pay": {},
     "lm, wide": {"branches": 6, "block_size": 3},
@@ -75,7 +78,7 @@ CASES = {
 }
 BLOCK = 8  # of the tiny drafters
 TOKENS = 28  # of an answer
-GROWN = ("ddtree", "d2sd", "specdiff", "eagle3", "lm", "resample")
+GROWN = ("ddtree", "d2sd", "specdiff", "eagle3", "mtp", "lm", "resample")
 TREES = [name for name in CASES if name.startswith(GROWN)]
 
 
@@ -129,6 +132,9 @@ KINDS = [
     ("eagle3", FIXED, Chain, None),
     ("eagle3", {**FIXED, "branches": 3}, GrownTree, None),
     ("eagle3", DRAWN, DrawnChain, None),
+    ("mtp", {}, BatchBudget, GrownTree),
+    ("mtp", FIXED, Chain, None),
+    ("mtp", DRAWN, DrawnChain, None),
     ("lm", {}, BatchBudget, GrownTree),
     ("lm", FIXED, Chain, None),
     ("lm", DRAWN, DrawnChain, None),
@@ -160,7 +166,7 @@ def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
 
 
 @pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
-@pytest.mark.parametrize("name", ["specdiff", "eagle3", "lm"])
+@pytest.mark.parametrize("name", ["specdiff", "eagle3", "mtp", "lm"])
 def test_trees_are_not_rejected(pair, name, given):
     ((option, value),) = given.items()
     with pytest.raises(DFlashError, match=f"{option} is {value}, but acceptance is reject"):

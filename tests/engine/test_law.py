@@ -44,7 +44,15 @@ from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecD
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.language_models import language_model
-from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
+from support.law import (
+    VOCABULARY,
+    ToyDrafter,
+    ToyEagle,
+    ToyHead,
+    ToyMasked,
+    answers_of,
+    law_distance,
+)
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7
@@ -157,7 +165,7 @@ FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end within an answer
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
-EAGLE = ToyEagle(1)
+EAGLE, HEAD = ToyEagle(1), ToyHead(1)
 SMALL = language_model("falcon_h1", ToyTarget(VOCABULARY), vocab_size=VOCABULARY)  # recurrent, too
 MADE = {
     "none": lambda sampling: NoDraft(),
@@ -195,6 +203,10 @@ MADE = {
     "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
         lambda chance, _: chance > 0.35
     ),
+    "mtp": lambda sampling: GrownTree(HEAD, None, 3, 8),
+    "mtp, chain": lambda sampling: Chain(HEAD),
+    "mtp, reject": lambda sampling: DrawnChain(HEAD, None, sampling),
+    "mtp, as pays, reject": lambda s: as_pays(DrawnChain(HEAD, None, s, weighed=True)),
     "lm": lambda sampling: GrownTree(SMALL, 4, 3, 8),
     "lm, chain": lambda sampling: Chain(SMALL, 4),
     "lm, reject": lambda sampling: DrawnChain(SMALL, 4, sampling),
@@ -261,7 +273,7 @@ def test_rejection_follows_the_law(name):
 
 
 AT_1 = [name for name in REJECTED if "dspark" in name or "steps, reject" in name]
-AT_1 += [name for name in REJECTED if name.startswith(("eagle3", "lm"))]
+AT_1 += [name for name in REJECTED if name.startswith(("eagle3", "mtp", "lm"))]
 
 
 @pytest.mark.parametrize("name", AT_1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier.model import Target
-from support import masked_formats
+from support import masked_formats, reference_mtp
 from support.drafter_formats import drafter_folder, written
 from support.language_models import language_model
 from support.reference_eagle3 import FORMATS
@@ -19,5 +19,6 @@ def full_pair(place: Path, target: Target, tokenizer: Any = None) -> Pair:
     second = drafter_folder(place / "second", [1], 2, target)
     masked = masked_formats.small(place / "masked", target)
     eagle = written(place / "eagle", *FORMATS["raw"], target)
-    models = first, second, masked, eagle, language_model("qwen3", target)
+    head = written(place / "head", *reference_mtp.FORMATS["ours"], target)
+    models = first, second, masked, eagle, head, language_model("qwen3", target)
     return Pair(target, tokenizer, models, "tiny")
