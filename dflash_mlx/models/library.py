@@ -19,7 +19,7 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
+from dflash_mlx.models.check import check_drafter, check_pair, describe_target
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
@@ -47,6 +47,7 @@ from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_w
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked
 from dflash_mlx.system.machine import model_of
+from dflash_mlx.verifier.reading import language_model
 
 TO_DOWNLOAD = "to download"
 KINDS = {

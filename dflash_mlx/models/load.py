@@ -22,12 +22,15 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
+    TOKENIZER,
     ModelFacts,
     Report,
     check_built,
     check_drafter,
     check_pair,
+    check_vocabulary,
     fetched,
+    larger,
 )
 from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
@@ -91,6 +94,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     target.use_kernels(cast(Mode, config.kernels))
     left = choice.left(names)
     notes = [*choice.notes, *_on_packing(drafters, config)]
+    notes += [note.what for drafter in drafters for note in larger(facts, drafter)]
     notes += [names.lineage] * bool(names.lineage and drafters)
     notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
     return Pair(
@@ -137,6 +141,8 @@ class _Bench:
         for drafter in drafters:
             assert drafter.format is not None and drafter.source is not None
             folder = drafter.source.here
+            if drafter.format.whole_models:
+                self._check_tokens(drafter)
             model = drafter.format.load(folder, drafter.config, self.target, self.config)
             notes += fit_drafter(model, self.target)
             tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
@@ -147,6 +153,13 @@ class _Bench:
                     raise
             models.append(model)
         return models, notes
+
+    def _check_tokens(self, drafter: ModelFacts) -> None:
+        """DFlashError for other tokens than a target's that brings no tokenizer.json."""
+        if self.facts.source is None or TOKENIZER not in self.facts.source.files:
+            tokens, place = self.tokenizer.get_vocab(), self.facts.name
+            for finding in check_vocabulary(drafter, tokens, place):
+                raise DFlashError(finding.what, finding.next_step)
 
     def read_family(self, known: Sequence[tuple[str, str]], family: str) -> list[DraftModel]:
         """Load what is of `family` among the known drafters, listed by family, "" if not known."""
@@ -188,6 +201,8 @@ def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str
 
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     """How many tokens it may draft; DFlashError for that and a window that do not fit it."""
+    if drafter.format is not None:
+        drafter.format.check_settings(drafter.config, config, drafter.name)
     window, block = config.draft_window, drafter.config.block_size
     if window is not None and window < block:
         problem = f"draft_window is {window}, below the drafter's block of {block}"

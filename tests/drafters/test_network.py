@@ -19,8 +19,8 @@ from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import Ask, FeatureContext
 from dflash_mlx.drafters.networks.model import MOST_WAITING
+from dflash_mlx.drafters.networks.tokens import CHUNK
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
-from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
 from support import drafter_formats, masked_formats, reference_eagle3, reference_mtp
 from support.decoding import behind, open_with, start
