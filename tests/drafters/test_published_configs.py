@@ -21,6 +21,7 @@ from support.drafter_formats import version_1 as first
 from support.published_configs import DEEPSPEC, MUSE, READ, REFUSED, WINDOW, without
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import tiny_config as second
+from support.reference_domino import tiny_config as domino
 from support.reference_dspark import tiny_config as dspark
 from support.reference_eagle3 import random_tensors
 from support.reference_eagle3 import raw as eagle
@@ -71,6 +72,7 @@ PARTS = {  # a configuration, and the part of it in which a field is planted, ""
     "dflash_config": (first(), "dflash_config"),
     "dflash_config of DFlash 2": (second(), "dflash_config"),
     "dflash_config of SpecForge's": (specforge(), "dflash_config"),
+    "dflash_config of Domino": (domino(), "dflash_config"),
     "eagle_config": (eagle(), "eagle_config"),
     "speculators": (speculators(), ""),
     "speculators' DSpark": (speculators("dspark"), ""),
@@ -102,6 +104,7 @@ def test_one_that_asks_for_nothing_is_noted(part, value):
 LAYERS = {  # a configuration, and the part of it in which its network's fields are
     "DFlash": (first(), ""),
     "DSpark": (dspark(), ""),
+    "Domino": (domino(), ""),
     "EAGLE-3": (eagle(), ""),
     "speculators": (speculators(), "transformer_layer_config"),
     "speculators' EAGLE-3": (speculators_3(), "transformer_layer_config"),

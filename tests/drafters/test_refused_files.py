@@ -142,9 +142,9 @@ REFUSED: list[tuple[Any, str]] = [
     # what our networks do not do
     *((raw, "hidden_act is 'gelu'.*'silu'") for raw in (
         version_1(hidden_act="gelu"), eagle(hidden_act="gelu"), ours(hidden_act="gelu"))),
-    (method(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
-    (speculators(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
-    (dspark(projector_type="domino"), "projector_type is 'domino'.*'dspark'"),
+    (method(projector_type="causal_v1"), "projector_type is 'causal_v1'.*'dflash'"),
+    (speculators(projector_type="causal_v1"), "projector_type is 'causal_v1'.*'dflash'"),
+    (dspark(projector_type="causal_v1"), "projector_type is 'causal_v1'.*'dspark'"),
     (method(shift_label=True), "shift_label is true"),
     (dspark(sample_from_anchor=False, shift_label=True), "shift_label is true"),
     (dspark(markov_head_type="rnn"), "markov_head_type is 'rnn'.*'vanilla'"),

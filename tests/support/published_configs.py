@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash_mlx.drafters.dflash.domino import DominoConfig
 from support.drafter_formats import GEMMA_4, NATIVE_35, lfm2, specforge, speculators
 from support.drafter_formats import version_1 as first
 from support.reference_dflash2 import tiny_config as second
+from support.reference_domino import NARROW, STATE
+from support.reference_domino import tiny_config as domino
 from support.reference_dspark import RANK
 from support.reference_dspark import tiny_config as dspark
 from support.reference_eagle3 import inner
@@ -220,6 +223,25 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "meta-models/Muse-Glimmer-30B-assistant": (
         MUSE, {**BOTH, "block_size": 8, "vocab_size": 202_048, "final_logit_softcapping": 20.0},
     ),
+    "Huang2020/Qwen3-8B-Domino-b16": (
+        domino(architectures=["DFlashDraftModel"], block_size=16),
+        {"block_size": 17, "sample_from_anchor": True, "layer_causal": (False, False),
+         "domino": DominoConfig(NARROW, STATE, 1), "notes": ""},
+    ),
+    "SpecForge's Domino": (
+        domino(), {"block_size": 6, "domino.pure": 1, "sample_from_anchor": True},
+    ),
+    "NVIDIA Automodel's Domino, without a shift": (
+        domino(
+            architectures=["Qwen3DFlashDraftModel"],
+            dflash_config={"shift_label": False, "pure_draft_prefix_len": 0},
+        ),
+        {"block_size": 5, "domino.pure": 0, "sample_from_anchor": False},
+    ),
+    "Domino under its first name": (
+        domino(architectures=["DFlashDraftModel"], dflash_config={"projector_type": "causal_v5"}),
+        {"domino.state": STATE},
+    ),
     "SGLang's EAGLE-3": (eagle(), {"aux_layers": (0, 1, 2), "head_norms": False, "notes": ""}),
     "deepseek-ai/eagle3_qwen3_8b_ttt7": (
         without(eagle(**DEEPSPEC), "eagle_config"),
@@ -258,7 +280,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "XiaomiMiMo/MiMo-V2.5-Pro-DFlash": (method(attention_sink_bias=True), SINKS),
     "PrismML's Bonsai": (dspark(log_snr_conditioning=True), "log_snr_conditioning is True"),
-    "Huang2020/Qwen3-8B-Domino": (method(emb_dim=64, gru_hidden_dim=8), "emb_dim is 64.*Domino"),
+    "Domino's fields without its projector": (
+        method(emb_dim=64, gru_hidden_dim=8), "emb_dim is 64, of Domino",
+    ),
+    "Domino with a gate": (
+        domino(dflash_config={"use_bias_gate": True}), "dflash_config.use_bias_gate is True",
+    ),
+    "Domino of DFlare's fusion": (
+        domino(dflash_config={"fusion_mode": "flare"}), "fusion_mode is 'flare'",
+    ),
+    "Domino of speculators": (
+        speculators(dflash_config={"projector_type": "domino", "emb_dim": 8}),
+        "projector_type is 'domino', supported is 'dflash'",
+    ),
+    "Domino with a draft vocabulary": (
+        domino(draft_vocab_size=40), "draft_vocab_size is 40, but",
+    ),
+    "Domino that contradicts itself": (
+        domino(dflash_config={"sample_from_anchor": False}), "shift_label is True, which .*False",
+    ),
+    "Domino whose corrections begin nowhere": (
+        domino(dflash_config={"pure_draft_prefix_len": 6}), "pure_draft_prefix_len is 6, more than the 5",
+    ),
     "a gated Markov head": (dspark(markov_head_type="gated"), "markov_head_type is 'gated'"),
     "latent attention": (specforge(kv_lora_rank=512), "kv_lora_rank is 512.*MLA"),
     "norms of each layer": (method(fc_layernorm=True), "fc_layernorm is True"),

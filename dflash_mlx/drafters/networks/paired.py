@@ -99,10 +99,6 @@ class PairedContext(DraftContext):
 class PairedModel(BoundModel[PairedContext]):
     """Such a network bound to its target."""
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Tokens [n] to [n, d]."""
-        return self._table(tokens) * self._scale  # type: ignore[no-any-return]
-
     def context(self, *parts: Any) -> PairedContext:
         return PairedContext(self.embed, *parts)
 
