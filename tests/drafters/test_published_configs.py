@@ -26,6 +26,8 @@ from support.reference_dspark import tiny_config as dspark
 from support.reference_eagle3 import random_tensors
 from support.reference_eagle3 import raw as eagle
 from support.reference_eagle3 import speculators as speculators_3
+from support.reference_peagle import raw as peagle
+from support.reference_peagle import speculators as speculators_p
 
 
 def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
@@ -74,6 +76,8 @@ PARTS = {  # a configuration, and the part of it in which a field is planted, ""
     "dflash_config of SpecForge's": (specforge(), "dflash_config"),
     "dflash_config of Domino": (domino(), "dflash_config"),
     "eagle_config": (eagle(), "eagle_config"),
+    "eagle_config of P-EAGLE": (peagle(), "eagle_config"),
+    "speculators' P-EAGLE": (speculators_p(), ""),
     "speculators": (speculators(), ""),
     "speculators' DSpark": (speculators("dspark"), ""),
     "speculators' EAGLE-3": (speculators_3(), ""),
@@ -106,6 +110,8 @@ LAYERS = {  # a configuration, and the part of it in which its network's fields 
     "DSpark": (dspark(), ""),
     "Domino": (domino(), ""),
     "EAGLE-3": (eagle(), ""),
+    "P-EAGLE": (peagle(), ""),
+    "speculators' P-EAGLE": (speculators_p(), "transformer_layer_config"),
     "speculators": (speculators(), "transformer_layer_config"),
     "speculators' EAGLE-3": (speculators_3(), "transformer_layer_config"),
 }

@@ -129,7 +129,7 @@ REFUSED: list[tuple[Any, str]] = [
     # what it describes
     (version_1(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
     (version_1(architectures=["DFlash2DraftModel"]), "lacks.*conv_kernel_size"),
-    (speculators(speculators_model_type="mtp"), "'mtp'.*; dflash, dflash2, dspark, eagle3 are"),
+    (speculators(speculators_model_type="mtp"), "'mtp'.*; dflash, .*, eagle3, peagle are"),
     ({**speculators(), "transformer_layer_config": [1]}, r"transformer_layer_config is \[1\]"),
     ({**speculators_3(), "transformer_layer_config": 3}, "transformer_layer_config is 3"),
     (version_1(dflash_config={}) | {"dflash_config": None}, "dflash_config is None"),

@@ -26,9 +26,11 @@ from dflash_mlx.drafters.dflash.paths import (
     predecessors,
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
+from dflash_mlx.drafters.eagle3.parallel import ParallelDraft
 from dflash_mlx.drafters.growth.grow import TOP_K, Linked, rank
 from dflash_mlx.drafters.method import Drawn
 from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.drafters.networks.model import DraftHead
 from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import (
@@ -119,6 +121,18 @@ class ToyDomino(ToyMarkov):
         self.links = DominoLinks(gru, layers, config.pure, lambda tokens: embedding[tokens])
 
 
+class ToyParallel(ToyEagle):
+    """Stands for a P-EAGLE drafter, with its real drafts; logits are states as well."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._head = DraftHead(lambda states: states, VOCABULARY)
+
+    def begin(self, context):
+        context.words = None
+        return ParallelDraft(self, context, lambda anchor: mx.array(self.table[anchor.item(), :-1]))
+
+
 class ToyHalf(ToyDrafter):
     """Stands for a drafter with a draft vocabulary: two of the four tokens."""
 
@@ -172,7 +186,7 @@ FIRST, SECOND, MARKOV, DOMINO = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3), ToyD
 SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end within an answer
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
-EAGLE = ToyEagle(1)
+EAGLE, PARALLEL = ToyEagle(1), ToyParallel(1)
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -205,6 +219,13 @@ MADE = {
     "eagle3": lambda sampling: GrownTree(EAGLE, None, 3, 8),
     "eagle3, chain": lambda sampling: Chain(EAGLE),
     "eagle3, reject": lambda sampling: DrawnChain(EAGLE, None, sampling),
+    "eagle3, parallel": lambda sampling: GrownTree(PARALLEL, None, 3, 8),
+    "eagle3, parallel as pays": lambda s: as_pays(GrownTree(PARALLEL, None, 3, 8), chains=False),
+    "eagle3, parallel chain": lambda sampling: Chain(PARALLEL),
+    "eagle3, parallel, reject": lambda sampling: DrawnChain(PARALLEL, None, sampling),
+    "eagle3, parallel as pays, reject": lambda s: as_pays(
+        DrawnChain(PARALLEL, None, s, weighed=True)
+    ),
     "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
     "dflash, dspark": lambda sampling: SelectedPath(MARKOV),

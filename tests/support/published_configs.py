@@ -18,6 +18,9 @@ from support.reference_dspark import tiny_config as dspark
 from support.reference_eagle3 import inner
 from support.reference_eagle3 import raw as eagle
 from support.reference_eagle3 import speculators as speculators_3
+from support.reference_peagle import MASK, automodel
+from support.reference_peagle import raw as peagle
+from support.reference_peagle import speculators as speculators_p
 
 WINDOW = 6
 
@@ -261,6 +264,30 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "EAGLE-3 with a target's fields": (
         eagle(partial_rotary_factor=0.25), {"notes": "partial_rotary_factor"},
     ),
+    "P-EAGLE for vLLM, by ptd_token_id": (
+        peagle(),
+        {"mask_token_id": MASK, "block_size": 8, "layer_windows": (None,) * 3,
+         "aux_layers": (0, 1, 2), "notes": ""},
+    ),
+    "P-EAGLE for vLLM, by pard_token": (
+        without(peagle(pard_token=6), "ptd_token_id"), {"mask_token_id": 6},
+    ),
+    "SpecForge's P-EAGLE, with a mask": (
+        without(
+            peagle(architectures=["PEagleDraftModel"], mask_token_id=MASK, max_window_layers=36,
+                   use_sliding_window=False, sliding_window=None),
+            "ptd_token_id", "eagle_config",
+        ),
+        {"mask_token_id": MASK, "aux_layers": None, "layer_windows": (None,) * 3},
+    ),
+    "NVIDIA Automodel's P-EAGLE": (
+        automodel(), {"block_size": 7, "mask_token_id": MASK, "layer_windows": (None, None)},
+    ),
+    "P-EAGLE of speculators": (
+        speculators_p(),
+        {"block_size": 7, "mask_token_id": MASK, "aux_layers": (0, 1, 2),
+         "norm_before_residual": True},
+    ),
     "RedHatAI/Qwen3-8B-speculator.eagle3": (
         speculators_3(has_no_defaults_at_init=False, speculators_version="0.1.0"),
         {"aux_layers": (0, 1, 2)},
@@ -268,7 +295,6 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-P_EAGLE = "of P-EAGLE"
 SINKS = "attention sinks are not supported"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nvidia/Nemotron-3.5-Lightning-DSpark": (
@@ -300,7 +326,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         domino(dflash_config={"sample_from_anchor": False}), "shift_label is True, which .*False",
     ),
     "Domino whose corrections begin nowhere": (
-        domino(dflash_config={"pure_draft_prefix_len": 6}), "pure_draft_prefix_len is 6, more than the 5",
+        domino(dflash_config={"pure_draft_prefix_len": 6}), "prefix_len is 6, more than the 5",
     ),
     "a gated Markov head": (dspark(markov_head_type="gated"), "markov_head_type is 'gated'"),
     "latent attention": (specforge(kv_lora_rank=512), "kv_lora_rank is 512.*MLA"),
@@ -319,14 +345,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         speculators(speculators_model_type="jetspec"), "speculators_model_type is 'jetspec'",
     ),
     "TensorRT Edge's jetspec_config": (first(jetspec_config={"causal_head": True}), "jetspec_conf"),
-    "P-EAGLE of speculators": (
-        speculators_3(speculators_model_type="peagle", mask_token_id=5),
-        "speculators_model_type is 'peagle'",
+    "P-EAGLE of SpecForge, without a mask": (
+        without(peagle(architectures=["PEagleDraftModel"]), "ptd_token_id"),
+        "does not say which token its masks are",
     ),
-    "P-EAGLE, one layer": (eagle(parallel_drafting=True), f"parallel_drafting is True, {P_EAGLE}"),
-    "P-EAGLE for vLLM": (eagle(pard_token=5), f"pard_token is 5, a token {P_EAGLE}"),
-    "P-EAGLE by its mask": (eagle(mask_token_id=0), f"mask_token_id is 0, a token {P_EAGLE}"),
-    "P-EAGLE of SpecForge": (eagle(architectures=["PEagleDraftModel"]), "PEagleDraftModel"),
+    "P-EAGLE with two masks": (
+        peagle(pard_token=6), "pard_token and ptd_token_id contradict",
+    ),
+    "P-EAGLE with a mask that is no token": (
+        peagle(ptd_token_id=97), "mask_token_id is 97, outside the vocabulary of 97",
+    ),
+    "P-EAGLE and not": (
+        eagle(parallel_drafting=False, mask_token_id=5), "parallel_drafting is false, but .*P-EAG",
+    ),
+    "EAGLE-3 of more layers": (eagle(num_hidden_layers=2), "num_hidden_layers is 2, supported"),
+    "TensorRT-LLM's parallel heads": (
+        inner(parallel_draft_step=2), "parallel_draft_step is 2, supported is 1",
+    ),
     "another order in EAGLE-3": (inner(eh_proj_before_attn=True), "eh_proj_before_attn is True"),
     # fields that contradict each other
     "two answers to which rows draft": (

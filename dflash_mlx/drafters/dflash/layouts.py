@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from dflash_mlx.drafters.dflash import fields as own
-from dflash_mlx.drafters.formats import SPECULATORS, layers_of_speculators
+from dflash_mlx.drafters.formats import SPECULATORS, layers_of_speculators, proposed_tokens
 from dflash_mlx.drafters.networks.fields import (
     Fields,
     architecture,
@@ -105,7 +105,8 @@ def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
     check_width(raw.get("target_hidden_size"), layers["hidden_size"])
     method: Fields = named(raw, own.BESIDE) | part(raw, "dflash_config")
     if not own.has_anchor(method):
-        method["sample_from_anchor"] = _drafts_every_row(raw)
+        # Older files propose as many tokens as their block has rows where each of them drafts
+        method["sample_from_anchor"] = proposed_tokens(raw) == raw["block_size"]
     notes = []
     if "target_layer_ids" not in method:
         name = "aux_hidden_state_layer_ids"
@@ -179,12 +180,3 @@ def _own_tables(told: Fields, names: Collection[str]) -> dict[str, bool]:
     """Whether a drafter with tensors of these names has an embedding and a head."""
     has_head = told.get("draft_vocab_size") is not None or "lm_head.weight" in names
     return {"own_embedding": _EMBEDDING in names, "own_head": has_head}
-
-
-def _drafts_every_row(raw: Fields) -> bool:
-    """Whether older speculators files propose as many tokens as their block has rows."""
-    method: Any = raw.get("speculators_config")
-    proposals = method.get("proposal_methods") if isinstance(method, dict) else None
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
-    return type(tokens) is int and tokens == raw["block_size"]

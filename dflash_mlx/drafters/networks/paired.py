@@ -105,7 +105,7 @@ class PairedModel(BoundModel[PairedContext]):
     def tried(self, context: PairedContext) -> mx.array:
         return self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
 
-    def begin(self, context: PairedContext) -> PairedDraft:
+    def begin(self, context: PairedContext) -> Draft:
         return PairedDraft(self, context)
 
 
