@@ -18,7 +18,16 @@ from dflash_mlx.models.check import check_drafter
 from support.converted import assert_same_tensors
 from support.drafter_formats import FORMATS, NATIVE_35, body, specforge, speculators
 from support.drafter_formats import version_1 as first
-from support.published_configs import DEEPSPEC, MUSE, READ, REFUSED, WINDOW, without
+from support.published_configs import (
+    DEEPSPEC,
+    MUSE,
+    READ,
+    REFUSED,
+    WINDOW,
+    expected_of,
+    value_of,
+    without,
+)
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import tiny_config as second
 from support.reference_domino import tiny_config as domino
@@ -36,16 +45,9 @@ def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
     return files.parse_config(raw, "it", stored)
 
 
-def value_of(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
-
-
 @pytest.mark.parametrize("name", READ)
 def test_what_matters_is_read_wherever_it_is_published(name):
-    raw, expected = READ[name]
-    config, fields = parsed(raw), dict(expected)
+    config, fields = parsed(READ[name][0]), expected_of(name)
     notes = " ".join(config.notes)
     if (note := fields.pop("notes", None)) is not None:
         assert re.search(note, notes) if note else not notes

@@ -5,11 +5,25 @@ The fields stand as in the public file that names the row; sizes are small.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
+
 from dflash_mlx.drafters.dflash.domino import DominoConfig
-from support.drafter_formats import GEMMA_4, NATIVE_35, lfm2, specforge, speculators
+from support import reference_domino, reference_eagle3, reference_peagle
+from support.drafter_formats import (
+    GEMMA_4,
+    NATIVE_35,
+    body,
+    is_dspark,
+    lfm2,
+    own_tables,
+    specforge,
+    speculators,
+)
 from support.drafter_formats import version_1 as first
+from support.reference_dflash import random_drafter
 from support.reference_dflash2 import tiny_config as second
 from support.reference_domino import NARROW, STATE
 from support.reference_domino import tiny_config as domino
@@ -77,6 +91,119 @@ BOTH = {"layer_windows": (WINDOW, WINDOW), "layer_causal": (False, False)}
 FULL = {"layer_windows": (None, None), "layer_causal": (False, False)}
 EVERY_ROW = {"sample_from_anchor": True, "markov": None}
 
+# What decides how a drafter drafts, in configurations that change nothing of the tiny ones
+_ALL: dict[str, Any] = {
+    "layer_windows": (None, None),
+    "layer_causal": (False, False),
+    "block_size": 8,
+    "sample_from_anchor": False,
+    "mask_token_id": 5,
+    "aux_layers": (0, 2),
+    "num_target_layers": 3,
+    "vocab_size": 97,
+    "draft_vocab_size": None,
+    "head_dim": 16,
+    "gated": False,
+    "rotary_dims": None,
+    "offset_norms": False,
+    "gemma_layers": False,
+    "markov": None,
+    "selector": None,
+    "domino": None,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+}
+_MARKOV = {"markov.rank": RANK, "markov.confidence": True, "markov.reads_token": True}
+_BLOCKS: dict[str, dict[str, Any]] = {
+    ".*DSpark.*": {"block_size": 6, "sample_from_anchor": True, **_MARKOV},
+    "Qwen3DFlashModel": {"block_size": 6, "sample_from_anchor": True},
+    ".*DFlash2.*": {
+        "block_size": 6,
+        "selector.rank": 8,
+        "selector.top_k": 4,
+        "selector.vocab_size": None,
+        "convolution.kernel_size": 2,
+        "convolution.group_size": 16,
+    },
+}
+_EAGLE: dict[str, Any] = {
+    "layer_windows": (None,),
+    "block_size": 8,
+    "mask_token_id": None,
+    "aux_layers": (0, 1, 2),
+    "num_target_layers": None,
+    "vocab_size": 97,
+    "draft_vocab_size": 40,
+    "head_norms": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+
+
+def expected_of(name: str) -> dict[str, Any]:
+    """All that is to be read of a row: what it changes, and what it does not."""
+    raw, fields = READ[name]
+    kind = raw["architectures"][0]
+    if re.search("[Ee]agle", kind):
+        return {**_EAGLE, **fields}
+    usual = [found for pattern, found in _BLOCKS.items() if re.fullmatch(pattern, kind)]
+    known = {**_ALL, **(usual[0] if usual else {}), **fields}
+    whole = {field for field in known if "." not in field and known[field] is None}
+    if fields.get("markov", known) is None:  # without its heads
+        known = {field: value for field, value in known.items() if field not in _MARKOV}
+    parts = {field.split(".")[0] for field in known if "." in field}
+    return {field: value for field, value in known.items() if field not in whole & parts}
+
+
+_BEHIND = {  # fields, and a tensor that a drafter which asks for them has
+    "attention_sink_bias": ("layers.0.self_attn.sinks", (4,)),
+    "kv_lora_rank": ("layers.0.self_attn.kv_a_proj_with_mqa.weight", (8, 64)),
+    "fc_layernorm": ("fc_layernorm.0.weight", (64,)),
+}
+
+
+def tensors_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """Random tensors of a row, by the names that its layout has."""
+    told = {**raw, **raw.get("transformer_layer_config", {}), **raw.get("dflash_config", {})}
+    kind = raw["architectures"][0]
+    if re.search("[Ee]agle", kind):
+        parallel = told["num_hidden_layers"] > 1 or "ptd_token_id" in told
+        known = raw if raw.get("draft_vocab_size") else {**raw, "draft_vocab_size": 97}
+        tensors = (reference_peagle if parallel else reference_eagle3).random_tensors(known)
+        if layers := raw.get("target_layer_ids"):
+            tensors["fc.weight"] = np.ones((64, 64 * len(layers)), np.float32)
+        heads = {f"midlayer.self_attn.{n}_norm.weight": np.ones(16, np.float32) for n in "qk"}
+        return {**tensors, **(heads if "Qwen3" in kind else {})}
+    plain = {**told, "dflash_config": {"target_layer_ids": [0, 2]}}
+    if is_dspark(raw):
+        tensors = dict(body({"markov_rank": raw.get("dspark_markov_rank", 0), **raw}))
+    elif "emb_dim" in told and "transformer_layer_config" not in raw:
+        tensors = reference_domino.random_tensors(plain)
+    elif "conv_kernel_size" in told:
+        tensors = dict(body(raw))
+    else:
+        tensors = dict(random_drafter(plain))
+    if kind == MUSE["architectures"][0]:
+        theirs = {"fc.weight": "encoder.fc.weight"}
+        theirs["hidden_norm.weight"] = "encoder.output_norm_enc.weight"
+        tensors = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
+    if is_dspark(raw):
+        tensors |= own_tables(None)
+    for field, (name, shape) in _BEHIND.items():
+        if told.get(field):
+            tensors[name] = np.ones(shape, np.float32)
+    return tensors
+
+
+def value_of(config: Any, name: str) -> Any:
+    """A field of a configuration, or of a part of it; what it does not know says nothing."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
 # The configuration, what is read of it, and of the notes what they match, "" for none
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "z-lab/Qwen3-4B-DFlash-b16": (
@@ -113,7 +240,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         first(
             layer_types=["sliding_attention"] * 2, sliding_window=WINDOW, sliding_windows=[4, 8]
         ),
-        {"layer_windows": (4, 8)},
+        {"layer_windows": (4, 8), "layer_causal": (True, True)},
     ),
     "XiaomiMiMo/MiMo-V2.5-Pro-DFlash, without its sinks": (
         method(use_swa=True, swa_window_size=WINDOW), BOTH,
@@ -199,7 +326,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"gated": True, "offset_norms": True, "rotary_dims": 8, "notes": ""},
     ),
     "Qwen3DSparkModel with norms of 1 + w": (
-        dspark(model_type="qwen3_5"), {"gated": False, "offset_norms": True},
+        dspark(model_type="qwen3_5"), {"gated": False, "offset_norms": True, "rotary_dims": 16},
     ),
     "deepseek-ai/dspark_gemma4_12b_block7": (
         dspark(**GEMMA_4),
@@ -218,13 +345,16 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "DSpark under DFlash's name that says which rows draft": (
         dspark(architectures=["DFlashDraftModel"], sample_from_anchor=True, dflash_config={}),
-        {"markov.rank": RANK, "block_size": 6},
+        {**_MARKOV, "block_size": 6, "sample_from_anchor": True},
     ),
     "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": (
-        speculators("dspark"), {"block_size": 7, "sample_from_anchor": True},
+        speculators("dspark"),
+        {"block_size": 7, "sample_from_anchor": True, "num_target_layers": None},
     ),
     "meta-models/Muse-Glimmer-30B-assistant": (
-        MUSE, {**BOTH, "block_size": 8, "vocab_size": 202_048, "final_logit_softcapping": 20.0},
+        MUSE,
+        {**BOTH, "block_size": 8, "vocab_size": 202_048, "final_logit_softcapping": 20.0,
+         "output_multiplier": 0.19611613513818404, "num_target_layers": None},
     ),
     "Huang2020/Qwen3-8B-Domino-b16": (
         domino(architectures=["DFlashDraftModel"], block_size=16),
@@ -243,7 +373,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "Domino under its first name": (
         domino(architectures=["DFlashDraftModel"], dflash_config={"projector_type": "causal_v5"}),
-        {"domino.state": STATE},
+        {"domino.state": STATE, "domino.width": NARROW, "domino.pure": 1, "block_size": 6,
+         "sample_from_anchor": True},
     ),
     "SGLang's EAGLE-3": (eagle(), {"aux_layers": (0, 1, 2), "head_norms": False, "notes": ""}),
     "deepseek-ai/eagle3_qwen3_8b_ttt7": (
@@ -270,7 +401,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
          "aux_layers": (0, 1, 2), "notes": ""},
     ),
     "P-EAGLE for vLLM, by pard_token": (
-        without(peagle(pard_token=6), "ptd_token_id"), {"mask_token_id": 6},
+        without(peagle(pard_token=6), "ptd_token_id"),
+        {"mask_token_id": 6, "layer_windows": (None,) * 3},
     ),
     "SpecForge's P-EAGLE, with a mask": (
         without(
@@ -285,12 +417,15 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "P-EAGLE of speculators": (
         speculators_p(),
-        {"block_size": 7, "mask_token_id": MASK, "aux_layers": (0, 1, 2),
+        {"block_size": 7, "mask_token_id": MASK, "layer_windows": (None,) * 3,
          "norm_before_residual": True},
+    ),
+    "P-EAGLE of one layer": (
+        peagle(num_hidden_layers=1, parallel_drafting=True), {"mask_token_id": MASK},
     ),
     "RedHatAI/Qwen3-8B-speculator.eagle3": (
         speculators_3(has_no_defaults_at_init=False, speculators_version="0.1.0"),
-        {"aux_layers": (0, 1, 2)},
+        {"aux_layers": (0, 1, 2), "norm_before_residual": True},
     ),
 }  # fmt: skip
 
