@@ -60,7 +60,7 @@ def written(place: Path) -> dict[str, tuple[Path, dict[str, str] | None]]:
     rows: dict[str, tuple[Path, dict[str, str] | None]] = {}
     for i, (name, (raw, _)) in enumerate([*READ.items(), *REFUSED.items()]):
         folder = write_drafter_folder(place / str(i), raw, tensors_of(raw))
-        known = expected_of(name) if name in READ else None
+        known = expected_of(*READ[name]) if name in READ else None
         fields = None if known is None else {f: repr(v) for f, v in known.items() if f != "notes"}
         rows[name] = folder, fields
     return rows

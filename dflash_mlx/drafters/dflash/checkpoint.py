@@ -52,7 +52,11 @@ from dflash_mlx.drafters.networks.fields import (
 )
 
 PROJECTOR = "dflash"
-_PROJECTORS = {DSPARK: "dspark", DOMINO: own.DOMINO}
+_PROJECTORS = {  # others have the first
+    VERSION_2: (PROJECTOR, "dflash2"),
+    DSPARK: ("dspark",),
+    DOMINO: (own.DOMINO,),
+}
 MARKOV = "vanilla"
 _CODEBOOK = "_codebook.weight"
 _CONFIDENCE = "confidence_head.proj.weight"
@@ -128,10 +132,10 @@ def _renamed(name: str) -> str:
 
 def _check_kind(raw: Fields, method: Fields) -> None:
     """Raise ValueError for drafters that only look like this one."""
-    expected = _PROJECTORS.get(architecture(raw), PROJECTOR)
+    supported = _PROJECTORS.get(architecture(raw), (PROJECTOR,))
     for fields in (raw, method):
-        if (kind := fields.get("projector_type") or expected) != expected:
-            raise ValueError(f"projector_type is {kind!r}, supported is {expected!r}")
+        if (kind := fields.get("projector_type") or supported[0]) not in supported:
+            raise ValueError(f"projector_type is {kind!r}, supported is {supported[-1]!r}")
         if flag(fields, "shift_label") and not own.drafts_from_anchor({**raw, **method}):
             raise ValueError(
                 "shift_label is true, but sample_from_anchor is not; supported are drafters that "
@@ -169,7 +173,8 @@ def _markov(fields: Fields, names: Collection[str]) -> MarkovConfig | None:
         raise ValueError(f"markov_head_type is {kind!r}, supported is {MARKOV!r}")
     rank = whole(fields, "markov_rank", least=0)
     stored = next((name for name in names if name.endswith(_CONFIDENCE)), None)
-    confidence = flag(fields, "enable_confidence_head", bool(stored) if names else rank > 0)
+    found = flag(fields, "use_confidence_head", bool(stored) if names else rank > 0)  # NVIDIA's
+    confidence = flag(fields, "enable_confidence_head", found)
     shape = stored_shape(names, stored or "")
     with_token = shape is None or shape[-1] != size(fields, "hidden_size")
     reads_token = flag(fields, "confidence_head_with_markov", default=with_token)

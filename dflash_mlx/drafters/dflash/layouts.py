@@ -8,6 +8,7 @@ from typing import Any
 from dflash_mlx.drafters.dflash import fields as own
 from dflash_mlx.drafters.formats import SPECULATORS, layers_of_speculators, proposed_tokens
 from dflash_mlx.drafters.networks.fields import (
+    SLIDING,
     Fields,
     architecture,
     flag,
@@ -78,12 +79,12 @@ def _has_markov(raw: Fields) -> bool:
     Raises Unsupported where it does not say which rows of its block draft: such files do it either
     way, and the wrong one drafts every token a place too early.
     """
-    fields = {**raw, **part(raw, "dflash_config")}
-    if architecture(raw) != VERSION_1 or not (rank := fields.get("markov_rank")):
+    fields, kind = {**raw, **part(raw, "dflash_config")}, architecture(raw)
+    if _ALIASES.get(kind, kind) != VERSION_1 or not (rank := fields.get("markov_rank")):
         return False
     if not own.has_anchor(fields) and fields.get("projector_type") != "dspark":
         raise Unsupported(
-            f"markov_rank is {rank!r} in a {VERSION_1}, and nothing says which rows draft",
+            f"markov_rank is {rank!r} in a {kind}, and nothing says which rows draft",
             "add sample_from_anchor to its dflash_config: true where a block of 7 drafts 7 tokens, "
             "as DSpark's do, false where it drafts 6",
         )
@@ -94,7 +95,7 @@ def _from_domino(raw: Fields) -> Fields:
     """Domino's, which say by `shift_label` which rows draft, and some fields in two places."""
     method = named(raw, own.BESIDE) | part(raw, own.METHOD)
     shifted = flag(method, "shift_label")
-    if own.drafts_from_anchor(method, shifted) != shifted:
+    if own.has_anchor(method) and own.drafts_from_anchor(method) != shifted:
         raise ValueError(f"shift_label is {shifted}, which {named(method, own.ANCHOR)} contradict")
     method |= {"projector_type": own.DOMINO, "sample_from_anchor": shifted}
     return {**raw, "architectures": [DOMINO], own.METHOD: method}
@@ -114,6 +115,7 @@ def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
         notes.append(note)
     result = {
         **layers,
+        **named(raw, own.WINDOWS),
         "architectures": [OF_SPECULATORS[kind]],
         "block_size": raw["block_size"],
         "num_target_layers": raw.get("num_target_layers"),
@@ -163,6 +165,8 @@ def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:
     for name, supported in _GEMMA_ONLY.items():
         if raw.get(name) not in (None, supported):
             raise Unsupported(f"{name} is {raw[name]!r}, supported is {supported!r}")
+    if SLIDING in (raw.get("layer_types") or []):
+        raise Unsupported(f"layer_types holds {SLIDING!r}, supported are layers of full attention")
     shares, rope = flag(raw, "attention_k_eq_v"), part(raw, "rope_parameters")
     heads = raw.get("num_global_key_value_heads") if shares else None
     scale = size(raw, "hidden_size") ** 0.5
