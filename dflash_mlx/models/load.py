@@ -31,11 +31,14 @@ from dflash_mlx.models.check import (
 )
 from dflash_mlx.models.names import (
     Names,
+    existing,
     find_names,
     find_source,
     inherited,
     registered,
+    shipped_folder,
     target_names,
+    whole_copy,
 )
 from dflash_mlx.models.read import (
     WHOLE,
@@ -228,6 +231,17 @@ class Choice:
                     raise
                 self._leave_out(option, error.what)
 
+    def stand_in(self, others: Iterator[str], read: Callable[[str], ModelFacts]) -> None:
+        """Take the first of these drafters that can be used in place of the one that cannot."""
+        missing = self.missing
+        for name in others:
+            self.names[DRAFTER], self.missing = name, ""
+            self.each(read)
+            if not self.missing:
+                self.notes = [f"{missing}, so {name} drafts"]
+                return
+        self.missing = missing
+
     def _leave_out(self, option: str, why: str) -> None:
         self.drafters.pop(option, None)
         name = f"the {option.replace('-', ' ')} {self.names.pop(option)}"
@@ -290,8 +304,15 @@ def find(
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
 
+    wanted = DRAFTER in choice.names
     choice.each(checked)
+    if wanted and not choice.drafters:
+        choice.stand_in((name for _, name in names.others if _is_here(name)), checked)
     return target, choice
+
+
+def _is_here(drafter: str) -> bool:
+    return bool(shipped_folder(drafter) or existing(drafter) or whole_copy(drafter, DRAFTER))
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
