@@ -190,6 +190,9 @@ MADE = {
     "eagle3, chain": lambda sampling: Chain(EAGLE),
     "eagle3, reject": lambda sampling: DrawnChain(EAGLE, None, sampling),
     "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
+    "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
+        lambda chance, _: chance > 0.35
+    ),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
     "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
     "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
