@@ -97,7 +97,7 @@ def test_drafters_of_further_families_and_others_are_known_for_a_target():
     more = registered("Qwen3-8B").more
     assert "AngelSlim/Qwen3-8B_eagle3 (eagle3)" in more
     assert "deepseek-ai/dspark_qwen3_8b_block7" in more
-    assert registered("Qwen/Qwen3.5-35B-A3B").more == ""
+    assert registered("Qwen/Qwen3.5-0.8B").more == ""
 
 
 @pytest.mark.parametrize("place", ["yuhuili--EAGLE3-LLaMA3.1-Instruct-8B", "my-drafter"])
