@@ -31,14 +31,12 @@ from dflash_mlx.models.check import (
 )
 from dflash_mlx.models.names import (
     Names,
-    existing,
     find_names,
     find_source,
     inherited,
+    is_here,
     registered,
-    shipped_folder,
     target_names,
-    whole_copy,
 )
 from dflash_mlx.models.read import (
     WHOLE,
@@ -307,12 +305,8 @@ def find(
     wanted = DRAFTER in choice.names
     choice.each(checked)
     if wanted and not choice.drafters:
-        choice.stand_in((name for _, name in names.others if _is_here(name)), checked)
+        choice.stand_in((name for _, name in names.others if is_here(name, DRAFTER)), checked)
     return target, choice
-
-
-def _is_here(drafter: str) -> bool:
-    return bool(shipped_folder(drafter) or existing(drafter) or whole_copy(drafter, DRAFTER))
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:

@@ -249,6 +249,11 @@ def whole_copy(name: str, option: str = MODEL) -> Source | None:
     return found if found is not None and is_whole(found) else None
 
 
+def is_here(name: str, option: str = MODEL) -> bool:
+    """Whether `name` is shipped, a folder, or a whole repository in the Hugging Face cache."""
+    return bool(shipped_folder(name, option) or existing(name) or whole_copy(name, option))
+
+
 def local_folder(name: str, option: str = MODEL) -> Path | None:
     """The folder `name`, None for what may be a Hugging Face id; DFlashError for neither."""
     if (path := existing(name)) is None:

@@ -284,7 +284,7 @@ def test_a_known_drafter_on_the_disk_stands_in_for_one_that_cannot_be_had(
     monkeypatch.setattr(
         names, "entries", lambda: (Entry(("Qwen/Qwen3-4B",), DRAFTER, None, others),)
     )
-    monkeypatch.setattr("dflash_mlx.models.load.whole_copy", lambda name, option: None)
+    monkeypatch.setattr(names, "whole_copy", lambda name, option: None)
     for uses in ((), (DecodeConfig(),)):
         pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
         assert (pair.drafter_name, len(pair.drafters), pair.undrafted) == (there, 1, "")
