@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dflash_mlx import DFlashError, PairConfig, load
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.methods import choices, format_of
+from dflash_mlx.drafters.methods import METHODS, choices, format_of
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
 from dflash_mlx.models import names
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 DRAFTER = "z-lab/Qwen3-4B-DFlash-b16"
 MADE_FROM = {"target": "Qwen/Qwen3-4B", "drafter": DRAFTER}
 UNTHINKING = Preset("auto", (("enable_thinking", False),))
-RANKS = {"eagle3": 1, "specdiff": 1, "mtp": 2, "assistant": 2, "lm": 3}  # see models.toml
+RANKS = {"dflash": 0, "eagle3": 1, "specdiff": 1, "mtp": 2, "assistant": 2, "lm": 3, "": 4}
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]
 OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "/home/me/models/")
@@ -89,6 +89,13 @@ def test_every_pair_is_complete_and_named_once():
         assert all(format_of(read_json(SHIPPED / drafter)) for drafter in shipped)
         assert set(dict(entry.pickled).values()) <= {entry.drafter, *further}
         assert entry.verified == ("/" not in entry.drafter), "only files in the package were tried"
+
+
+def test_auto_prefers_loaded_families_in_the_order_of_the_registry():
+    """Of equal ones the first in the table."""
+    found = sorted(METHODS.values(), key=lambda method: -method.preference)
+    ranks = [RANKS[method.family] for method in found if method.preference]
+    assert ranks == sorted(ranks) and len(ranks) > 5
 
 
 def test_drafters_of_further_families_and_others_are_known_for_a_target():
