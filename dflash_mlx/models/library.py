@@ -40,6 +40,7 @@ from dflash_mlx.models.names import (
     parent_of,
     registered,
     shipped_folder,
+    whole_copy,
 )
 from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -94,7 +95,7 @@ def available_models(here: Path) -> list[AvailableModel]:
     folders = [*local_folders(here), *cached_folders()]
     drafters = [folder for folder in folders if folder.option == DRAFTER]
     models = [folder for folder in folders if folder.option == MODEL]
-    names = {drafter.name for drafter in drafters}
+    names = {folder.name for folder in folders}  # a small model that drafts is a target as well
     found = [on_this_machine(model, drafters) for model in models]
     here_already = {registered(folder.name) for folder in models}
     public = [
@@ -131,7 +132,7 @@ def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel
     if (entry := registered(model.name) or parent_of(model)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
         verified = entry.verified
-        there = next((d for d in drafters if d.name == drafter), None)
+        there = next((d for d in drafters if d.name == drafter), whole_copy(drafter, DRAFTER))
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
