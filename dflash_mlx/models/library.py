@@ -40,7 +40,6 @@ from dflash_mlx.models.names import (
     parent_of,
     registered,
     shipped_folder,
-    whole_copy,
 )
 from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_whole
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -96,7 +95,7 @@ def available_models(here: Path) -> list[AvailableModel]:
     drafters = [folder for folder in folders if folder.option == DRAFTER]
     models = [folder for folder in folders if folder.option == MODEL]
     names = {folder.name for folder in folders}  # a small model that drafts is a target as well
-    found = [on_this_machine(model, drafters) for model in models]
+    found = [on_this_machine(model, drafters, models) for model in models]
     here_already = {registered(folder.name) for folder in models}
     public = [
         _public(entry, names)
@@ -125,14 +124,19 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
     return AvailableModel(name, config, place, needs)
 
 
-def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel:
-    """The model with the registry's drafter, or else the first of `drafters` that fits it."""
+def on_this_machine(
+    model: Source, drafters: Sequence[Source], others: Sequence[Source] = ()
+) -> AvailableModel:
+    """The model with the registry's drafter, or else the first of `drafters` that fits it.
+
+    others: models, small ones of which the registry has as drafters.
+    """
     needs, notes, verified = needed(model), "", True
     place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
     if (entry := registered(model.name) or parent_of(model)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
         verified = entry.verified
-        there = next((d for d in drafters if d.name == drafter), whole_copy(drafter, DRAFTER))
+        there = next((d for d in (*drafters, *others) if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
