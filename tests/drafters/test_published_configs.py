@@ -12,9 +12,10 @@ import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.methods import family_of, format_of
+from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import check_drafter
+from support import published_mtp
 from support.converted import assert_same_tensors
 from support.drafter_formats import FORMATS, NATIVE_35, body, specforge, speculators
 from support.drafter_formats import version_1 as first
@@ -28,9 +29,13 @@ from support.reference_eagle3 import speculators as speculators_3
 
 
 def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
-    files = format_of(raw)
+    files = format_as_drafter(raw)
     assert files is not None
     return files.parse_config(raw, "it", stored)
+
+
+READ = {**READ, **published_mtp.READ}
+REFUSED = {**REFUSED, **published_mtp.REFUSED}
 
 
 def value_of(config: Any, name: str) -> Any:
