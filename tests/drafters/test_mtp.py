@@ -362,6 +362,6 @@ def test_experts_as_mlx_lm_has_them_are_the_same_head(drafting):
 
 
 def test_all_formats_are_drafted_with():
-    assert {name for name in CASES if name.startswith("mtp")} == {f"mtp, {n}" for n in FORMATS}
+    assert {name for name in CASES if name.startswith("mtp, ")} == {f"mtp, {n}" for n in FORMATS}
     assert ours()["block_size"] == 6 and reference_mtp.VOCAB_SIZE == VOCAB_SIZE
     assert mtp_targets.config()["mtp_num_hidden_layers"] == 1

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
-from dflash_mlx.drafters.mtp import qwen
+from dflash_mlx.drafters.mtp import published, qwen
 from dflash_mlx.drafters.mtp.kinds import kind_of, model_type, text_of
 from dflash_mlx.drafters.mtp.model import INSIDE, OURS, SPLIT, HeadConfig, HeadModel, Network
 from dflash_mlx.drafters.networks.fields import Fields, architecture, flag, size
@@ -37,12 +37,13 @@ from dflash_mlx.drafters.networks.known_fields import (
     LIBRARY,
     Part,
     Refused,
+    Unsupported,
     note_of,
 )
 from dflash_mlx.system.safetensors_header import TensorHeader
 
 CLASS = "MTPDraftModel"
-SPLIT_TYPES = ("qwen3_5_mtp",)  # model_type of mlx-vlm's folders
+SPLIT_TYPES = ("qwen3_5_mtp", "glm4_moe_lite_mtp")  # model_type of mlx-vlm's folders
 TAKE_OUT = (
     "take it out of the model as its authors published it, with python -m dflash_mlx.convert "
     "OWNER/NAME DST --mtp, and give DST with --drafter"
@@ -77,7 +78,7 @@ _IN_TARGET = Part(  # what a target's configuration says of its head, by names t
     },
 )  # fmt: skip
 _ABOUT = "mtp_"
-__all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "qwen"]
+__all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "published", "qwen"]
 
 
 def our_config(text: Fields, **changes: Any) -> Fields:
@@ -105,6 +106,8 @@ class MTPFiles(FileFormat):
 
     def lacking(self, raw: Mapping[str, Any]) -> str:
         if self.recognises(raw) or not self.reads_target(raw):
+            return ""
+        if kind_of(text := text_of(raw)).refusal(text):
             return ""
         return (
             "was made with a head for multi-token prediction, which its files lack: python -m "
@@ -139,8 +142,11 @@ class MTPFiles(FileFormat):
             raise ValueError(f"model_type is {text.get('model_type')!r}, whose heads are not known")
         if not kind.heads(text):
             raise ValueError(f"{kind.count} is {text.get(kind.count)!r}")
-        split = raw.get("model_type") in SPLIT_TYPES
-        ours = names if split else kind.in_files(names, text).values()
+        if why := kind.refusal(text):
+            raise Unsupported(why)
+        inside = kind.in_files(names, text)
+        split = raw.get("model_type") in SPLIT_TYPES and not inside
+        ours = names if split else inside.values()
         own = {
             "own_embedding": "embed_tokens.weight" in ours or flag(text, kind.dedicated),
             "own_head": "lm_head.weight" in ours,

@@ -89,6 +89,10 @@ class Kind:
             raise ValueError(f"{self.count} is {count!r}, not a whole number from 0 on")
         return count or 0
 
+    def refusal(self, text: Fields) -> str:
+        """Why heads that a configuration tells of are not read, "" where they are."""
+        return ""
+
     def our_name(self, name: str, text: Fields) -> str | None:
         """Ours for a tensor of the head in its target's files; None for one of the target."""
         return None

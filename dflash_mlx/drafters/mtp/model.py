@@ -23,7 +23,7 @@ from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.kinds import Kind, kind_of
 from dflash_mlx.drafters.networks.fields import Fields, flag
-from dflash_mlx.drafters.networks.files import DraftConfig, Quantization, stored
+from dflash_mlx.drafters.networks.files import DraftConfig, Quantization, parameters_of, stored
 from dflash_mlx.drafters.networks.layers import DraftNetwork
 from dflash_mlx.drafters.networks.paired import PairedModel
 from dflash_mlx.verifier.block import Block
@@ -35,6 +35,7 @@ from dflash_mlx.verifier.sequence import SequenceCache
 FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
+_CHOOSES = "e_score_correction_bias"
 _LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm", "embedding_norm")
 
 
@@ -102,6 +103,12 @@ class Network(DraftNetwork):
             if isinstance(rope := module.get("rope"), nn.Module):
                 rotate_by_row(rope)
         route(self)
+
+    def set_dtype(self, dtype: mx.Dtype, *which: Any) -> None:
+        """As MLX's, but what chooses experts stays as it is, as in mlx-lm's targets."""
+        kept = {n: a for n, a in parameters_of(self).items() if n.endswith(_CHOOSES)}
+        super().set_dtype(dtype, *which)
+        self.load_weights([*kept.items()], strict=False)
 
     def bind(self, last_norm: Callable[[mx.array], mx.array] | None) -> None:
         """Read states of a target behind this norm of it; None for states as they are."""
