@@ -13,11 +13,13 @@ from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
+from dflash_mlx.drafters.networks.files import read_headers
 from dflash_mlx.models.check import check_drafter, check_target
 from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target
+from support import mtp_targets
 from support.configs import config_with
 from support.drafting import Heads
 from support.families import make_model
@@ -150,8 +152,11 @@ def test_of_a_target_that_lost_its_head_is_said_where_to_get_it(tmp_path):
     assert check_target(folder).errors == ()
     with pytest.raises(DFlashError, match=r"which its files lack.*convert OWNER/NAME DST --mtp"):
         load_pair(PairConfig(str(folder)), DecodeConfig("mtp"))
-    with pytest.raises(DFlashError, match=r"hold no head.*convert OWNER/NAME DST --mtp"):
-        load_pair(PairConfig(str(folder), str(folder)))
+    config = FILES.parse_config(mtp_targets.config(), "D")
+    (found,) = FILES.check_tensors(read_headers(folder), config, "D")
+    assert "D hold no head" in found.what and "convert OWNER/NAME DST --mtp" in found.next_step
+    with pytest.raises(DFlashError, match="mtp needs a drafter of its own family.* is of lm"):
+        load_pair(PairConfig(str(folder), str(folder)), DecodeConfig("mtp"))
     with pytest.raises(DFlashError, match="holds no head for multi-token prediction"):
         converted(folder, tmp_path / "head")
     assert load_pair(PairConfig(str(folder))).drafters == ()
