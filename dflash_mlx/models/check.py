@@ -134,6 +134,17 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     return ModelFacts(found.result(), name or source.name, source, weights, config, family)
 
 
+def check_drafter_of(target: ModelFacts, source: Source, name: str) -> ModelFacts:
+    """A drafter for this target; of a folder with the head of another, the whole model in it."""
+    facts = check_drafter(source, name)
+    if not source.part or facts.format is None or facts.config is None:
+        return facts
+    if not any(facts.format.misfits(facts.config, target.config, target.name)):
+        return facts
+    whole = check_drafter(replace(source, part=(), whole_model=True), name)
+    return whole if whole.format is not None and whole.format.whole_models else facts
+
+
 def _open(
     folder: Path | Source, as_drafter: bool
 ) -> tuple[Source, dict[str, Any], Collector, FileFormat | None]:

@@ -24,7 +24,7 @@ from support.configs import config_with
 from support.drafting import Heads
 from support.families import make_model
 from support.hub_server import serve, use_hub
-from support.mtp_targets import HEAD_SHARD, write_split, write_target
+from support.mtp_targets import HEAD_SHARD, TARGET_SHARD, write_split, write_target
 from support.reference_mtp import FORMATS
 
 
@@ -112,6 +112,21 @@ def test_of_a_published_target_only_the_files_of_the_head_are_fetched(tmp_path):
     assert {name for name in fetched if name.endswith(".safetensors")} == {HEAD_SHARD}
     assert not any("00001" in name for _, name, _ in hub.requests), "not even its head"
     assert check_drafter(tmp_path / "head").errors == ()
+
+
+def test_a_model_with_a_head_of_its_own_may_draft_whole_for_a_larger_one(tmp_path):
+    """As Qwen3.5-0.8B, published with a head, does for Qwen3.5-27B."""
+    small = write_target(tmp_path / "small")
+    large = str(write_target(tmp_path / "large", mtp={}, num_hidden_layers=5))
+    config = PairConfig(large, "owner/small")
+    with serve({"owner/small": small}, tmp_path / "cache") as hub:
+        pair = load_pair(config)
+        assert {HEAD_SHARD, TARGET_SHARD} <= {name for _, name, part in hub.requests if not part}
+    assert [drafter.family for drafter in pair.drafters] == ["lm"]
+    assert len(set(answers(pair, USES[0], DecodeConfig("lm"), DecodeConfig()))) == 1
+    assert [each.family for each in load_pair(PairConfig(str(small), str(small))).drafters] == [
+        "mtp"
+    ]
 
 
 def test_a_head_of_a_published_target_is_fetched_alone_and_is_there_without_a_network(tmp_path):
