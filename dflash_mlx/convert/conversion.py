@@ -22,12 +22,13 @@ from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.option import check_values, option
 from dflash_mlx.drafters.formats import DrafterFolder
 from dflash_mlx.drafters.networks.files import parameters_of
-from dflash_mlx.models.check import ModelFacts, loading
+from dflash_mlx.models.check import ModelFacts
 from dflash_mlx.models.downloads import stored_bytes
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
 from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, FLOATS, LICENCES, quantisation
+from dflash_mlx.verifier.reading import loading
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine

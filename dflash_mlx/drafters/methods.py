@@ -13,6 +13,7 @@ from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
 from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.lm import drafter as lm
 from dflash_mlx.drafters.method import GRAMMAR, Method, Plan, TokenSource, check_block_size
 from dflash_mlx.drafters.mtp import drafter as mtp
 from dflash_mlx.drafters.specdiff import drafter as specdiff
@@ -29,6 +30,7 @@ METHODS: dict[str, Method] = {
         specdiff.METHOD,
         eagle3.METHOD,
         mtp.METHOD,
+        lm.METHOD,  # the last of those with files, since any model is read so
         ngram.METHOD,  # behind these, since it is as good only where no draft model is
     )
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,19 +22,24 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
+    TOKENIZER,
     ModelFacts,
     Report,
     check_built,
     check_drafter,
     check_pair,
+    check_vocabulary,
     fetched,
+    larger,
 )
+from dflash_mlx.models.choice import Choice
 from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     Names,
     find_names,
     find_source,
     inherited,
+    is_here,
     registered,
     target_names,
 )
@@ -91,6 +96,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     target.use_kernels(cast(Mode, config.kernels))
     left = choice.left(names)
     notes = [*choice.notes, *_on_packing(drafters, config)]
+    notes += [note.what for drafter in drafters for note in larger(facts, drafter)]
     notes += [names.lineage] * bool(names.lineage and drafters)
     notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
     return Pair(
@@ -137,6 +143,8 @@ class _Bench:
         for drafter in drafters:
             assert drafter.format is not None and drafter.source is not None
             folder = drafter.source.here
+            if drafter.format.whole_models:
+                self._check_tokens(drafter)
             model = drafter.format.load(folder, drafter.config, self.target, self.config)
             notes += fit_drafter(model, self.target)
             tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
@@ -147,6 +155,13 @@ class _Bench:
                     raise
             models.append(model)
         return models, notes
+
+    def _check_tokens(self, drafter: ModelFacts) -> None:
+        """DFlashError for other tokens than a target's that brings no tokenizer.json."""
+        if self.facts.source is None or TOKENIZER not in self.facts.source.files:
+            tokens, place = self.tokenizer.get_vocab(), self.facts.name
+            for finding in check_vocabulary(drafter, tokens, place):
+                raise DFlashError(finding.what, finding.next_step)
 
     def read_family(self, known: Sequence[tuple[str, str]], family: str) -> list[DraftModel]:
         """Load what is of `family` among the known drafters, listed by family, "" if not known."""
@@ -188,6 +203,8 @@ def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str
 
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     """How many tokens it may draft; DFlashError for that and a window that do not fit it."""
+    if drafter.format is not None:
+        drafter.format.check_settings(drafter.config, config, drafter.name)
     window, block = config.draft_window, drafter.config.block_size
     if window is not None and window < block:
         problem = f"draft_window is {window}, below the drafter's block of {block}"
@@ -206,47 +223,6 @@ def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) 
 
 
 # Which drafters
-
-
-@dataclass
-class Choice:
-    """The drafters of a pair, the first one first."""
-
-    names: dict[str, str] = field(default_factory=dict)  # by option, of further families by family
-    asked: set[str] = field(default_factory=set)  # so that going without is an error
-    missing: str = ""  # why there is none
-    drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
-    notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
-
-    def each(self, read: Callable[[str], ModelFacts]) -> None:
-        """Keep what `read` tells of each drafter, without those that it refuses if unasked for."""
-        for option in list(self.names):
-            try:
-                if option in self.names:
-                    self.drafters[option] = read(option)
-            except DFlashError as error:
-                if option in self.asked:
-                    raise
-                self._leave_out(option, error.what)
-
-    def _leave_out(self, option: str, why: str) -> None:
-        self.drafters.pop(option, None)
-        name = f"the {option.replace('-', ' ')} {self.names.pop(option)}"
-        reason = f"{name} cannot be used ({why})"
-        if option == DRAFTER:
-            for options in (self.names, self.drafters):
-                options.pop(SECOND_DRAFTER, None)
-            self.missing = reason
-        else:
-            self.notes = [f"{reason}, so the first one drafts alone"]
-
-    def left(self, names: Names) -> list[tuple[str, str]]:
-        """Known drafters that are not loaded, by family, "" where that is not known yet."""
-        if self.missing:
-            return []
-        first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
-        left = [(family, name) for family, name in names.others if family not in self.drafters]
-        return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
 
 
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
@@ -295,7 +271,10 @@ def find(
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
 
+    wanted = DRAFTER in choice.names
     choice.each(checked)
+    if wanted and not choice.drafters:
+        choice.stand_in((name for _, name in names.others if is_here(name, DRAFTER)), checked)
     return target, choice, names
 
 

@@ -73,6 +73,7 @@ class Source:
     folder: Path | None = None  # None where the files are on the hub
     option: str = ""  # the command-line option that names such a model, "" where none does
     part: tuple[str, ...] = ()  # its weight files, where not all of them are wanted
+    whole_model: bool = False  # read by mlx-lm, whatever it is given as
 
     @classmethod
     def of(cls, folder: Path, option: str = "") -> Source:
@@ -96,7 +97,8 @@ class Source:
     @property
     def weights(self) -> str:
         """What its weight files are called; mlx-lm reads no others of a target."""
-        return "model*.safetensors" if self.option == MODEL else "*.safetensors"
+        as_target = self.whole_model or self.option == MODEL
+        return "model*.safetensors" if as_target else "*.safetensors"
 
     def is_weights(self, file: str) -> bool:
         return file in self.part if self.part else fnmatch(file, self.weights)

@@ -69,14 +69,17 @@ CASES = {
     "mtp": {"budget": 12, "branches": 3},
     "mtp, as many as pay": {},
     "mtp, a chain": {"block_size": 5},
+    "lm": {"budget": 12, "branches": 3},
+    "lm, as many as pay": {},
+    "lm, wide": {"branches": 6, "block_size": 3},
+    "lm, a chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
 TOKENS = 28  # of an answer
-TREES = [
-    n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "mtp", "resample"))
-]
+GROWN = ("ddtree", "d2sd", "specdiff", "eagle3", "mtp", "lm", "resample")
+TREES = [name for name in CASES if name.startswith(GROWN)]
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +135,9 @@ KINDS = [
     ("mtp", {}, BatchBudget, GrownTree),
     ("mtp", FIXED, Chain, None),
     ("mtp", DRAWN, DrawnChain, None),
+    ("lm", {}, BatchBudget, GrownTree),
+    ("lm", FIXED, Chain, None),
+    ("lm", DRAWN, DrawnChain, None),
     ("specdiff", {}, BatchBudget, SpecDiff),
     ("specdiff", {"branches": 4}, BatchBudget, SpecDiff),
     ("specdiff", {"budget": 9}, SpecDiff, None),
@@ -160,7 +166,7 @@ def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
 
 
 @pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
-@pytest.mark.parametrize("name", ["specdiff", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["specdiff", "eagle3", "mtp", "lm"])
 def test_trees_are_not_rejected(pair, name, given):
     ((option, value),) = given.items()
     with pytest.raises(DFlashError, match=f"{option} is {value}, but acceptance is reject"):

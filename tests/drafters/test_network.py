@@ -19,8 +19,8 @@ from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import Ask, FeatureContext
 from dflash_mlx.drafters.networks.model import MOST_WAITING
+from dflash_mlx.drafters.networks.tokens import CHUNK
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
-from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
 from support import drafter_formats, masked_formats, reference_eagle3, reference_mtp
 from support.decoding import behind, open_with, start
@@ -38,8 +38,8 @@ HEADS = [
     "mtp, ours",
     "mtp, ours, all variants",
     "mtp, qwen3_5_moe",
-    "mtp, deepseek",
-    "mtp, nemotron",
+    "mtp of deepseek",
+    "mtp of nemotron",
 ]
 ONE_OF_EACH = ["version 1", "eagle3, ours", "mtp, ours", "specdiff, ours"]
 

@@ -15,7 +15,7 @@ from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import check_drafter
-from support import published_mtp
+from support import published_mtp, published_sizes
 from support.converted import assert_same_tensors
 from support.drafter_formats import FORMATS, NATIVE_35, body, specforge, speculators
 from support.drafter_formats import version_1 as first
@@ -46,8 +46,8 @@ def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
     return files.parse_config(raw, "it", stored)
 
 
-READ = {**READ, **published_mtp.READ}
-REFUSED = {**REFUSED, **published_mtp.REFUSED}
+READ = {**READ, **published_mtp.READ, **published_sizes.READ}
+REFUSED = {**REFUSED, **published_mtp.REFUSED, **published_sizes.REFUSED}
 
 
 @pytest.mark.parametrize("name", READ)

@@ -51,6 +51,8 @@ CASES = {
     "eagle3, chain": {"block_size": 5},
     "mtp": {},
     "mtp, chain": {"block_size": 5},
+    "lm": {},
+    "lm, chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1": {"block_size": 5},
 }
@@ -119,7 +121,7 @@ def test_every_method_gives_the_plain_answer_in_fewer_rounds(pair, plain, name, 
         assert answer.statistics.rounds < len(answer.tokens) - 1
 
 
-@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3"])
+@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3", "lm"])
 def test_rejection_gives_what_was_asked_for(pair, name):
     for seed in range(3):
         for structure in STRUCTURES:
