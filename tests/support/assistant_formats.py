@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from support.family_configs import sliding
+from support.family_configs import VOCAB_SIZE, sliding
 
-VOCABULARY, WINDOW, WIDTH = 96, 8, 64  # the target's
-CENTROIDS, CHOSEN = 12, 3  # of the ordered head, of eight tokens each
+WINDOW, WIDTH = 8, 64  # the target's
+CENTROIDS, CHOSEN = 14, 4  # of the ordered head, of seven tokens each
+ORDERED = 7 * CENTROIDS  # tokens, one more than the others have
 LENGTHS = (5, 21)  # of a text: within the window, and behind its end
 STEPS = 4  # of a draft
 
@@ -39,7 +40,7 @@ COMMON: dict[str, Any] = {
     "rope_parameters": ROPES,
     "tie_word_embeddings": True,
     "use_double_wide_mlp": False,
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCAB_SIZE,
 }
 DENSE = {"attention_k_eq_v": True, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
 SMALL = {
@@ -85,14 +86,17 @@ def assistant_config(
     }
 
 
-_PER_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+_PER_LAYER = {
+    "hidden_size_per_layer_input": 16,
+    "use_double_wide_mlp": True,
+    "vocab_size": ORDERED,
+    "vocab_size_per_layer_input": ORDERED,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # assistants with their targets
     "dense": (assistant_config("SSSF", DENSE), target_config("SSFSSF", DENSE)),
     "small": (
-        assistant_config("SFSF", SMALL, ordered=True),
-        target_config(
-            "SFSSFSF", SMALL, num_kv_shared_layers=2, use_double_wide_mlp=True, **_PER_LAYER
-        ),
+        assistant_config("SFSF", SMALL, ordered=True, vocab_size=ORDERED),
+        target_config("SFSSFSF", SMALL, num_kv_shared_layers=2, **_PER_LAYER),
     ),
     "unified": (
         assistant_config("SSF", DENSE, kind="gemma4_unified"),
@@ -100,7 +104,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # assistants with t
             "architectures": ["Gemma4UnifiedForConditionalGeneration"],
             "model_type": "gemma4_unified",
             "text_config": target_config("SFSF", DENSE, model_type="gemma4_unified_text"),
-            "vocab_size": VOCABULARY,
+            "vocab_size": VOCAB_SIZE,
         },
     ),
 }
@@ -120,4 +124,4 @@ def weight(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def text_of(length: int) -> list[int]:
     """Committed tokens, and behind them the anchor."""
-    return np.random.default_rng(length).integers(VOCABULARY, size=length + 1).tolist()
+    return np.random.default_rng(length).integers(VOCAB_SIZE, size=length + 1).tolist()

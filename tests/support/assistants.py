@@ -18,9 +18,10 @@ from mlx_lm.utils import _get_classes
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
-from support.assistant_formats import CASES, text_of, weight
+from support.assistant_formats import CASES, WINDOW, text_of, weight
 from support.decoding import open_with
 from support.drafter_formats import written
+from support.family_configs import sliding
 from support.reference_dflash import Array, Config
 
 ORACLE: dict[str, Any] = json.loads(
@@ -28,10 +29,16 @@ ORACLE: dict[str, Any] = json.loads(
 )
 
 
-def tensors(name: str, seed: int = 1) -> dict[str, Array]:
-    """Of the assistant, by the names and shapes that transformers has."""
-    shapes = ORACLE[name]["tensors"]
-    return {each: weight(each, tuple(shape), seed) for each, shape in shapes.items()}
+def tensors(name: str, vocabulary: int = 0, centroids: int = 0) -> dict[str, Array]:
+    """Of the assistant, by the names and shapes that transformers has; or for other tokens."""
+    shapes = {each: tuple(shape) for each, shape in ORACLE[name]["tensors"].items()}
+    if vocabulary:
+        for each, shape in shapes.items():
+            if each.endswith(("embed_tokens.weight", "token_ordering")):
+                shapes[each] = (vocabulary, *shape[1:])
+            elif each.endswith("centroids.weight"):
+                shapes[each] = (centroids, *shape[1:])
+    return {each: weight(each, shape, 1) for each, shape in shapes.items()}
 
 
 def make_target(name: str, context_length: int = 512, **changes: Any) -> Target:
@@ -48,6 +55,22 @@ def make_target(name: str, context_length: int = 512, **changes: Any) -> Target:
     model.eval()
     mx.eval(model.parameters())
     return Target(model, context_length, name)
+
+
+def few_tokens(folder: Path, name: str) -> Any:
+    """A target of a case with two layers that have keys and four tokens, and its assistant.
+
+    Of two centroids one is chosen.
+    """
+    raw, theirs = CASES[name]
+    pattern = "SFSF" if theirs.get("num_kv_shared_layers") else "SF"
+    sizes = {**sliding(pattern, WINDOW), "vocab_size": 4, "vocab_size_per_layer_input": 4}
+    text = {**raw["text_config"], **sliding("SF", WINDOW), "vocab_size": 4}
+    text["num_kv_shared_layers"] = 2
+    ordered = {"num_centroids": 2, "centroid_intermediate_top_k": 1}
+    target, stored = make_target(name, **sizes), tensors(name, 4, 2)
+    stored = {n: array for n, array in stored.items() if ".2." not in n and ".3." not in n}
+    return target, written(folder, {**raw, **ordered, "text_config": text}, stored, target)
 
 
 @cache
@@ -102,5 +125,6 @@ def error(model: Any, target: Target, name: str, *sizes: int) -> float:
         if not np.array_equal(np.isfinite(found), np.isfinite(expected)):
             return float("inf")
         known = np.isfinite(expected)
-        worst = max(worst, np.abs(found - expected)[known].max() / np.abs(expected[known]).max())
+        found, expected = found[known], expected[known]
+        worst = max(worst, float(np.abs(found - expected).max() / np.abs(expected).max()))
     return worst

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier.model import Target
-from support import masked_formats
+from support import assistants, masked_formats
 from support.drafter_formats import drafter_folder, written
 from support.reference_eagle3 import FORMATS
 
@@ -19,3 +19,9 @@ def full_pair(place: Path, target: Target, tokenizer: Any = None) -> Pair:
     masked = masked_formats.small(place / "masked", target)
     eagle = written(place / "eagle", *FORMATS["raw"], target)
     return Pair(target, tokenizer, (first, second, masked, eagle), "tiny")
+
+
+def assistant_pair(place: Path, name: str = "dense", tokenizer: Any = None) -> Pair:
+    """A tiny target of Gemma 4 with its assistant."""
+    target = assistants.make_target(name, 4096)
+    return Pair(target, tokenizer, (assistants.assistant(place, name, target),), "tiny")
