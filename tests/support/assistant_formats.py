@@ -30,8 +30,8 @@ ROPES = {
 COMMON: dict[str, Any] = {
     "attention_bias": False,
     "enable_moe_block": False,
-    "global_head_dim": 32,
-    "head_dim": 16,
+    "global_head_dim": 64,
+    "head_dim": 32,
     "hidden_activation": "gelu_pytorch_tanh",
     "hidden_size_per_layer_input": 0,
     "max_position_embeddings": 512,
@@ -72,7 +72,7 @@ def assistant_config(
 ) -> dict[str, Any]:
     """The config.json of an assistant. kind: "gemma4" or "gemma4_unified"."""
     name = kind.title().replace("_", "")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_kv_shared_layers": len(pattern)}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_kv_shared_layers": len(pattern)}
     text = text_config(pattern, heads, **shape, vocab_size_per_layer_input=0)
     return {
         "architectures": [f"{name}AssistantForCausalLM"],
@@ -117,7 +117,8 @@ def weight(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
         return rng.permutation(shape[0])
     noise = rng.standard_normal(shape).astype(np.float32)
     if "norm" in name or name.endswith("layer_scalar"):
-        return 1 + noise / 5
+        of_heads = "q_norm" in name or "k_norm" in name  # so that no key outweighs all others
+        return (1 + noise / 5) * (shape[-1] ** -0.2 if of_heads else 1)
     gain = 1.0 if "embed_tokens" in name else 1.5
     return (gain / math.sqrt(shape[-1]) * noise).astype(np.float32)
 

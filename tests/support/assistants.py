@@ -22,7 +22,7 @@ from support.assistant_formats import CASES, WINDOW, text_of, weight
 from support.decoding import open_with
 from support.drafter_formats import written
 from support.family_configs import sliding
-from support.reference_dflash import Array, Config
+from support.reference_dflash import Array
 
 ORACLE: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "data/assistants.json").read_text("utf-8")
@@ -58,19 +58,14 @@ def make_target(name: str, context_length: int = 512, **changes: Any) -> Target:
 
 
 def few_tokens(folder: Path, name: str) -> Any:
-    """A target of a case with two layers that have keys and four tokens, and its assistant.
-
-    Of two centroids one is chosen.
-    """
+    """A smaller target of a case with four tokens, and its assistant, which chooses two of them."""
     raw, theirs = CASES[name]
     pattern = "SFSF" if theirs.get("num_kv_shared_layers") else "SF"
     sizes = {**sliding(pattern, WINDOW), "vocab_size": 4, "vocab_size_per_layer_input": 4}
-    text = {**raw["text_config"], **sliding("SF", WINDOW), "vocab_size": 4}
-    text["num_kv_shared_layers"] = 2
-    ordered = {"num_centroids": 2, "centroid_intermediate_top_k": 1}
-    target, stored = make_target(name, **sizes), tensors(name, 4, 2)
-    stored = {n: array for n, array in stored.items() if ".2." not in n and ".3." not in n}
-    return target, written(folder, {**raw, **ordered, "text_config": text}, stored, target)
+    text = {**raw["text_config"], "vocab_size": 4}
+    few = {"num_centroids": 2, "centroid_intermediate_top_k": 1, "text_config": text}
+    target = make_target(name, **sizes)
+    return target, written(folder, {**raw, **few}, tensors(name, 4, 2), target)
 
 
 @cache
@@ -79,12 +74,10 @@ def target_of(name: str) -> Target:
     return make_target(name)
 
 
-def assistant(
-    folder: Path, name: str, target: Target | None = None, raw: Config | None = None, **settings: Any
-) -> Any:
-    """The draft model in a folder that is written."""
-    target = target or target_of(name)
-    return written(folder, raw or CASES[name][0], tensors(name), target, **settings)
+def assistant(folder: Path, name: str, target: Target | None = None, **settings: Any) -> Any:
+    """The draft model of a case, in a folder that is written. settings: of loading it."""
+    raw = CASES[name][0]
+    return written(folder, raw, tensors(name), target or target_of(name), **settings)
 
 
 def state_of(model: Any, target: Target, tokens: list[int], *sizes: int) -> State:

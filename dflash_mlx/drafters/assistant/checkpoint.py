@@ -134,7 +134,9 @@ def _other_keys(config: AssistantConfig, target: Mapping[str, Any]) -> Iterator[
             continue
         has = _sizes(target, kind)
         if has != config.heads(kind):
-            mine, theirs = (f"{heads} heads of {width}" for width, heads in (config.heads(kind), has))
+            mine, theirs = (
+                f"{heads} heads of {width}" for width, heads in (config.heads(kind), has)
+            )
             yield f"keys of {mine} in layers of {kind}, but TARGET has {theirs}"
         if window is not None and (its := target.get("sliding_window", 512)) != window:
             yield f"the last {window} keys of {kind}, but TARGET keeps {its}"

@@ -164,9 +164,7 @@ class Network(nn.Module):
         if config.centroids is not None:
             self.masked_embedding = Ordering(config)
 
-    def __call__(
-        self, x: mx.array, h: mx.array, seen: Sequence[Seen]
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, x: mx.array, h: mx.array, seen: Sequence[Seen]) -> tuple[mx.array, mx.array]:
         """Final states [n, d] of rows, and their h [n, D] for the rows behind them.
 
         x, h: [n, D] embeddings, and states behind the target's last norm. seen: by each layer.
@@ -184,7 +182,11 @@ class OrderedHead(DraftHead):
     def __init__(self, network: Network, config: AssistantConfig, kernels: Kernels) -> None:
         embedding = network.model.embed_tokens
         super().__init__(embedding.as_linear, config.vocab_size, kernels)
-        self._embed, self._ordering, self._chosen = embedding, network.masked_embedding, config.chosen
+        self._embed, self._ordering, self._chosen = (
+            embedding,
+            network.masked_embedding,
+            config.chosen,
+        )
 
     def scored(self, states: mx.array) -> tuple[mx.array, mx.array]:
         """[n, v] from final states [n, d], and the tokens [n, v] that they are for."""
