@@ -43,7 +43,15 @@ from dflash_mlx.drafters.paper import (
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
+from support.law import (
+    VOCABULARY,
+    ToyAssistant,
+    ToyDrafter,
+    ToyEagle,
+    ToyMasked,
+    answers_of,
+    law_distance,
+)
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7
@@ -156,7 +164,7 @@ FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end within an answer
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
-EAGLE = ToyEagle(1)
+EAGLE, ASSISTANT = ToyEagle(1), ToyAssistant(2)
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -193,6 +201,8 @@ MADE = {
     "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
         lambda chance, _: chance > 0.35
     ),
+    "assistant": lambda sampling: GrownTree(ASSISTANT, None, 3, 8),
+    "assistant, reject": lambda sampling: DrawnChain(ASSISTANT, None, sampling),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
     "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
     "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),

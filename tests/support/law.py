@@ -168,6 +168,12 @@ class ToyEagle(ToyDrafter):
         return ToyRows(self)
 
 
+class ToyAssistant(ToyEagle):
+    """Stands for one of Gemma 4, which goes token by token as well."""
+
+    family = "assistant"
+
+
 class ToyRows:
     """A draft in the making."""
 
