@@ -143,7 +143,8 @@ def _last_norm(target: Target) -> nn.Module:
     """The norm between a target's layers and its head, which stands beside its embedding."""
     embedding = target.embedding()
     beside = (module for module in target.model.modules() if "norm" in module)
-    return next(m.norm for m in beside if any(child is embedding for child in m.values()))
+    holder: Any = next(m for m in beside if any(each is embedding for each in m.values()))
+    return holder.norm  # type: ignore[no-any-return]
 
 
 class AssistantDraft(Draft):
