@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self, cast
 import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
@@ -50,6 +51,8 @@ def always(chance: float, steps: int) -> bool:
 
 class StepModel(DraftModel, Protocol):
     """A draft model that goes token by token."""
+
+    takes_trees: bool  # whether several rows of a draft may continue the same one
 
     def begin(self, state: State) -> Draft:
         """A draft behind a state whose context is this model's."""
@@ -169,8 +172,12 @@ def _make(how: Plan, family: str) -> Drafter:
         return DrawnChain(model, size, how.config.sampling, weighed=size is None)
     if how.chain and how.fixed:
         return Chain(model, size)
-    branches = cast(StepOptions, how.config.options).branches or BRANCHES
-    return GrownTree(model, size, 1 if how.chain else branches, how.nodes)
+    branches = cast(StepOptions, how.config.options).branches
+    if branches is not None and not model.takes_trees:
+        problem = f"branches is {branches}, but {how.pair.drafter_name} drafts chains alone"
+        raise DFlashError(problem, "leave it out", "branches")
+    is_chain = how.chain or not model.takes_trees
+    return GrownTree(model, size, 1 if is_chain else branches or BRANCHES, how.nodes)
 
 
 def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1) -> Method:

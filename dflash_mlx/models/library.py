@@ -19,7 +19,7 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
+from dflash_mlx.models.check import check_drafter, check_pair, describe_target
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
@@ -30,10 +30,12 @@ from dflash_mlx.models.downloads import (
     stored_bytes,
     weights_of,
 )
+from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
     Entry,
+    Names,
     entries,
     find_names,
     is_pair_folder,
@@ -45,6 +47,7 @@ from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_w
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked
 from dflash_mlx.system.machine import model_of
+from dflash_mlx.verifier.reading import language_model
 
 TO_DOWNLOAD = "to download"
 KINDS = {
@@ -138,7 +141,9 @@ def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel
     else:
         there = next((d for d in drafters if _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
+        has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
         words = f"drafter {there.name}" if there else "no drafter"
+        words = "drafter in its own folder" if has_head and not there else words
     needs += needed(there) if there and needs else 0
     return AvailableModel(model.name, config, place, needs, words, notes, verified=verified)
 

@@ -22,13 +22,17 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
+    TOKENIZER,
     ModelFacts,
     Report,
     check_built,
     check_drafter,
     check_pair,
+    check_vocabulary,
     fetched,
+    larger,
 )
+from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     Names,
     find_names,
@@ -75,7 +79,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = names_for(config, uses)
-    facts, choice = find(names, uses)
+    facts, choice, names = find(names, uses)
     facts.raise_first()
     reader.check(facts)
     _check_settings(choice, names, config, uses)
@@ -90,6 +94,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     target.use_kernels(cast(Mode, config.kernels))
     left = choice.left(names)
     notes = [*choice.notes, *_on_packing(drafters, config)]
+    notes += [note.what for drafter in drafters for note in larger(facts, drafter)]
     notes += [names.lineage] * bool(names.lineage and drafters)
     notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
     return Pair(
@@ -136,6 +141,8 @@ class _Bench:
         for drafter in drafters:
             assert drafter.format is not None and drafter.source is not None
             folder = drafter.source.here
+            if drafter.format.whole_models:
+                self._check_tokens(drafter)
             model = drafter.format.load(folder, drafter.config, self.target, self.config)
             notes += fit_drafter(model, self.target)
             tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
@@ -146,6 +153,13 @@ class _Bench:
                     raise
             models.append(model)
         return models, notes
+
+    def _check_tokens(self, drafter: ModelFacts) -> None:
+        """DFlashError for other tokens than a target's that brings no tokenizer.json."""
+        if self.facts.source is None or TOKENIZER not in self.facts.source.files:
+            tokens, place = self.tokenizer.get_vocab(), self.facts.name
+            for finding in check_vocabulary(drafter, tokens, place):
+                raise DFlashError(finding.what, finding.next_step)
 
     def read_family(self, known: Sequence[tuple[str, str]], family: str) -> list[DraftModel]:
         """Load what is of `family` among the known drafters, listed by family, "" if not known."""
@@ -187,6 +201,8 @@ def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str
 
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     """How many tokens it may draft; DFlashError for that and a window that do not fit it."""
+    if drafter.format is not None:
+        drafter.format.check_settings(drafter.config, config, drafter.name)
     window, block = config.draft_window, drafter.config.block_size
     if window is not None and window < block:
         problem = f"draft_window is {window}, below the drafter's block of {block}"
@@ -261,7 +277,7 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
         return Choice(further, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
-        return Choice(missing=f"no drafter {known}")
+        return Choice(missing=names.headless or f"no drafter {known}")
     asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
     choice = Choice({DRAFTER: names.drafter, **further}, wanted)
     if names.asks_first or any(map(needs_drafter, asked_methods)):
@@ -275,12 +291,16 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
 
 def find(
     names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
-) -> tuple[ModelFacts, Choice]:
+) -> tuple[ModelFacts, Choice, Names]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    update: as of `find_source`; without it a drafter stays that was asked for and cannot be used.
+    Last come the names with the head that was found in the target's folder, if any. update: as of
+    `find_source`; without it a drafter stays that was asked for and cannot be used.
     """
-    choice, target = _choose(names, uses), target_facts(names, update)
+    target = target_facts(names, update)
+    if target.source is not None and _want_drafters(uses):
+        names = with_own_head(names, target.source)
+    choice = _choose(names, uses)
 
     def checked(option: str) -> ModelFacts:
         name, place = choice.names[option], option if option == SECOND_DRAFTER else DRAFTER
@@ -291,14 +311,17 @@ def find(
         return drafter
 
     choice.each(checked)
-    return target, choice
+    return target, choice, names
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
     """The parts of the pair, with drafters of the target's parent where these uses want any."""
-    wanted = not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
     names = find_names(config)
-    return inherited(names) if wanted else names
+    return inherited(names) if _want_drafters(uses) else names
+
+
+def _want_drafters(uses: Sequence[DecodeConfig]) -> bool:
+    return not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
 
 
 # A pair told without loading it
@@ -307,7 +330,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
 def check_named(config: PairConfig) -> Report:
     """What `load` would load; no weight is read. Raises DFlashError for names of no model."""
     names = names_for(config)
-    target, choice = find(names, update=False)
+    target, choice, names = find(names, update=False)
     report, found = check_pair(target, *choice.drafters.values()), Collector()
     found.add(report.findings)
     left_out = list(choice.notes)

@@ -29,6 +29,7 @@ else:
 from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Preset
+from dflash_mlx.models.parts import cached_head
 from dflash_mlx.models.source import (
     CARD,
     DRAFTER,
@@ -159,6 +160,7 @@ class Names:
     asks_second: bool = False
     made_from: str = ""  # the name of a pair folder's target before it was converted
     lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
+    headless: str = ""  # a sentence, where the target's files lack the head that it was made with
 
     @property
     def parts(self) -> list[tuple[str, str]]:
@@ -222,7 +224,8 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
     """
     if (folder := shipped_folder(name, option) or local_folder(name, option)) is not None:
         return Source.of(folder, option)
-    there, copy = Source(name, option=option), whole_copy(name, option)
+    copy = whole_copy(name, option)
+    there = Source(name, option=option, part=copy.part if copy else ())
     if not update:
         return copy or there
     return there if copy is None and there.answers() else there.fetch()
@@ -243,6 +246,8 @@ def existing(name: str) -> Path | None:
 def whole_copy(name: str, option: str = MODEL) -> Source | None:
     """A repository in the Hugging Face cache, None where it is not whole; asks no network."""
     found = Source(name, option=option).cached()
+    if found is None and option != MODEL:
+        found = cached_head(name)
     return found if found is not None and is_whole(found) else None
 
 

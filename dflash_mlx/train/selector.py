@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import VERSION_2
+from dflash_mlx.drafters.dflash.layouts import VERSION_2
 from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
@@ -95,7 +95,7 @@ def with_selector(
     }
     plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
     raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
-    result = DFlashTrainee.of(raw, trainee.target)
+    result = DFlashTrainee.of(raw, trainee.target, parameters_of(trainee.network))
     selector: Any = tree_flatten({"candidate_selector": maps.selector(config).parameters()})
     weights = {**parameters_of(trainee.network), **dict(selector)}
     for name, array in parameters_of(result.network).items():

@@ -70,13 +70,20 @@ CASES = {
     "assistant": {"budget": 12, "branches": 3},
     "assistant, as many as pay": {},
     "assistant, a chain": {"block_size": 5},
+    "mtp": {"budget": 12, "branches": 3},
+    "mtp, as many as pay": {},
+    "mtp, a chain": {"block_size": 5},
+    "lm": {"budget": 12, "branches": 3},
+    "lm, as many as pay": {},
+    "lm, wide": {"branches": 6, "block_size": 3},
+    "lm, a chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
 TOKENS = 28  # of an answer
-TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "assistant"))]
-TREES.append("resample")
+GROWN = ("ddtree", "d2sd", "specdiff", "eagle3", "assistant", "mtp", "lm", "resample")
+TREES = [name for name in CASES if name.startswith(GROWN)]
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +147,12 @@ KINDS = [
     ("assistant", {"budget": 9}, GrownTree, None),
     ("assistant", FIXED, Chain, None),
     ("assistant", DRAWN, DrawnChain, None),
+    ("mtp", {}, BatchBudget, GrownTree),
+    ("mtp", FIXED, Chain, None),
+    ("mtp", DRAWN, DrawnChain, None),
+    ("lm", {}, BatchBudget, GrownTree),
+    ("lm", FIXED, Chain, None),
+    ("lm", DRAWN, DrawnChain, None),
     ("specdiff", {}, BatchBudget, SpecDiff),
     ("specdiff", {"branches": 4}, BatchBudget, SpecDiff),
     ("specdiff", {"budget": 9}, SpecDiff, None),
@@ -169,7 +182,7 @@ def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
 
 
 @pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
-@pytest.mark.parametrize("name", ["specdiff", "eagle3", "assistant"])
+@pytest.mark.parametrize("name", ["specdiff", "eagle3", "assistant", "mtp", "lm"])
 def test_trees_are_not_rejected(pair_of, name, given):
     ((option, value),) = given.items()
     with pytest.raises(DFlashError, match=f"{option} is {value}, but acceptance is reject"):

@@ -12,37 +12,47 @@ import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.methods import family_of, format_of
+from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import check_drafter
+from support import published_mtp, published_sizes
 from support.converted import assert_same_tensors
 from support.drafter_formats import FORMATS, NATIVE_35, body, specforge, speculators
 from support.drafter_formats import version_1 as first
-from support.published_configs import DEEPSPEC, MUSE, READ, REFUSED, WINDOW, without
+from support.published_configs import (
+    DEEPSPEC,
+    MUSE,
+    READ,
+    REFUSED,
+    WINDOW,
+    expected_of,
+    value_of,
+    without,
+)
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import tiny_config as second
+from support.reference_domino import tiny_config as domino
 from support.reference_dspark import tiny_config as dspark
 from support.reference_eagle3 import random_tensors
 from support.reference_eagle3 import raw as eagle
 from support.reference_eagle3 import speculators as speculators_3
+from support.reference_peagle import raw as peagle
+from support.reference_peagle import speculators as speculators_p
 
 
 def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
-    files = format_of(raw)
+    files = format_as_drafter(raw)
     assert files is not None
     return files.parse_config(raw, "it", stored)
 
 
-def value_of(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+READ = {**READ, **published_mtp.READ, **published_sizes.READ}
+REFUSED = {**REFUSED, **published_mtp.REFUSED, **published_sizes.REFUSED}
 
 
 @pytest.mark.parametrize("name", READ)
 def test_what_matters_is_read_wherever_it_is_published(name):
-    raw, expected = READ[name]
-    config, fields = parsed(raw), dict(expected)
+    config, fields = parsed(READ[name][0]), dict(expected_of(*READ[name]))
     notes = " ".join(config.notes)
     if (note := fields.pop("notes", None)) is not None:
         assert re.search(note, notes) if note else not notes
@@ -60,6 +70,7 @@ def test_what_is_not_supported_is_refused_by_its_name_with_the_next_step(tmp_pat
         "lm_head.weight": np.zeros((97, 64), np.float32),
         "layers.0.self_attn.sinks": np.zeros(4, np.float32),
         "layers.0.self_attn.kv_a_proj_with_mqa.weight": np.zeros((8, 64), np.float32),
+        "prefix_gru.weight_ih_l0": np.zeros((24, 64), np.float32),
     }
     folder = write_drafter_folder(tmp_path, raw, tensors)
     assert any(re.search(said, error.what) for error in check_drafter(folder).errors)
@@ -71,7 +82,10 @@ PARTS = {  # a configuration, and the part of it in which a field is planted, ""
     "dflash_config": (first(), "dflash_config"),
     "dflash_config of DFlash 2": (second(), "dflash_config"),
     "dflash_config of SpecForge's": (specforge(), "dflash_config"),
+    "dflash_config of Domino": (domino(), "dflash_config"),
     "eagle_config": (eagle(), "eagle_config"),
+    "eagle_config of P-EAGLE": (peagle(), "eagle_config"),
+    "speculators' P-EAGLE": (speculators_p(), ""),
     "speculators": (speculators(), ""),
     "speculators' DSpark": (speculators("dspark"), ""),
     "speculators' EAGLE-3": (speculators_3(), ""),
@@ -102,7 +116,10 @@ def test_one_that_asks_for_nothing_is_noted(part, value):
 LAYERS = {  # a configuration, and the part of it in which its network's fields are
     "DFlash": (first(), ""),
     "DSpark": (dspark(), ""),
+    "Domino": (domino(), ""),
     "EAGLE-3": (eagle(), ""),
+    "P-EAGLE": (peagle(), ""),
+    "speculators' P-EAGLE": (speculators_p(), "transformer_layer_config"),
     "speculators": (speculators(), "transformer_layer_config"),
     "speculators' EAGLE-3": (speculators_3(), "transformer_layer_config"),
 }
@@ -143,6 +160,16 @@ def test_one_that_the_tensors_contradict_is_the_target_s_and_noted(name):
     }
     with pytest.raises(DFlashError, match=f"{name} is 8, but"):
         parsed({**raw, name: 8}, {**shown, "layers.0.mlp.down_proj.bias": None})
+
+
+def test_sizes_of_domino_s_head_in_a_dflash_without_one_are_noted():
+    """A version of speculators writes them into every DFlash."""
+    sizes = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}
+    raw, tensors = FORMATS["speculators"]
+    found = parsed({**raw, "projector_type": "dflash", "shift_label": False, **sizes}, tensors)
+    assert all(name in " ".join(found.notes) for name in sizes)
+    with pytest.raises(DFlashError, match="emb_dim is 256, of Domino"):
+        parsed({**raw, **sizes}, {**tensors, "prefix_gru.weight_hh_l0": None})
 
 
 def test_a_long_value_is_cut_in_the_sentence():
@@ -205,6 +232,15 @@ def test_the_assistant_of_muse_glimmer_is_a_dflash_under_other_names(tmp_path):
                  "output_multiplier", "final_logit_softcapping"):  # fmt: skip
         assert getattr(found.config, name) == getattr(same.config, name), name
     assert family_of(found.files) == "dflash" and not check_drafter(tmp_path / "muse").errors
+
+
+def test_specforge_s_first_names_of_dspark_s_heads_are_read(tmp_path):
+    raw, tensors = FORMATS["dspark, specforge"]
+    renamed = {f"logit_head.{n}" if "_head." in n else n: t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    found = FILES.read_drafter(write_drafter_folder(tmp_path / "renamed", raw, renamed))
+    same = FILES.read_drafter(write_drafter_folder(tmp_path / "plain", raw, tensors))
+    assert_same_tensors(found.tensors, same.tensors)
 
 
 def test_deepspec_s_eagle_reads_as_many_layers_as_it_names(tmp_path):

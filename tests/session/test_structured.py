@@ -51,6 +51,10 @@ CASES = {
     "eagle3, chain": {"block_size": 5},
     "assistant": {},
     "assistant, chain": {"block_size": 5},
+    "mtp": {},
+    "mtp, chain": {"block_size": 5},
+    "lm": {},
+    "lm, chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1": {"block_size": 5},
 }
@@ -137,7 +141,7 @@ def test_every_method_gives_the_plain_answer_in_fewer_rounds(request, name, temp
         assert answer.statistics.rounds < len(answer.tokens) - 1
 
 
-@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3", "assistant"])
+@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3", "assistant", "lm"])
 def test_rejection_gives_what_was_asked_for(request, name):
     pair = request.getfixturevalue("gemma" if name == "assistant" else "pair")
     for seed in range(3):

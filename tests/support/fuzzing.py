@@ -43,6 +43,7 @@ from dflash_mlx.models.read import load_plain
 from dflash_mlx.models.source import Source
 from support import gguf_files, reference_eagle3
 from support.drafter_formats import FORMATS, HALVES, version_1, write_shards
+from support.families import FAMILIES, make_model
 from support.hub_server import serve
 from support.models import write_drafter, write_model, write_tokenizer
 from support.mutations import mutate_bytes, mutate_json, mutate_safetensors
@@ -242,6 +243,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     described = {PAIR_FILE: (root / PAIR_FILE).read_bytes()}
     tokenizer = write_drafter(root / "with a tokenizer")
     write_tokenizer(tokenizer)
+    small = write_model(root / "small", make_model("qwen3"), **FAMILIES["qwen3"])
     as_drafter = partial(load, model=model)
     found = [
         Subject(f"{name} {damaged}", _files(folder), damaged, as_drafter)
@@ -250,6 +252,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     ]
     return [
         *found,
+        *(Subject(f"small {f}", _files(small), f, as_drafter) for f in (CONFIG, WEIGHTS, TOKENS)),
         Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, as_drafter),
         Subject(
             "drafter on the hub", _files(drafter), WEIGHTS, partial(check_on_hub, repositories)

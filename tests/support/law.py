@@ -17,7 +17,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.dflash.block_model import FeatureContext
 from dflash_mlx.drafters.growth.grow import Ranked, follow, follow_links, rank
 from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.drafters.specdiff.model import TokenContext
+from dflash_mlx.drafters.specdiff.model import TextContext
 from dflash_mlx.engine.grammar import Constraint
 from support import decoding
 from support.toys import ToyTarget
@@ -174,6 +174,12 @@ class ToyAssistant(ToyEagle):
     family = "assistant"
 
 
+class ToyHead(ToyEagle):
+    """Likewise for a head for multi-token prediction."""
+
+    family = "mtp"
+
+
 class ToyRows:
     """A draft in the making."""
 
@@ -196,7 +202,7 @@ class ToyRows:
         return rank(self.logits(tokens, parents), k)
 
 
-class ToyMaskedContext(ToyContext, TokenContext):
+class ToyMaskedContext(ToyContext, TextContext):
     """Remembers nothing."""
 
 

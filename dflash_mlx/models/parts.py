@@ -1,0 +1,75 @@
+"""Of a target's folder that is given as a drafter's, the part that drafts: its head.
+
+No more of it is read or fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from typing import Any
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.methods import format_as_drafter, format_of
+from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, Source
+
+_NEXT = "choose a complete model folder"
+
+
+def limited(source: Source, raw: Mapping[str, Any]) -> FileFormat | None:
+    """The family of a folder that is given as a drafter's, None where nothing drafts so.
+
+    Of a target's folder that holds a head, `source` keeps only the files that have it.
+    """
+    if (own := format_of(raw)) is not None or format_as_drafter(raw) is None:
+        return own
+    places: dict[str, str] = {}
+    with suppress(DFlashError):  # the check of its weights says what is wrong
+        places = _places(source)
+    family = format_as_drafter(raw, places)
+    if family is not None and len(wanted := family.own_tensors(dict(raw), places)) < len(places):
+        source.part = tuple(dict.fromkeys(places[name] for name in wanted))
+    return family
+
+
+def only_head(source: Source) -> None:
+    """Keep of a target's folder what has its head; DFlashError where it has none.
+
+    A drafter's folder stays as it is.
+    """
+    if not is_drafter(source):
+        what = f"{source.name} holds no head for multi-token prediction that is known"
+        step = "give the model as its authors published it; conversions often drop its head"
+        raise DFlashError(what, step)
+
+
+def is_drafter(source: Source) -> bool:
+    """Whether a folder is a drafter's, or a target's with a head, of which only that is kept."""
+    raw = source.read_json(CONFIG)
+    limited(source, raw)
+    return format_of(raw) is not None or bool(source.part)
+
+
+def _places(source: Source) -> dict[str, str]:
+    """The file of each tensor, by the index where there is one and it names them."""
+    named: Any = source.read_json(INDEX).get("weight_map") if INDEX in source.files else None
+    places = {str(t): str(f) for t, f in named.items()} if isinstance(named, dict) else {}
+    told = set(places.values())
+    for file in source.files:
+        if fnmatch(file, "*.safetensors") and file not in told:
+            places |= dict.fromkeys(source.header(file, _NEXT), file)
+    return places
+
+
+def cached_head(name: str) -> Source | None:
+    """Of a repository what the Hugging Face cache has of a head; None where that is not whole."""
+    here = Source(name, option=DRAFTER, part=(CONFIG,)).cached()
+    if here is None or CONFIG not in here.files:
+        return None
+    with suppress(DFlashError):
+        limited(here, here.read_json(CONFIG))
+        if here.part and Source(name, option=DRAFTER, part=here.part).cached() is not None:
+            return here
+    return None
