@@ -138,9 +138,9 @@ class ToyParallel(ToyEagle):
         super().__init__(seed)
         self._head = DraftHead(lambda states: states, VOCABULARY)
 
-    def begin(self, context):
-        context.words = None
-        return ParallelDraft(self, context, lambda anchor: mx.array(self.table[anchor.item(), :-1]))
+    def begin(self, state):
+        state.context.words = None
+        return ParallelDraft(self, state.context, lambda anchor: mx.array(self.table[anchor.item(), :-1]))
 
 
 class ToyHalf(ToyDrafter):

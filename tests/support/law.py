@@ -164,7 +164,7 @@ class ToyEagle(ToyDrafter):
 
     family = "eagle3"
 
-    def begin(self, context):
+    def begin(self, state):
         return ToyRows(self)
 
 
