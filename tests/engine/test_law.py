@@ -140,7 +140,9 @@ class ToyParallel(ToyEagle):
 
     def begin(self, state):
         state.context.words = None
-        return ParallelDraft(self, state.context, lambda anchor: mx.array(self.table[anchor.item(), :-1]))
+        return ParallelDraft(
+            self, state.context, lambda anchor: mx.array(self.table[anchor.item(), :-1])
+        )
 
 
 class ToyHalf(ToyDrafter):
