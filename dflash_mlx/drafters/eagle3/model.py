@@ -146,9 +146,12 @@ class Network(DraftNetwork):
         Nobody asks what a committed row says of the next token: its keys and values are enough.
         """
         cache.begin(Block(len(h)))
-        rows = self.midlayer.pair(x.astype(h.dtype)[None], h[None])
-        self.midlayer.self_attn.remember(rows, cache.layers[0])
+        self.remember(x[None], h[None], cache.layers[0])
         cache.commit(range(len(h)))
+
+    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
+        """Write keys and values of rows [..., n, d] into `cache`; return all that are visible."""
+        return self.midlayer.self_attn.remember(self.midlayer.pair(x.astype(h.dtype), h), cache)
 
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
