@@ -68,6 +68,11 @@ class ConvertConfig:
     dequantize: bool = option(
         False, "undo a target's quantisation, before another one if asked for", action="store_true"
     )
+    mtp: bool = option(
+        False,
+        "of a target take the head for multi-token prediction alone, to give it with --drafter",
+        action="store_true",
+    )
     drafter_bits: int | None = option(
         None, "with --pair: quantise the drafters so", type=int, choices=(4, 8)
     )
@@ -159,7 +164,8 @@ def described(facts: ModelFacts) -> DrafterFolder:
     tensors = parameters_of(facts.format.build(facts.config, facts.name))
     for name, array in tensors.items():
         if mx.issubdtype(array.dtype, mx.floating):
-            tensors[name] = array.astype(getattr(mx, FLOATS[stored[name]]))
+            kind = FLOATS.get(stored.get(name, ""), facts.weights.dtype)
+            tensors[name] = array.astype(getattr(mx, kind))
     raw = facts.format.told(facts.source.read_json(CONFIG), heads)
     return DrafterFolder(facts.format, facts.config, tensors, raw)
 

@@ -13,7 +13,17 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.experience import SAFE, Arm, Average, Cut, Experience, Instead, RoundTimes
+from dflash_mlx.drafters.autoregressive import Another, StepByStep
+from dflash_mlx.drafters.experience import (
+    SAFE,
+    Arm,
+    Average,
+    Cut,
+    Experience,
+    Instead,
+    RoundTimes,
+    of_further_steps,
+)
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     Seconds,
@@ -151,14 +161,18 @@ class BatchBudget:
         """The best part of what the arm proposes, with lookups and a second pass that pays."""
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         start, rate, second = self.clock(), known.best.rate, known.second
+        steps = 1.0  # of a draft, in the mean
         if arm.name != _PLAIN:
-            drafts = _begin(drafter, states, share)
+            drafts = _begin(drafter, states, share, _another(known, arm, len(states)))
             for draft in drafts:
                 draft.tree.wait()
-            arm.drafts.took(self.clock() - start)
+            steps += sum(len(draft.steps) for draft in drafts) / len(drafts)
+            arm.drafts.took((self.clock() - start) / steps)
         drafts = self._looked_up(drafts, states, share)
-        before = float(arm.drafts.of())
-        best = usual = cutting(drafts, before)
+        one = float(arm.drafts.of())
+        before = one * steps
+        best = cutting(drafts, before)
+        best = usual = replace(best, sizes=best.sizes.dearer(before - one))
         begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
         counts, tried = second.branches(begun, rate)
         if isinstance(drafter, TwoPass) and any(counts):
@@ -235,8 +249,11 @@ class BatchBudget:
         if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return
         last, cut = rounds[0], rounds[0].cut
+        accepted = [state.last for state in last.trees if state.last is not None]
         if cut.instead is not None:
-            known.second.learn(cut.instead, [s.last for s in last.trees if s.last is not None])
+            known.second.learn(cut.instead.gain(accepted) - cut.instead.rows, cut.instead.mass)
+        if mass := sum(sum(part.steps) for part in cut.parts):
+            known.further.learn(sum(map(of_further_steps, accepted)), mass)
         if last.timed is known.times.timed and not any(state.delayed for state in states):
             known.spent(last.arm, cut, now - last.start)
 
@@ -259,10 +276,25 @@ def _contexts(states: Sequence[State]) -> list[int]:
     return [state.position for state in states]
 
 
-def _begin(drafter: Drafter, states: Sequence[State], share: int) -> list[Proposal]:
+def _begin(
+    drafter: Drafter, states: Sequence[State], share: int, another: Another
+) -> list[Proposal]:
+    if isinstance(drafter, StepByStep):
+        drafter = drafter.asking(another)
     if isinstance(drafter, TwoPass):
         return [*drafter.begin(states, [min(state.remaining, share) for state in states])]
     return drafter.propose(states, share * len(states))
+
+
+def _another(known: Experience, arm: Arm, count: int) -> Another:
+    """One step more of one of so many drafts, if that saves more than its pass and a row take."""
+    rate, one, passes = known.best.rate, float(arm.drafts.of()) / count, known.times.of
+
+    def another(chance: float, steps: int) -> bool:
+        row = float(passes(steps + 2) - passes(1)) / (steps + 1)
+        return known.further.goes_on(known.further.saved(chance, rate, one + row))
+
+    return another
 
 
 def within_budget(

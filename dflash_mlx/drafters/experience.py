@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dflash_mlx.core.tree import Accepted, Tree
+from dflash_mlx.drafters.growth.grow import FIRST
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
 from dflash_mlx.drafters.method import FirstDraft
 from dflash_mlx.engine.drafter import Proposal
@@ -18,6 +19,7 @@ from dflash_mlx.verifier.pass_times import ROWS, PassTimes, size_of
 
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
 _GAIN = 0.5  # tokens that a second pass is first believed to bring where a draft fails
+_NEXT = 0.7  # ... that one step more is, where all so far is right
 _PAIRED = 64  # second passes that are remembered: most bring nothing, some a whole branch
 GUESSED_ROWS = 8  # of a drafter that has not drafted yet
 _MEMORY = 24  # rounds that an average remembers
@@ -188,6 +190,12 @@ class Instead:
         return sum(len(each.tokens) - brought(tree, each.tokens) for tree, each in pairs)
 
 
+def of_further_steps(accepted: Accepted) -> int:
+    """Accepted tokens of a draft model that its first step could not have drafted."""
+    tree = accepted.tree
+    return sum(tree.depths[node] > 1 and tree.sources[node] == FIRST for node in accepted.path)
+
+
 def brought(tree: Tree, text: Sequence[int]) -> int:
     """Tokens of a round that verifies a tree where the target says `text`, of what is known."""
     node: int | None = 0
@@ -198,24 +206,50 @@ def brought(tree: Tree, text: Sequence[int]) -> int:
     return len(text) + 1
 
 
-class SecondPass:
+class Continued:
+    """What going on with a draft has brought, by the probability that it would.
+
+    guess: tokens that it is first believed to bring at probability 1.
+    """
+
+    def __init__(self, guess: float) -> None:
+        self.gain = Average(guess, _PAIRED)  # tokens that it brought, less its rows' cost
+        self.mass = Average(1.0, _PAIRED)  # the probabilities by which it went on
+        self.waited = 0.0  # seconds since it last went on
+
+    def saved(self, mass: Any, rate: float, seconds: Any) -> Any:
+        """Seconds that it saves; rate: tokens per second that time brings otherwise."""
+        return self.gain.mean / self.mass.mean * mass / rate - seconds
+
+    def goes_on(self, saved: float) -> bool:
+        """Whether it is worth that, or tried, as seldom as `Experience.choose` tries others."""
+        if saved <= 0 and self.waited * _PROBES < -saved:
+            return False
+        self.waited = 0.0
+        return True
+
+    def learn(self, gain: float, mass: float) -> None:
+        self.gain.add(gain)
+        self.mass.add(mass)
+
+
+class SecondPass(Continued):
     """What a second draft pass has brought, and whether it pays behind a first draft.
 
-    What was brought counts here, as luck is the same for both trees.
+    What was brought counts here, as luck is the same for both trees. Probabilities are posteriors
+    of failing where it goes on.
     """
 
     def __init__(self) -> None:
+        super().__init__(_GAIN)
         self.times = DraftTimes()
-        self.gain = Average(_GAIN, _PAIRED)  # tokens beyond the first drafts', less its rows' cost
-        self.mass = Average(1.0, _PAIRED)  # the posterior of failing where it went on
-        self.waited = 0.0  # seconds since the last one
 
     def branches(self, drafts: Sequence[FirstDraft], rate: float) -> tuple[list[int], bool]:
         """How many of each draft's branches to go on with, 0 where that is not worth its time.
 
         Those where the drafts are likeliest to fail, as many as save most seconds. Where none saves
-        any, or nobody knows, it is only tried, as seldom as `Experience.choose` tries what looks
-        slower; that is the second value. rate: tokens per second that time brings otherwise.
+        any, or nobody knows, it is only tried; that is the second value. rate: tokens per second
+        that time brings otherwise.
         """
         posteriors = [(r, i) for i, draft in enumerate(drafts) for r in draft.branches.values()]
         found = sorted(posteriors, reverse=True)
@@ -223,16 +257,11 @@ class SecondPass:
         if found:
             mass = np.cumsum([posterior for posterior, _ in found])
             seconds = self.times.of(np.arange(1, len(found) + 1))
-            saved = self.gain.mean / self.mass.mean * mass / rate - seconds
+            saved = self.saved(mass, rate, seconds)
             most = int(saved.argmax())
-            if saved[most] > 0 or self.waited * _PROBES >= -saved[most]:
-                self.waited = 0.0
+            if self.goes_on(saved[most]):
                 chosen, tried = [i for _, i in found[: most + 1]], tried or bool(saved[most] <= 0)
         return [chosen.count(i) for i in range(len(drafts))], tried
-
-    def learn(self, instead: Instead, accepted: Sequence[Accepted]) -> None:
-        self.gain.add(instead.gain(accepted) - instead.rows)
-        self.mass.add(instead.mass)
 
 
 class Arm:
@@ -303,6 +332,8 @@ class Experience:
     reliability: Reliability
     times: RoundTimes
     second: SecondPass = field(default_factory=SecondPass)
+    # Of drafts made step by step: what further steps brought, by the chances of what they continue
+    further: Continued = field(default_factory=lambda: Continued(_NEXT))
 
     @property
     def best(self) -> Arm:
@@ -342,6 +373,7 @@ class Experience:
             arm.bias.add(seconds / (cut.seconds * machine))
         elif self.times.timed is not None:
             self._plan_in_seconds()
-        self.second.waited += took
+        for continued in (self.second, self.further):
+            continued.waited += took
         for other in self.arms:
             other.waited = 0.0 if other is arm else other.waited + took

@@ -70,6 +70,21 @@ class FileFormat:
         """Whether it drafts with a target's folder too, given as --drafter: the model or a part."""
         return False
 
+    def lacking(self, raw: Mapping[str, Any]) -> str:
+        """What a target's folder could have for this family, and where to get it; "" for nothing.
+
+        In words behind its name.
+        """
+        return ""
+
+    def own_tensors(self, raw: Fields, names: Collection[str]) -> Collection[str]:
+        """Those of the tensors in a folder that are read; all, unless it is a target's."""
+        return names
+
+    def own_sizes(self, raw: Fields) -> Fields:
+        """A config.json with the sizes of what is read of its folder, by which these are judged."""
+        return raw
+
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
         """Notes on fields that are left out; Unsupported for one that must not be.
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
-from dflash_mlx.drafters.methods import format_as_drafter, format_of, formats
+from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.fields import architecture
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
+from dflash_mlx.models.heads import limited
 from dflash_mlx.models.names import instead_of
 from dflash_mlx.models.source import (
     BY_LAYER,
@@ -27,6 +28,7 @@ from dflash_mlx.models.source import (
     Source,
     Weights,
     check_weights,
+    quantisation,
     too_large,
     wrong_number,
 )
@@ -89,7 +91,7 @@ class Report(Checked):
 
 def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     """A target alone, whatever is in its folder. name: what to call it, if not by its place."""
-    source, raw, found = _open(folder, False)
+    source, raw, found, _ = _open(folder, False)
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
@@ -106,30 +108,41 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
 
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
-    source, raw, found = _open(folder, True)
-    readable, config, family = not found.errors, None, format_as_drafter(raw) or formats()[0]
-    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN, instead_of(source.name))
-    if readable and not any(too_large(source, raw, weights)):  # which would take long to build
+    source, raw, found, known = _open(folder, True)
+    readable, config, family = not found.errors, None, known or formats()[0]
+    sizes = family.own_sizes(raw)
+    weights = check_weights(source, sizes, found, DOWNLOAD_AGAIN, instead_of(source.name))
+    own = family.own_tensors(raw, weights.tensors)
+    weights = replace(weights, tensors={name: weights.tensors[name] for name in own})
+    if readable and not any(too_large(source, sizes, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
         step = "if nothing is accepted, compare it with how the drafter was trained"
         found.add(Finding("note", note, step) for note in config.notes)
+        if config.quantization is not None:
+            words = quantisation({"quantization": asdict(config.quantization)})
+            weights = replace(weights, quantisation=words[0], group_size=words[1])
         if weights.tensors or not found.errors:
             found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
     return ModelFacts(found.result(), name or source.name, source, weights, config, family)
 
 
-def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
-    """The source, its config.json, {} where it has none, and what is wrong with that."""
+def _open(
+    folder: Path | Source, as_drafter: bool
+) -> tuple[Source, dict[str, Any], Collector, FileFormat | None]:
+    """The source, its config.json, {} where it has none, what is wrong with that, and its family.
+
+    Of a target's folder that is given as a drafter's, only what a family reads stays wanted.
+    """
     option = DRAFTER if as_drafter else MODEL
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
     raw = found.attempt(source.read_json, CONFIG) or {}
-    find = format_as_drafter if as_drafter else format_of
-    if raw and (find(raw) is not None) != as_drafter:
+    family = limited(source, raw) if as_drafter else format_of(raw)
+    if raw and (family is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
     found.add(check_code(source, raw))
-    return source, raw, found
+    return source, raw, found, family
 
 
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:

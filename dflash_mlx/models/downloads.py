@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ def needed_by(names: Names, machines: int = 1) -> int:
 def needed(source: Source) -> int:
     """Bytes that a model takes when loaded, 0 for a folder that does not tell."""
     if source.folder is None:
-        stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
+        stored = sum(s for file, s in source.files.items() if source.is_weights(file))
         return loaded_bytes(stored, bits_of(source.name), on_cpu())
     with suppress(DFlashError):
         raw = source.read_json(CONFIG)

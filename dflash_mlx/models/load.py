@@ -29,6 +29,7 @@ from dflash_mlx.models.check import (
     check_pair,
     fetched,
 )
+from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     Names,
     find_names,
@@ -261,7 +262,7 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
         return Choice(further, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
-        return Choice(missing=f"no drafter {known}")
+        return Choice(missing=names.headless or f"no drafter {known}")
     asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
     choice = Choice({DRAFTER: names.drafter, **further}, wanted)
     if names.asks_first or any(map(needs_drafter, asked_methods)):
@@ -298,7 +299,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
     """The parts of the pair, with drafters of the target's parent where these uses want any."""
     wanted = not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
     names = find_names(config)
-    return inherited(names) if wanted else names
+    return with_own_head(inherited(names)) if wanted else names
 
 
 # A pair told without loading it

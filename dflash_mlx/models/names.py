@@ -159,6 +159,7 @@ class Names:
     asks_second: bool = False
     made_from: str = ""  # the name of a pair folder's target before it was converted
     lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
+    headless: str = ""  # a sentence, where the target's files lack the head that it was made with
 
     @property
     def parts(self) -> list[tuple[str, str]]:

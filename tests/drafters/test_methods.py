@@ -66,12 +66,17 @@ CASES = {
     "eagle3, as many as pay": {},
     "eagle3, wide": {"branches": 6, "block_size": 3},
     "eagle3, a chain": {"block_size": 5},
+    "mtp": {"budget": 12, "branches": 3},
+    "mtp, as many as pay": {},
+    "mtp, a chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
 TOKENS = 28  # of an answer
-TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "resample"))]
+TREES = [
+    n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "mtp", "resample"))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +129,9 @@ KINDS = [
     ("eagle3", FIXED, Chain, None),
     ("eagle3", {**FIXED, "branches": 3}, GrownTree, None),
     ("eagle3", DRAWN, DrawnChain, None),
+    ("mtp", {}, BatchBudget, GrownTree),
+    ("mtp", FIXED, Chain, None),
+    ("mtp", DRAWN, DrawnChain, None),
     ("specdiff", {}, BatchBudget, SpecDiff),
     ("specdiff", {"branches": 4}, BatchBudget, SpecDiff),
     ("specdiff", {"budget": 9}, SpecDiff, None),
@@ -152,7 +160,7 @@ def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
 
 
 @pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
-@pytest.mark.parametrize("name", ["specdiff", "eagle3"])
+@pytest.mark.parametrize("name", ["specdiff", "eagle3", "mtp"])
 def test_trees_are_not_rejected(pair, name, given):
     ((option, value),) = given.items()
     with pytest.raises(DFlashError, match=f"{option} is {value}, but acceptance is reject"):

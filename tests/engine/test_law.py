@@ -43,7 +43,15 @@ from dflash_mlx.drafters.paper import (
 from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff, likeliest
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
-from support.law import VOCABULARY, ToyDrafter, ToyEagle, ToyMasked, answers_of, law_distance
+from support.law import (
+    VOCABULARY,
+    ToyDrafter,
+    ToyEagle,
+    ToyHead,
+    ToyMasked,
+    answers_of,
+    law_distance,
+)
 from support.toys import ToyTarget
 
 TEMPERATURE = 0.7
@@ -156,7 +164,7 @@ FIRST, SECOND, MARKOV = ToyDrafter(1), ToyDrafter(2), ToyMarkov(3)
 SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end within an answer
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
-EAGLE = ToyEagle(1)
+EAGLE, HEAD = ToyEagle(1), ToyHead(1)
 MADE = {
     "none": lambda sampling: NoDraft(),
     "ngram": lambda sampling: NGram(),
@@ -190,6 +198,13 @@ MADE = {
     "eagle3, chain": lambda sampling: Chain(EAGLE),
     "eagle3, reject": lambda sampling: DrawnChain(EAGLE, None, sampling),
     "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
+    "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
+        lambda chance, _: chance > 0.35
+    ),
+    "mtp": lambda sampling: GrownTree(HEAD, None, 3, 8),
+    "mtp, chain": lambda sampling: Chain(HEAD),
+    "mtp, reject": lambda sampling: DrawnChain(HEAD, None, sampling),
+    "mtp, as pays, reject": lambda s: as_pays(DrawnChain(HEAD, None, s, weighed=True)),
     "resample": lambda sampling: Resample(FIRST, None, 3, sampling.seed),
     "dflash, dspark": lambda sampling: SelectedPath(MARKOV),
     "dflash, dspark, reject": lambda sampling: DrawnPath(MARKOV, None, sampling),
@@ -252,7 +267,7 @@ def test_rejection_follows_the_law(name):
 
 
 AT_1 = [name for name in REJECTED if "dspark" in name or "steps, reject" in name]
-AT_1 += [name for name in REJECTED if name.startswith("eagle3")]
+AT_1 += [name for name in REJECTED if name.startswith(("eagle3", "mtp"))]
 
 
 @pytest.mark.parametrize("name", AT_1)

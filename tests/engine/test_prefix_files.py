@@ -32,7 +32,7 @@ from support.pairs import full_pair
 from support.toys import Letters, prompt_of
 
 ROOT = Path(__file__).parents[2]
-RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "specdiff")]
+RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "mtp", "specdiff")]
 RESTARTS += [("llama_sliding", "d2sd"), ("falcon_h1", "d2sd")]
 LIMIT = 10**9
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.methods import format_of
+from dflash_mlx.drafters.methods import format_as_drafter
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash, reference_dflash2, reference_dspark, reference_gemma
@@ -128,7 +128,7 @@ def written(
 
 def loaded(folder: Path, target: Target, **settings: Any) -> Any:
     """The draft model of `target` in a folder."""
-    files = format_of(read_json(folder))
+    files = format_as_drafter(read_json(folder))
     assert files is not None
     return files.load(folder, files.read_drafter(folder).config, target, PairConfig(**settings))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
-from support import masked_formats, reference_eagle3
+from support import masked_formats, reference_eagle3, reference_mtp
 from support.decoding import open_with
 from support.drafter_formats import (
     FORMATS,
@@ -148,6 +148,20 @@ class Steps(Drafting):
         return reference_eagle3.logits(self.tensors, self.raw, self.tables, *text, path)
 
 
+class Heads(Steps):
+    """Heads for multi-token prediction, which read the outputs of the target's last layer."""
+
+    def after(self, text: Text, path: list[int]) -> Array:
+        tables = (*self.tables, last_norm(self.target))
+        return reference_mtp.logits(self.tensors, self.raw, tables, *text, path)
+
+
+def last_norm(target: Target) -> Array:
+    """The weight of the norm behind a tiny target's last layer."""
+    model = getattr(target.model, "language_model", target.model)
+    return np.array(model.model.norm.weight)
+
+
 class Masks(Drafting):
     """SpecDiff: a block of masks, all of whose places have logits."""
 
@@ -166,5 +180,6 @@ class Masks(Drafting):
 CASES: dict[str, tuple[type[Drafting], Any]] = {
     **{name: (Blocks, case) for name, case in {**FORMATS, **WINDOWS}.items()},
     **{f"eagle3, {name}": (Steps, case) for name, case in reference_eagle3.FORMATS.items()},
+    **{f"mtp, {name}": (Heads, case) for name, case in reference_mtp.FORMATS.items()},
     **{f"specdiff, {name}": (Masks, case) for name, case in masked_formats.FORMATS.items()},
 }

@@ -168,6 +168,12 @@ class ToyEagle(ToyDrafter):
         return ToyRows(self)
 
 
+class ToyHead(ToyEagle):
+    """Likewise for a head for multi-token prediction."""
+
+    family = "mtp"
+
+
 class ToyRows:
     """A draft in the making."""
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.autoregressive import StepByStep
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.growth.grow import rejection_boundaries
+from dflash_mlx.drafters.growth.grow import FIRST, rejection_boundaries
 from dflash_mlx.drafters.method import FirstDraft, TwoPass
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.engine.drafter import EachAlone, Proposal
@@ -85,6 +86,41 @@ class Honest(EachAlone):
             parent = first + (guesses.index(right) if right in guesses else 0)
             before, last = last, right
         return Proposal(Tree(tuple(tokens), tuple(parents), tuple(logprobs)))
+
+
+class InSteps(StepByStep):
+    """Knows each next token with probability `sure(position)`; every step takes so many seconds.
+
+    says: what it says of that. most: steps.
+    """
+
+    name, aux_layers, rounds_ahead = "draft", (), 0
+    target: TimedTarget
+
+    def __init__(self, seconds: float, sure: Callable[[int], float], says=None, most=7) -> None:
+        self.seconds, self.sure, self.says = seconds, sure, says or sure
+        self.block_size, self.rng = most + 1, np.random.default_rng(3)
+
+    def new_context(self) -> NoContext:
+        return NoContext()
+
+    def draft_block(self, state: State, rows: int) -> Proposal:
+        done, most = len(state.tokens) - 3, rows - 1
+        tokens, logprobs, chances = [], [0.0], []
+        *_, before, last = [0, *state.tokens]
+        for i in range(done, done + most):
+            self.target.clock.now += self.seconds
+            right = int(self.target.table[before, last].argmax())
+            tokens.append(right if self.rng.random() < self.sure(i) else (right + 5) % VOCABULARY)
+            logprobs.append(float(np.log(self.says(i))))
+            before, last = last, right
+            chance = float(np.exp(sum(logprobs)))
+            if len(tokens) == most or not self.another(chance, len(tokens)):
+                break
+            chances.append(chance)
+        parents = tuple(range(-1, len(tokens)))
+        sources = ("", *[FIRST] * len(tokens))
+        return Proposal(Tree((*tokens,), parents, (*logprobs,), sources), steps=(*chances,))
 
 
 class InTwo(TwoPass):
