@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dflash_mlx.core.errors import DFlashError
@@ -48,12 +47,6 @@ class EagleTrainee(PairedTrainee):
         if config.start == "target":
             take_layers(trainee, [target.num_layers - 1], _called)
         return trainee
-
-    @classmethod
-    def read(cls, folder: Path, target: Target) -> EagleTrainee:
-        found = super().read(folder, target)
-        aux_layers = found.config.layers_read(target.num_layers)
-        return replace(found, config=replace(found.config, aux_layers=aux_layers))
 
 
 def _called(_: int, name: str) -> str:

@@ -9,14 +9,16 @@ a context keeps of it, see `networks/paired.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.trainee import Trainee
+from dflash_mlx.train.trainee import START_FROM, Trainee
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class PairedTrainee(Trainee):
 
     def states(self, *inputs: mx.array) -> mx.array:
         features, behind, anchors, x = inputs
-        network, (_, _, steps, d) = self.network, x.shape
+        network, (*_, steps, d) = self.network, x.shape
         h, before = network.fuse(features), anchors - 1  # of the first row: the anchor's is its h
-        context = network.remember(behind, h, TextCache())
+        text: Any = _Rows()
+        network.remember(behind, h, text)
         masks = block_mask(before, steps, h.shape[1], self.config.layer_windows[0], causal=True)
-        cache = _StepCache(before, context)
+        cache = _StepCache(before, text.context)
         rows, seen = x.reshape(-1, steps, d), masks.shape[-1] - steps
         last = mx.take_along_axis(h, mx.maximum(before, 0)[..., None], axis=1).reshape(-1, 1, d)
         found = [mx.zeros_like(last)]
@@ -51,7 +54,23 @@ class PairedTrainee(Trainee):
         return mx.concatenate(found, axis=1).reshape(*anchors.shape, steps + 1, d)
 
 
+class _Rows(TextCache):
+    """Keys and values of a text; what its rows attend to nobody asks for."""
+
+    attends = True  # itself, whichever module asks: ours or mlx-lm's
+
+    def make_mask(self, rows: int, **_: Any) -> None:
+        return None
+
+    def attend(self, q: mx.array, *_: mx.array, sinks: Any = None, **__: Any) -> mx.array:
+        if sinks is not None:
+            raise DFlashError("layers with attention sinks are not trained here", START_FROM)
+        return q
+
+
 class _StepCache(BlockCache):
+    attends = True
+
     def __init__(self, first: mx.array, context: tuple[mx.array, mx.array]) -> None:
         super().__init__(first, context)
         self._keys: list[mx.array] = []
@@ -62,3 +81,6 @@ class _StepCache(BlockCache):
         self._values.append(values)
         self.offset = self.offset + 1
         return mx.concatenate(self._keys, axis=2), mx.concatenate(self._values, axis=2)
+
+    def attend(self, *parts: mx.array, sinks: Any = None, **how: Any) -> mx.array:
+        return super().attend(*parts, **how)

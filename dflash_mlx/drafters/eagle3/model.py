@@ -149,9 +149,9 @@ class Network(DraftNetwork):
         self.remember(x[None], h[None], cache.layers[0])
         cache.commit(range(len(h)))
 
-    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> tuple[mx.array, mx.array]:
-        """Write keys and values of rows [..., n, d] into `cache`; return all that are visible."""
-        return self.midlayer.self_attn.remember(self.midlayer.pair(x.astype(h.dtype), h), cache)
+    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
+        """Write the keys and values of rows [B, n, d] into `cache`."""
+        self.midlayer.self_attn.remember(self.midlayer.pair(x.astype(h.dtype), h), cache)
 
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
