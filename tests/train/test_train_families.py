@@ -31,7 +31,7 @@ from dflash_mlx.train.mtp import HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee, mask_token, spread_aux_layers, take_layers
 from dflash_mlx.verifier.model import Target
-from support import masked_formats
+from support import masked_formats, reference_mtp
 from support.drafter_formats import loaded
 from support.families import FAMILIES, make_model
 from support.masked_formats import ours as masked
@@ -332,6 +332,8 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
 
 OTHERS = {**FORMATS, **masked_formats.FORMATS}
 OTHERS["convolutions"] = tiny_config(), random_tensors(tiny_config())
+OTHERS["head, apart"] = reference_mtp.FORMATS["ours, attends_drafts"]
+OTHERS["head, own tables"] = reference_mtp.FORMATS["ours, own tables"]
 
 
 @pytest.mark.parametrize(
@@ -343,6 +345,8 @@ OTHERS["convolutions"] = tiny_config(), random_tensors(tiny_config())
         ("raw, own embedding", "an embedding of its own and a head of its own"),
         ("a2d-qwen3", "an embedding of its own"),
         ("ours, shifted", "shifted logits"),
+        ("head, apart", "sees no drafted tokens"),
+        ("head, own tables", "an embedding of its own and a head of its own"),
     ],
 )
 def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, name, said):

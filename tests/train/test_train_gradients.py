@@ -63,6 +63,7 @@ EAGLES: dict[str, dict[str, Any]] = {
 HEADS: dict[str, dict[str, Any]] = {
     "head": {"hidden_normed": False, "feeds_normed": False},
     "head, normed and hidden first": {"hidden_first": True},
+    "head of qwen3_5": {"text": reference_mtp.QWEN},
 }
 MASKED = {
     "masked": masked(),
