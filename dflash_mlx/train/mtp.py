@@ -12,6 +12,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.checkpoint import FILES, our_config
 from dflash_mlx.drafters.mtp.kinds import text_of
 from dflash_mlx.drafters.mtp.model import HeadConfig, Network, last_norm
+from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.paired import PairedTrainee
@@ -40,9 +41,15 @@ class HeadTrainee(PairedTrainee):
             if (given := getattr(config, name)) not in (1, None):
                 what = f"{name} is {given}, but a head for multi-token prediction has one"
                 raise DFlashError(what, "leave it out", name)
-        target, size = pair.target, config.block_size or BLOCK_SIZE
-        text, variant = text_of(asdict(target.model.args)), {"hidden_normed": False}
-        raw = our_config(text, block_size=size, feeds_normed=False, **variant)
+        target = pair.target
+        args: Any = getattr(target.model, "args", None)
+        if args is None:
+            what = f"{target.name} does not say how its layers are built"
+            raise DFlashError(what, "start from a head that fits it, with --init")
+        states: Fields = {"hidden_normed": False, "feeds_normed": False}
+        raw = our_config(
+            text_of(asdict(args)), block_size=config.block_size or BLOCK_SIZE, **states
+        )
         trainee = cls.fresh(raw, target, config.seed)
         if config.start == "target":
             take_layers(trainee, [target.num_layers - 1])
