@@ -34,7 +34,7 @@ from dflash_mlx.models.check import (
 )
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
-from dflash_mlx.models.heads import only_head
+from dflash_mlx.models.heads import is_drafter, only_head
 from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
 from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
 from dflash_mlx.system.files import locked
@@ -74,7 +74,10 @@ def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfi
         raise DFlashError(what, "use --bits, or add --pair")
     if settings.mtp and ALONE not in names:
         raise DFlashError("--mtp is for a target alone", "leave out --pair")
-    parts = {place: find_part(name, settings.mtp) for place, name in names.items()}
+    parts = {
+        place: find_part(name, settings.mtp, place not in (TARGET, ALONE))
+        for place, name in names.items()
+    }
     for place, part in parts.items():
         wanted = TARGET if place == TARGET else DRAFTER
         if place != ALONE and kind_of(part) != wanted:
@@ -146,10 +149,11 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def find_part(name: str, head: bool = False) -> ModelFacts:
+def find_part(name: str, head: bool = False, drafts: bool = False) -> ModelFacts:
     """Find and check a model; DFlashError for what is none, is damaged, or cannot be had.
 
-    head: of a target only the head that drafts, which is a drafter.
+    head: of a target only the head that drafts, which is a drafter. drafts: likewise, where there
+    is one.
     """
     path = existing(name)
     if path is not None and path.is_file():
@@ -157,10 +161,10 @@ def find_part(name: str, head: bool = False) -> ModelFacts:
         if head:
             raise DFlashError(f"{name} is a GGUF file, whose heads are not read", _GIVE_WHOLE)
         return describe_target(load_gguf(path)[2], name, path)
-    source = _on_hub(name, head) if path is None else _of_folder(path)
+    source = _on_hub(name, head, drafts) if path is None else _of_folder(path)
     if head:
         only_head(source)
-    return _check(source, name, head)
+    return _check(source, name, head or (drafts and is_drafter(source)))
 
 
 def _fetch(facts: ModelFacts) -> ModelFacts:
@@ -192,10 +196,10 @@ def _of_folder(folder: Path) -> Source:
     return source
 
 
-def _on_hub(name: str, head: bool) -> Source:
+def _on_hub(name: str, head: bool, drafts: bool) -> Source:
     """A repository, or its copy here where that is whole and the newest that can be had.
 
-    Without what is no part of a `head`.
+    head, drafts: as of `find_part`.
     """
     try:
         if name.endswith(".gguf"):
@@ -205,8 +209,8 @@ def _on_hub(name: str, head: bool) -> Source:
         raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
-        raw = source.read_json(CONFIG)
-        source.option = DRAFTER if head or format_of(raw) else MODEL
+        as_drafter = head or (is_drafter(source) if drafts else format_of(source.read_json(CONFIG)))
+        source.option = DRAFTER if as_drafter else MODEL
         if head:
             only_head(source)
         return source if source.missing() else source.fetch()

@@ -11,7 +11,7 @@ from typing import Any
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of, formats
-from dflash_mlx.models.names import Names, gguf_file, local_folder, whole_copy
+from dflash_mlx.models.names import Names
 from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, Source
 
 _NEXT = "choose a complete model folder"
@@ -22,7 +22,7 @@ def limited(source: Source, raw: Mapping[str, Any]) -> FileFormat | None:
 
     Of a target's folder that holds a head, `source` keeps only the files that have it.
     """
-    if (own := format_of(raw)) is not None or not raw:
+    if (own := format_of(raw)) is not None or format_as_drafter(raw) is None:
         return own
     places: dict[str, str] = {}
     with suppress(DFlashError):  # the check of its weights says what is wrong
@@ -38,12 +38,17 @@ def only_head(source: Source) -> None:
 
     A drafter's folder stays as it is.
     """
-    raw = source.read_json(CONFIG)
-    limited(source, raw)
-    if format_of(raw) is None and not source.part:
+    if not is_drafter(source):
         what = f"{source.name} holds no head for multi-token prediction that is known"
         step = "give the model as its authors published it; conversions often drop its head"
         raise DFlashError(what, step)
+
+
+def is_drafter(source: Source) -> bool:
+    """Whether a folder is a drafter's, or a target's with a head, of which only that is kept."""
+    raw = source.read_json(CONFIG)
+    limited(source, raw)
+    return format_of(raw) is not None or bool(source.part)
 
 
 def _places(source: Source) -> dict[str, str]:
@@ -57,27 +62,23 @@ def _places(source: Source) -> dict[str, str]:
     return places
 
 
-def with_own_head(names: Names) -> Names:
+def with_own_head(names: Names, model: Source) -> Names:
     """Names with the head that is in the target's own folder as a drafter, behind known ones.
 
-    Or with where to get one, where the folder lacks it.
-
-    The hub is asked for the configuration and the index of a model that is not here; where it is
-    silent, nothing changes.
+    Or with where to get one, where the folder lacks it. model: where the target is; a folder that
+    cannot be read changes nothing.
     """
-    if names.model is None or names.asks_first or gguf_file(names.model) is not None:
+    if names.model is None or names.asks_first:
         return names
     with suppress(DFlashError):
-        folder = local_folder(names.model)
-        found = Source.of(folder) if folder else whole_copy(names.model) or Source(names.model)
-        source = replace(found, option=DRAFTER)
+        source = replace(model, option=DRAFTER)
         raw = source.read_json(CONFIG)
-        family = None if format_of(raw) is not None else limited(source, raw)
+        made_with_one = next(filter(None, (each.lacking(raw) for each in formats())), "")
+        family = limited(source, raw) if made_with_one else None
         if family is not None and source.part:
             own = (str(family_of(family)), names.model)
             if names.drafter is None:
                 return replace(names, drafter=names.model)
             return replace(names, others=(*names.others, own))
-        lacking = next(filter(None, (each.lacking(raw) for each in formats())), "")
-        return replace(names, headless=lacking and f"{names.shown} {lacking}")
+        return replace(names, headless=made_with_one and f"{names.shown} {made_with_one}")
     return names

@@ -30,10 +30,12 @@ from dflash_mlx.models.downloads import (
     stored_bytes,
     weights_of,
 )
+from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
     Entry,
+    Names,
     entries,
     find_names,
     is_pair_folder,
@@ -138,7 +140,9 @@ def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel
     else:
         there = next((d for d in drafters if _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
+        has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
         words = f"drafter {there.name}" if there else "no drafter"
+        words = "drafter in its own folder" if has_head and not there else words
     needs += needed(there) if there and needs else 0
     return AvailableModel(model.name, config, place, needs, words, notes, verified=verified)
 

@@ -76,7 +76,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = names_for(config, uses)
-    facts, choice = find(names, uses)
+    facts, choice, names = find(names, uses)
     facts.raise_first()
     reader.check(facts)
     _check_settings(choice, names, config, uses)
@@ -276,12 +276,16 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
 
 def find(
     names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
-) -> tuple[ModelFacts, Choice]:
+) -> tuple[ModelFacts, Choice, Names]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    update: as of `find_source`; without it a drafter stays that was asked for and cannot be used.
+    Last come the names with the head that was found in the target's folder, if any. update: as of
+    `find_source`; without it a drafter stays that was asked for and cannot be used.
     """
-    choice, target = _choose(names, uses), target_facts(names, update)
+    target = target_facts(names, update)
+    if target.source is not None and _want_drafters(uses):
+        names = with_own_head(names, target.source)
+    choice = _choose(names, uses)
 
     def checked(option: str) -> ModelFacts:
         name, place = choice.names[option], option if option == SECOND_DRAFTER else DRAFTER
@@ -292,14 +296,17 @@ def find(
         return drafter
 
     choice.each(checked)
-    return target, choice
+    return target, choice, names
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
     """The parts of the pair, with drafters of the target's parent where these uses want any."""
-    wanted = not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
     names = find_names(config)
-    return with_own_head(inherited(names)) if wanted else names
+    return inherited(names) if _want_drafters(uses) else names
+
+
+def _want_drafters(uses: Sequence[DecodeConfig]) -> bool:
+    return not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
 
 
 # A pair told without loading it
@@ -308,7 +315,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
 def check_named(config: PairConfig) -> Report:
     """What `load` would load; no weight is read. Raises DFlashError for names of no model."""
     names = names_for(config)
-    target, choice = find(names, update=False)
+    target, choice, names = find(names, update=False)
     report, found = check_pair(target, *choice.drafters.values()), Collector()
     found.add(report.findings)
     left_out = list(choice.notes)

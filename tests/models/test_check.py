@@ -143,7 +143,7 @@ def test_a_tokenizer_that_the_hub_refuses_keeps_the_hubs_sentence(model, drafter
     ("kind", "model_type", "named"),
     [
         ("Gemma4AssistantForCausalLM", "gemma4_assistant", "Gemma4AssistantForCausalLM"),
-        ("Qwen3_5ForCausalLM", "qwen3_5_mtp", "qwen3_5_mtp"),
+        ("Step3p5ForCausalLM", "step3p5_mtp", "step3p5_mtp"),
         ("MiMoMTPModel", None, "MiMoMTPModel"),
         (None, "medusa", "medusa"),
         ("LlamaForCausalLMEagle", "llama", "LlamaForCausalLMEagle"),

@@ -49,6 +49,8 @@ CASES = {
     "specdiff, chain": {"block_size": 5},
     "eagle3": {},
     "eagle3, chain": {"block_size": 5},
+    "mtp": {},
+    "mtp, chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1": {"block_size": 5},
 }

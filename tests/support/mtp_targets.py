@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from support import reference_mtp
 from support.families import make_model
-from support.models import EOS, write_tokenizer
+from support.models import edit_config, write_tokenizer
 from support.recurrent_families import RECURRENT
 from support.reference_dflash import Array, write_drafter_folder
 
@@ -26,7 +26,7 @@ FIELDS = {
 
 def config(**changes: Any) -> dict[str, Any]:
     """Of the tiny Qwen3.5, whose files say that it has a head."""
-    return {**RECURRENT["qwen3_5"], **FIELDS, "eos_token_id": EOS, **changes}
+    return {**RECURRENT["qwen3_5"], **FIELDS, "eos_token_id": 999, **changes}
 
 
 def head() -> dict[str, Array]:
@@ -42,6 +42,7 @@ def write_target(folder: Path, mtp: Mapping[str, Array] | None = None, **changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(**changes)))
     write_tokenizer(folder)
+    edit_config(folder, "tokenizer_config.json", eos_token=None)  # so that no token ends an answer
     weights = dict(tree_flatten(make_model("qwen3_5").parameters()))
     found = reference_mtp.inside(head()) if mtp is None else mtp
     found = {name: array for name, array in found.items() if "mtp" in name}
@@ -58,6 +59,3 @@ def write_target(folder: Path, mtp: Mapping[str, Array] | None = None, **changes
 def write_split(folder: Path) -> Path:
     """The same head, as mlx-vlm splits it off."""
     return write_drafter_folder(folder, reference_mtp.split(config()), head())
-
-
-Writer = Callable[..., Path]

@@ -21,7 +21,7 @@ from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.mtp import qwen
 from dflash_mlx.drafters.mtp.kinds import kind_of, model_type, text_of
 from dflash_mlx.drafters.mtp.model import INSIDE, OURS, SPLIT, HeadConfig, HeadModel, Network
-from dflash_mlx.drafters.networks.fields import Fields, architecture, size
+from dflash_mlx.drafters.networks.fields import Fields, architecture, flag, size
 from dflash_mlx.drafters.networks.files import (
     BITS,
     DOWNLOAD_AGAIN,
@@ -38,7 +38,6 @@ from dflash_mlx.drafters.networks.known_fields import (
     Part,
     Refused,
     note_of,
-    review_others,
 )
 from dflash_mlx.system.safetensors_header import TensorHeader
 
@@ -53,19 +52,31 @@ _DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8,
     "I32": mx.int32, "I64": mx.int64, "F8_E4M3": mx.uint8,
 }  # fmt: skip
+_FP8 = "_scale_inv"  # ends the names of scales
 _PACKING = ("quantization", "quantization_config")  # of the target; the head's its tensors tell
 _IN_SPLIT = Part(
     read={"text_config", "tie_word_embeddings", *_PACKING},
-    noted=("block_size",),  # how long that program's drafts are unless it is told otherwise
-    silent=LIBRARY,
+    silent={*LIBRARY, "block_size"},  # how long that program's drafts are unless it is told
 )
-_IN_TARGET = Part(  # what a target's configuration says of its head
-    read=(),
+_IN_OURS = Part(
+    read={
+        "text_config", "block_size", "hidden_normed", "hidden_first", "feeds_normed",
+        "attends_drafts", "own_embedding", "own_head", "notes", *_PACKING,
+    },
+    silent=LIBRARY,
+)  # fmt: skip
+_IN_TARGET = Part(  # what a target's configuration says of its head, by names that begin so
+    read={
+        "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_hybrid_override_pattern",
+        "mtp_layers_block_type",
+    },
+    silent={"mtp_loss_scaling_factor", "mtp_loss_weight", "mtp_use_repeated_layer"},
     refused={
         "mtp_layer_types": Refused("only full attention is", (None, ["full_attention"])),
         "mtp_use_hidden_state_from_layer": Refused("but only the last layer's states are read"),
     },
-)
+)  # fmt: skip
+_ABOUT = "mtp_"
 __all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "qwen"]
 
 
@@ -111,10 +122,11 @@ class MTPFiles(FileFormat):
         return {k: v for k, v in text.items() if k not in ("num_hidden_layers", *_PACKING)}
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+        said = {name: v for name, v in text_of(raw).items() if name.startswith(_ABOUT)}
+        found = [*_IN_TARGET.review(said, names=names)]
         if architecture(raw) == CLASS:
-            return ()
-        found = [*review_others(text_of(raw), _IN_TARGET, names)]
-        if raw.get("model_type") in SPLIT_TYPES:
+            found += _IN_OURS.review(raw, names=names)
+        elif raw.get("model_type") in SPLIT_TYPES:
             found += _IN_SPLIT.review(raw, names=names)
         return note_of(found)
 
@@ -123,11 +135,16 @@ class MTPFiles(FileFormat):
             return raw
         text = {k: v for k, v in text_of(raw).items() if k not in (*_PACKING, "auto_map")}
         kind = kind_of(text)
+        if not kind.count:
+            raise ValueError(f"model_type is {text.get('model_type')!r}, whose heads are not known")
         if not kind.heads(text):
-            raise ValueError(f"{kind.count or 'the number of heads'} is {text.get(kind.count)!r}")
+            raise ValueError(f"{kind.count} is {text.get(kind.count)!r}")
         split = raw.get("model_type") in SPLIT_TYPES
         ours = names if split else kind.in_files(names, text).values()
-        own = {"own_embedding": "embed_tokens.weight" in ours, "own_head": "lm_head.weight" in ours}
+        own = {
+            "own_embedding": "embed_tokens.weight" in ours or flag(text, kind.dedicated),
+            "own_head": "lm_head.weight" in ours,
+        }
         return our_config(text, **own, layout=SPLIT if split else INSIDE)
 
     def told(self, raw: Fields, names: Collection[str]) -> Fields:
@@ -216,6 +233,10 @@ class MTPFiles(FileFormat):
             what = f"the files of {source} hold no head for multi-token prediction, though "
             what += f"{config.kind.count} is {config.text.get(config.kind.count)}"
             yield Finding("error", what, TAKE_OUT)
+            return
+        if any(name.endswith(_FP8) for name in ours):
+            what = f"the head of {source} is stored in blocks of FP8, which are not read"
+            yield Finding("error", what, "take it out of the model's checkpoint in bfloat16")
             return
         wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
         found = {name: in_words(_kind(array), array.shape) for name, array in ours.items()}

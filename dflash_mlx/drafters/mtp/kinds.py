@@ -26,6 +26,7 @@ class Kind:
 
     model_types: ClassVar[tuple[str, ...]] = ()  # of mlx-lm's modules
     count: ClassVar[str] = ""  # the field that says how many heads a published checkpoint has
+    dedicated: ClassVar[str] = ""  # the field that says whether it brings an embedding
     # How the network differs from `model.HeadConfig`'s usual, by the names of fields there
     variant: ClassVar[Mapping[str, Any]] = {}
     layers: ClassVar[int] = 1  # decoder layers of a head

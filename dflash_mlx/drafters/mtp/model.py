@@ -55,7 +55,9 @@ class HeadConfig(DraftConfig):
     feeds_normed: bool = stored(_true, True)
     # Whether a drafted row sees the drafted rows that it continues, or committed ones and itself
     attends_drafts: bool = stored(_true, True)
-    layout: str = stored(lambda raw, name: raw.get(name, OURS), OURS)  # of its files
+    layout: str = field(  # of its files
+        default=OURS, compare=False, metadata={"read": lambda raw, name: raw.get(name, OURS)}
+    )
     packed: Mapping[str, Quantization] = field(default_factory=dict)  # matrices, each by its name
 
     @property

@@ -13,10 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.drafters.mtp.kinds import Kind
-from dflash_mlx.drafters.networks.fields import Fields, flag
+from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.drafters.networks.files import Arrays
 
-DEDICATED = "mtp_use_dedicated_embeddings"
 _NAME = re.compile(r"(?:model\.|language_model\.)*mtp\.(.+)")
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.((?:gate|up|down)_proj\.\w+)")
 _FUSED = re.compile(r"(.+\.)experts\.(gate_up|down)_proj(?:\.weight)?")
@@ -38,13 +37,13 @@ class Qwen(Kind):
 
     model_types = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
     count = "mtp_num_hidden_layers"
+    dedicated = "mtp_use_dedicated_embeddings"
     one_layer = {"full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
     def heads(self, text: Fields) -> int:
         count = super().heads(text)
         if count > 1:
             raise ValueError(f"{self.count} is {count}, supported is 1")
-        flag(text, DEDICATED)
         return count
 
     def our_name(self, name: str, text: Fields) -> str | None:
