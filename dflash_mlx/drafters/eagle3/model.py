@@ -170,8 +170,12 @@ class Network(DraftNetwork):
                 y = layer(y, layer_cache.make_mask(h.shape[1]), layer_cache)
             last.self_attn.remember(last.input_layernorm(y), last_cache)
         else:
-            self.midlayer.self_attn.remember(self.midlayer.pair(x, h), first)
+            self.remember(x, h, first)
         cache.commit(range(h.shape[1]))
+
+    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
+        """Write the keys and values of rows [B, n, d] into `cache`."""
+        self.midlayer.self_attn.remember(self.midlayer.pair(x.astype(h.dtype), h), cache)
 
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
