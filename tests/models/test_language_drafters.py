@@ -22,6 +22,7 @@ from support.configs import config_with
 from support.drafter_formats import speculators, version_1
 from support.families import FAMILIES, make_model
 from support.models import edit_config, write_model
+from support.mtp_targets import write_target
 from support.recurrent_families import RECURRENT
 from support.reference_eagle3 import FORMATS as EAGLE
 
@@ -80,6 +81,20 @@ def test_a_target_in_its_own_folder_drafts_for_itself_and_is_always_right(model)
     assert generate(pair, "hello", config).statistics.rounds == 4
     notes = check_pair(check_target(model), check_drafter(model)).findings
     assert [note.severity for note in notes] == ["note"]
+
+
+def test_a_model_with_a_head_of_its_own_drafts_whole_where_the_head_is_of_another_target(tmp_path):
+    """For a target of the head's width it is the head that drafts."""
+    wide = {"hidden_size": 128}
+    large = write_model(tmp_path / "large", make_model("llama", **wide), **wide)
+    alike = small_model(tmp_path / "alike", "qwen3_5")
+    small = write_target(tmp_path / "small")
+    converted = small_model(tmp_path / "converted", "qwen3_5", mtp_num_hidden_layers=1)
+    drafters = ((large, small), (alike, small), (large, converted), (alike, converted))
+    pairs = [load(str(target), str(drafter)) for target, drafter in drafters]
+    assert [pair.drafters[0].family for pair in pairs] == ["lm", "mtp", "lm", "lm"]
+    answers = [generate(pairs[0], "hello", DecodeConfig(m, max_tokens=8)) for m in ("none", "lm")]
+    assert answers[0].tokens == answers[1].tokens
 
 
 # Tokens
