@@ -48,7 +48,7 @@ FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing i
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 _SCALES = 0.5  # bits that quantisation adds to each weight: a scale and an offset of 16 bits for 64
 _BITS = re.compile(
-    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q)(\d+)e?)(?![a-z0-9])"
+    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q|mixed[-_])(\d+)e?)(?![a-z0-9])"
 )
 _BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])")
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything

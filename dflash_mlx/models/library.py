@@ -97,8 +97,8 @@ def available_models(here: Path) -> list[AvailableModel]:
     folders = [*local_folders(here), *cached_folders()]
     drafters = [folder for folder in folders if folder.option == DRAFTER]
     models = [folder for folder in folders if folder.option == MODEL]
-    names = {drafter.name for drafter in drafters}
-    found = [on_this_machine(model, drafters) for model in models]
+    names = {folder.name for folder in folders}  # a small model that drafts is a target as well
+    found = [on_this_machine(model, drafters, models) for model in models]
     here_already = {registered(folder.name) for folder in models}
     public = [
         _public(entry, names)
@@ -127,14 +127,19 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
     return AvailableModel(name, config, place, needs)
 
 
-def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel:
-    """The model with the registry's drafter, or else the first of `drafters` that fits it."""
+def on_this_machine(
+    model: Source, drafters: Sequence[Source], others: Sequence[Source] = ()
+) -> AvailableModel:
+    """The model with the registry's drafter, or else the first of `drafters` that fits it.
+
+    others: models, small ones of which the registry has as drafters.
+    """
     needs, notes, verified = needed(model), "", True
     place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
     if (entry := registered(model.name) or parent_of(model)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
         verified = entry.verified
-        there = next((d for d in drafters if d.name == drafter), None)
+        there = next((d for d in (*drafters, *others) if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")

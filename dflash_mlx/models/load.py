@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -32,12 +32,14 @@ from dflash_mlx.models.check import (
     fetched,
     larger,
 )
+from dflash_mlx.models.choice import Choice
 from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     Names,
     find_names,
     find_source,
     inherited,
+    is_here,
     registered,
     target_names,
 )
@@ -223,47 +225,6 @@ def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) 
 # Which drafters
 
 
-@dataclass
-class Choice:
-    """The drafters of a pair, the first one first."""
-
-    names: dict[str, str] = field(default_factory=dict)  # by option, of further families by family
-    asked: set[str] = field(default_factory=set)  # so that going without is an error
-    missing: str = ""  # why there is none
-    drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
-    notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
-
-    def each(self, read: Callable[[str], ModelFacts]) -> None:
-        """Keep what `read` tells of each drafter, without those that it refuses if unasked for."""
-        for option in list(self.names):
-            try:
-                if option in self.names:
-                    self.drafters[option] = read(option)
-            except DFlashError as error:
-                if option in self.asked:
-                    raise
-                self._leave_out(option, error.what)
-
-    def _leave_out(self, option: str, why: str) -> None:
-        self.drafters.pop(option, None)
-        name = f"the {option.replace('-', ' ')} {self.names.pop(option)}"
-        reason = f"{name} cannot be used ({why})"
-        if option == DRAFTER:
-            for options in (self.names, self.drafters):
-                options.pop(SECOND_DRAFTER, None)
-            self.missing = reason
-        else:
-            self.notes = [f"{reason}, so the first one drafts alone"]
-
-    def left(self, names: Names) -> list[tuple[str, str]]:
-        """Known drafters that are not loaded, by family, "" where that is not known yet."""
-        if self.missing:
-            return []
-        first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
-        left = [(family, name) for family, name in names.others if family not in self.drafters]
-        return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
-
-
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     """The drafters that `uses` need, or without any use all that are known."""
     unknown = Capabilities((None, None), preset=names.preset)
@@ -310,7 +271,10 @@ def find(
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
 
+    wanted = DRAFTER in choice.names
     choice.each(checked)
+    if wanted and not choice.drafters:
+        choice.stand_in((name for _, name in names.others if is_here(name, DRAFTER)), checked)
     return target, choice, names
 
 

@@ -32,6 +32,8 @@ _UNTRAINABLE = {  # by what a config has then
     "quantization": "quantised weights",
     "sample_from_anchor": "drafts from its anchor's row",
     "markov": "DSpark's heads",
+    "domino": "Domino's head",
+    "mask_hidden": "drafts of one pass, as P-EAGLE's are",
     "logits_shifted": "shifted logits",
     "offset_norms": "norms of 1 + w",
     "gemma_layers": "Gemma's layers",

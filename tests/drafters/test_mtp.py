@@ -13,17 +13,21 @@ import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.drafters.autoregressive import Chain
+from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.drafters.mtp.checkpoint import FILES, our_config
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target
 from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.sequence import SequenceCache
+from kernels_metal.emulator import emulated
 from support import mtp_targets, reference_mtp
 from support.decoding import open_with, path_to, paths_of, start, tree_of
 from support.drafting import CASES, TOLERANCE, Heads, difference
-from support.families import VOCAB_SIZE, make_model
+from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.models import edit_config
 from support.mtp_targets import write_split
+from support.recurrent_families import RECURRENT
 from support.reference_dflash import write_drafter_folder
 from support.reference_mtp import (
     FORMATS,
@@ -32,6 +36,7 @@ from support.reference_mtp import (
     NEXT,
     QWEN,
     USUAL,
+    case,
     inside,
     ours,
     random_head,
@@ -107,6 +112,41 @@ def test_every_node_of_a_tree_has_the_logits_of_the_reference(drafting, name):
             expected = subject.after(text, [7, *paths[node]])
             assert difference(np.array(row), expected) < TOLERANCE
     assert max(tree.depths) >= 3 and len(path_to(tree, len(tree) - 1)) > 1
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3_moe", "phi3", "olmo2", "glm4", "granite", "smollm3", "lfm2"]
+)
+def test_a_layer_of_any_kind_says_behind_its_cache_what_it_says_of_the_whole(family):
+    """As training has it, in one pass over all rows."""
+    config = FILES.parse_config(our_config({**FAMILIES, **RECURRENT}[family]), family)
+    network = FILES.build(config, family)
+    x, h = mx.random.normal((2, 9, 64), key=mx.random.key(1))
+    cache = SequenceCache([LayerCache(window) for window in config.layer_windows])
+    network.append(x[:5], h[:5], cache)
+    network.append(x[5:8], h[5:8], cache)
+    cache.begin(Block(1))
+    step = network.step(x[8:], h[8:], cache)
+    whole = network(x[None], h[None])
+    for found, expected in zip(step, whole, strict=True):
+        np.testing.assert_allclose(found[0], expected[0, -1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attends_drafts": False}], ids=str)
+def test_trees_through_emulated_kernels_are_those_of_stock_mlx(tmp_path, changes):
+    text = {**LLAMA, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Target(make_model("llama"), 512, "tiny")
+    subject = Heads(tmp_path, *case(ours(text, **changes)), model)
+    state, drafters = (
+        subject.behind(0, 7),
+        (Chain(subject.model, 4), GrownTree(subject.model, 4, 3, 20)),
+    )
+    expected = [drafter.draft(state, 9).tree.drafted for drafter in drafters]
+    model.use_kernels("on")
+    with emulated() as run:
+        found = [drafter.draft(state, 9).tree.drafted for drafter in drafters]
+    assert found == expected
+    assert [counters.kernel for counters in run.counters].count("cascade_attention") == 3 + 3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "gemma3_text", "nemotron_h"])

@@ -32,13 +32,14 @@ from support.toys import prompt_of
 FIRST = ["version 1", *WINDOWS]
 CONVOLVED = ["version 2", "version 2, three taps", "version 2, sliding"]
 EAGLES = ["eagle3, raw", "eagle3, 3.1, norms per layer", "eagle3, speculators, sliding"]
+EAGLES += ["eagle3, parallel, raw", "eagle3, parallel, speculators, sliding"]
 MASKED = ["specdiff, ours", "specdiff, ours, sliding", "specdiff, fast-dllm"]
 HEADS = [
     "mtp, ours",
     "mtp, ours, all variants",
     "mtp, qwen3_5_moe",
-    "mtp, deepseek",
-    "mtp, nemotron",
+    "mtp of deepseek",
+    "mtp of nemotron",
 ]
 ONE_OF_EACH = ["version 1", "eagle3, ours", "mtp, ours", "specdiff, ours"]
 
@@ -185,7 +186,7 @@ def test_drafts_leave_the_context_as_it_is(drafting, name):
     assert subject.error(context, text, 7, 5) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*ONE_OF_EACH, "eagle3, raw"])
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "eagle3, raw", "eagle3, parallel, raw"])
 def test_a_draft_window_is_a_window_of_every_layer(drafting, made, name):
     subject, window = made(name, draft_window=8), ["sliding_attention"]
     windows = window * subject.raw.get("num_hidden_layers", 1)
@@ -223,6 +224,9 @@ DRAFTERS = [
     ("version 2", SelectedPath),
     ("eagle3, raw", Chain),
     ("eagle3, raw", lambda *of: GrownTree(*of, 2, 200)),
+    ("eagle3, parallel, raw", Chain),
+    ("eagle3, parallel, raw", lambda *of: GrownTree(*of, 2, 200)),
+    ("domino", SelectedPath),
     ("mtp, ours", Chain),
     ("specdiff, ours", denoising),
 ]

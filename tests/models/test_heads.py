@@ -170,6 +170,8 @@ def test_a_known_drafter_goes_before_the_head(tmp_path):
     """Which is there for whoever asks for it."""
     folder = write_target(tmp_path / "Qwen3-4B")
     named = check_named(PairConfig(str(folder)))
-    assert named.drafters == (), "the registry's is not here"
+    assert [drafter.name for drafter in named.drafters] == [str(folder)], "it stands in"
+    said = [finding.what for finding in named.findings]
+    assert any("z-lab/Qwen3-4B-DFlash-b16 cannot be used" in what for what in said)
     pair = load_pair(PairConfig(str(folder)), DecodeConfig("mtp"))
     assert [drafter.family for drafter in pair.drafters] == ["mtp"]

@@ -12,7 +12,13 @@ import numpy as np
 
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
-from support import masked_formats, published_heads, reference_eagle3, reference_mtp
+from support import (
+    masked_formats,
+    published_heads,
+    reference_eagle3,
+    reference_mtp,
+    reference_peagle,
+)
 from support.decoding import open_with
 from support.drafter_formats import (
     FORMATS,
@@ -148,6 +154,14 @@ class Steps(Drafting):
         return reference_eagle3.logits(self.tensors, self.raw, self.tables, *text, path)
 
 
+class Parallel(Steps):
+    """P-EAGLE: all rows in one pass, whatever tokens led to them."""
+
+    def after(self, text: Text, path: list[int]) -> Array:
+        given = self.tensors, self.raw, self.tables, *text, path[0], len(path)
+        return np.asarray(reference_peagle.logits(*given)[-1])
+
+
 class Heads(Steps):
     """Heads for multi-token prediction, which read the outputs of the target's last layer."""
 
@@ -188,6 +202,7 @@ class Masks(Drafting):
 CASES: dict[str, tuple[type[Drafting], Any]] = {
     **{name: (Blocks, case) for name, case in {**FORMATS, **WINDOWS}.items()},
     **{f"eagle3, {name}": (Steps, case) for name, case in reference_eagle3.FORMATS.items()},
+    **{f"eagle3, parallel, {n}": (Parallel, c) for n, c in reference_peagle.FORMATS.items()},
     **{f"mtp, {name}": (Heads, case) for name, case in reference_mtp.FORMATS.items()},
     **{f"mtp of {name}": (PublishedHeads, case) for name, case in published_heads.FORMATS.items()},
     **{f"specdiff, {name}": (Masks, case) for name, case in masked_formats.FORMATS.items()},

@@ -97,3 +97,33 @@ HEADS: dict[str, Head] = {
     "MiMo-7B": MiMo(MIMO_7B, {}),
     "Nemotron-3-Super": NemotronH(NEMOTRON_SUPER, {}),
 }
+
+# Rows of the table of published configurations: what is read of each, or why it is refused
+
+_READ: dict[str, Any] = {
+    **{"hidden_normed": True, "hidden_first": False, "feeds_normed": True, "attends_drafts": True},
+    **{"block_size": 8, "own_embedding": False, "own_head": False, "notes": ""},
+}
+_TURNED = {"hidden_normed": False, "hidden_first": True, "feeds_normed": False, "block_size": 2}
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zai-org/GLM-4.5-Air": (GLM_AIR, {**_READ, "num_target_layers": 46}),
+    "zai-org/GLM-4.7": (GLM_LARGE, {**_READ, "vocab_size": 151552}),
+    "zai-org/GLM-4.7-Flash": (GLM_FLASH, {**_READ, "rms_norm_eps": 1e-5}),
+    "GLM-4.7-Flash, split by mlx-vlm": (
+        {"model_type": "glm4_moe_lite_mtp", "block_size": 2, "text_config": GLM_FLASH},
+        _READ,
+    ),
+    "deepseek-ai/DeepSeek-V3": (DEEPSEEK_V3, {**_READ, "quantization": None}),
+    "XiaomiMiMo/MiMo-7B-RL": (MIMO_7B, {**_READ, **_TURNED}),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": (
+        NEMOTRON_SUPER,
+        {**_READ, "rms_norm_eps": 1e-5, "layer_windows": (None,)},
+    ),
+}
+_COUNT = "num_nextn_predict_layers"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "stepfun-ai/Step-3.5-Flash": ({"model_type": "step3p5", _COUNT: 3}, "step3p5, whose heads"),
+    "XiaomiMiMo/MiMo-V2-Flash": ({"model_type": "mimo_v2_flash", _COUNT: 3}, "windows and"),
+    "zai-org/GLM-5": ({"model_type": "glm_moe_dsa", _COUNT: 1}, "glm_moe_dsa, whose heads"),
+    "a DeepSeek with a head for each step": ({**DEEPSEEK_V3, _COUNT: 3}, f"{_COUNT} is 3"),
+}

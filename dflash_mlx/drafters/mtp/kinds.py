@@ -71,7 +71,11 @@ class Kind:
 
     def remember(self, layer: Any, x: mx.array, cache: LayerCache) -> None:
         """Write keys and values of rows x [1, n, d] into `cache`, which has begun the pass."""
-        layer.self_attn(layer.input_layernorm(x), self.mask(x, cache), cache)
+        mask = self.mask(x, cache)
+        if "input_layernorm" in layer and "self_attn" in layer:
+            layer.self_attn(layer.input_layernorm(x), mask, cache)
+        else:
+            layer(x, mask, cache)
 
     def mask(self, x: mx.array, cache: LayerCache) -> mx.array | str | None:
         return cache.make_mask(x.shape[1], return_array=self.array_masks and x.shape[1] > 1)

@@ -15,12 +15,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import mlx.core as mx
-
 from dflash_mlx.drafters.mtp.kinds import Kind, model_type
 from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.drafters.networks.files import Arrays
-from dflash_mlx.verifier.cache import LayerCache
 
 _OURS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 _BLOCKS = {"full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
@@ -183,9 +180,6 @@ class NemotronH(Arranged):
     def keeps(self, layer: Any) -> bool:
         return bool(layer.block_type == "*")
 
-    def remember(self, layer: Any, x: mx.array, cache: LayerCache) -> None:
-        layer.mixer(layer.norm(x), self.mask(x, cache), cache)
-
 
 class Unread(Kind):
     """Heads that are known and not read, each with the reason."""
@@ -194,10 +188,10 @@ class Unread(Kind):
     reasons: ClassVar[Mapping[str, str]] = {
         "mimo_v2_flash": "they have sliding windows and attention sinks, one for each step",
         "step3p5": "there is one for each step",
-        "ernie4_5_moe": "programs differ in how their layer turns positions",
+        "ernie4_5_moe": "how their layer turns positions is not told",
         "bailing_hybrid": "programs differ in the norms before its vocabulary matrix",
-        "bailing_moe_v3": "programs differ in the norms before its vocabulary matrix",
-        "joyai_llm_flash": "their dense layer is no layer of the target",
+        "bailing_moe_v3": "they were never tried",
+        "joyai_llm_flash": "they were never tried",
         "mellum": "they have sliding windows",
         "longcat_flash": "nor are their targets",
         "deepseek_v32": "nor are their targets",

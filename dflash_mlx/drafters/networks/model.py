@@ -298,6 +298,10 @@ class BoundModel(Generic[_Context]):
         )
         target.tap(self.aux_layers)
 
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Tokens [...] to [..., d]."""
+        return self._table(tokens) * self._scale  # type: ignore[no-any-return]
+
     def own_head(self, network: Any) -> Callable[[mx.array], mx.array]:
         return network.lm_head  # type: ignore[no-any-return]
 

@@ -99,17 +99,13 @@ class PairedContext(DraftContext):
 class PairedModel(BoundModel[PairedContext]):
     """Such a network bound to its target."""
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Tokens [n] to [n, d]."""
-        return self._table(tokens) * self._scale  # type: ignore[no-any-return]
-
     def context(self, *parts: Any) -> PairedContext:
         return PairedContext(self.embed, *parts)
 
     def tried(self, context: PairedContext) -> mx.array:
         return self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
 
-    def begin(self, context: PairedContext) -> PairedDraft:
+    def begin(self, context: PairedContext) -> Draft:
         return PairedDraft(self, context)
 
 
