@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,14 @@ def test_a_pair_is_loaded_by_name_and_answers_as_plain_decoding(model, tmp_path,
     assert mx.abs(found - alone).max() < 1e-4
 
 
-def test_a_target_in_its_own_folder_drafts_for_itself_and_is_always_right(model):
-    pair = load_pair(PairConfig(str(model), str(model)), DecodeConfig("lm"))
+def test_a_target_drafts_for_itself_from_another_folder_alone_and_is_always_right(model, tmp_path):
+    assert "is the target itself" in refusal(model, model)
+    copy = shutil.copytree(model, tmp_path / "copy")
+    pair = load_pair(PairConfig(str(model), str(copy)), DecodeConfig("lm"))
     assert any("may take longer than they save" in note for note in pair.notes)
     config = DecodeConfig("lm", block_size=8, max_tokens=33)
     assert generate(pair, "hello", config).statistics.rounds == 4
-    notes = check_pair(check_target(model), check_drafter(model)).findings
+    notes = check_pair(check_target(model), check_drafter(copy)).findings
     assert [note.severity for note in notes] == ["note"]
 
 
