@@ -150,9 +150,7 @@ def test_of_a_target_that_lost_its_head_is_said_where_to_get_it(tmp_path):
     assert check_target(folder).errors == ()
     with pytest.raises(DFlashError, match=r"which its files lack.*convert OWNER/NAME DST --mtp"):
         load_pair(PairConfig(str(folder)), DecodeConfig("mtp"))
-    with pytest.raises(
-        DFlashError, match=r"drafter .*its files lack.*convert OWNER.NAME DST"
-    ):
+    with pytest.raises(DFlashError, match=r"drafter .*its files lack.*convert OWNER.NAME DST"):
         load_pair(PairConfig(str(folder), str(folder)))
     with pytest.raises(DFlashError, match="holds no head for multi-token prediction"):
         converted(folder, tmp_path / "head")
