@@ -110,9 +110,12 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
     return ModelFacts((), name, None, Weights({}), config, file=file)
 
 
-def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
-    """A drafter alone; arguments as of `check_target`."""
-    source, raw, found, known = _open(folder, True)
+def check_drafter(folder: Path | Source, name: str = "", whole: bool = False) -> ModelFacts:
+    """A drafter alone; arguments as of `check_target`.
+
+    whole: of a language model's folder all is meant, though a head is in it.
+    """
+    source, raw, found, known = _open(folder, True, whole)
     readable, config, family = not found.errors, None, known or formats()[0]
     sizes = family.own_sizes(raw)
     weights = check_weights(source, sizes, found, DOWNLOAD_AGAIN, instead_of(source.name))
@@ -134,19 +137,8 @@ def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     return ModelFacts(found.result(), name or source.name, source, weights, config, family)
 
 
-def check_drafter_of(target: ModelFacts, source: Source, name: str) -> ModelFacts:
-    """A drafter for this target; of a folder with the head of another, the whole model in it."""
-    facts = check_drafter(source, name)
-    if not source.part or facts.format is None or facts.config is None:
-        return facts
-    if not any(facts.format.misfits(facts.config, target.config, target.name)):
-        return facts
-    whole = check_drafter(replace(source, part=(), whole_model=True), name)
-    return whole if whole.format is not None and whole.format.whole_models else facts
-
-
 def _open(
-    folder: Path | Source, as_drafter: bool
+    folder: Path | Source, as_drafter: bool, whole: bool = False
 ) -> tuple[Source, dict[str, Any], Collector, FileFormat | None]:
     """The source, its config.json, {} where it has none, what is wrong with that, and its family.
 
@@ -157,6 +149,8 @@ def _open(
     found = Collector()
     raw = found.attempt(_read_config, source) or {}
     family = limited(source, raw) if as_drafter else format_of(raw)
+    if whole:
+        source.part, family = (), next(each for each in formats() if each.whole_models)
     if raw and (family is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
     source.whole_model = family is not None and family.whole_models
@@ -192,10 +186,23 @@ def fetched(facts: ModelFacts) -> ModelFacts:
     """Facts of a model whose weights are here; what was downloaded for that is checked again."""
     if facts.source is None or facts.is_here:
         return facts
-    check = check_target if facts.format is None else check_drafter
-    again = check(facts.source.fetch(), facts.name)
+    if facts.format is None:
+        again = check_target(facts.source.fetch(), facts.name)
+    else:
+        whole = facts.format.whole_models
+        again = check_drafter(facts.source.fetch(), facts.name, whole)
     again.raise_first()
     return again
+
+
+def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
+    """The drafter in `source`: as a whole, where a head in it is of another target than this."""
+    drafter = check_drafter(source, name)
+    if drafter.source is not None and drafter.source.part and check_pair(target, drafter).errors:
+        whole = check_drafter(replace(source, part=()), name, whole=True)
+        if not check_pair(target, whole).errors:
+            return whole
+    return drafter
 
 
 def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
@@ -204,6 +211,7 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     for drafter in drafters:
         if drafter.format is not None and drafter.config is not None and target.config:
             names = target.name, drafter.name
+            found.add(_itself(target, drafter))
             found.add(drafter.format.misfits(drafter.config, target.config, *names))
     for part in (target, *drafters):
         found.add(part.findings)
@@ -213,6 +221,15 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     if not found.errors:
         found.add(note for drafter in drafters for note in larger(target, drafter))
     return Report(found.result(), target, drafters)
+
+
+def _itself(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
+    """An error for a target that is to draft for itself, and whole."""
+    own, theirs = cast(Source, drafter.source), target.source
+    if own.whole_model and theirs is not None and own.name == theirs.name:
+        lacks = next(filter(None, (each.lacking(target.config) for each in formats())), "")
+        why = lacks or "is the target itself, so its drafts would save nothing"
+        yield Finding("error", f"the drafter {drafter.name} {why}", CHOOSE_ANOTHER)
 
 
 def larger(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
