@@ -21,6 +21,7 @@ from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target
 from support import mtp_targets
 from support.configs import config_with
+from support.decoding import state_with
 from support.drafting import Heads
 from support.families import make_model
 from support.hub_server import serve, use_hub
@@ -83,7 +84,7 @@ def test_a_head_is_taken_out_and_drafts_nearly_what_it_did(tmp_path, options):
         head = FILES.load(place, config, model, PairConfig())
         context = head.new_context()
         context.append(mx.array(text[0]), mx.array(text[1]))
-        found.append(np.array(head.begin(context).logits(mx.array([7]), [-1])))
+        found.append(np.array(head.begin(state_with(context)).logits(mx.array([7]), [-1])))
     apart = np.abs(found[0] - found[1]).max()
     assert apart < {"": 1e-5, "8": 0.2, "4": 2}[bits.partition(" ")[0]]
 
