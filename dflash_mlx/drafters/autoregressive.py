@@ -55,8 +55,8 @@ class StepModel(DraftModel, Protocol):
     takes_trees: bool  # whether several rows of a draft may continue the same one
     prefers_chains: bool  # whether that costs so much more that it has to be asked for
 
-    def begin(self, context: Any) -> Draft:
-        """A draft behind a context of this model."""
+    def begin(self, state: State) -> Draft:
+        """A draft behind a state whose context is this model's."""
 
 
 class StepByStep(BlockDrafter[StepModel]):
@@ -79,7 +79,7 @@ class Chain(StepByStep):
     """The likeliest token after the one before, step by step; nobody waits between the steps."""
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, tokens = self._model.begin(state.context), [state.anchor]
+        draft, tokens = self._model.begin(state), [state.anchor]
         for row in range(rows - 1):
             tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
         drafted = mx.concatenate(tokens[1:])
@@ -105,7 +105,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
         self.name = model.family
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, tokens, laws = self._model.begin(state.context), [state.anchor], []
+        draft, tokens, laws = self._model.begin(state), [state.anchor], []
         keys = mx.random.split(self.key(state), rows - 1)
         chances: list[float] = []
         for row in range(rows - 1):
@@ -136,7 +136,7 @@ class GrownTree(StepByStep):
         self._branches, self._nodes = branches, nodes
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, chances = self._model.begin(state.context), []
+        draft, chances = self._model.begin(state), []
         offers: dict[Path, Offers] = {}
         paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
         tokens = state.anchor

@@ -110,12 +110,9 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
     return ModelFacts((), name, None, Weights({}), config, file=file)
 
 
-def check_drafter(folder: Path | Source, name: str = "", whole: bool = False) -> ModelFacts:
-    """A drafter alone; arguments as of `check_target`.
-
-    whole: of a language model's folder all is meant, though a head is in it.
-    """
-    source, raw, found, known = _open(folder, True, whole)
+def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
+    """A drafter alone; arguments as of `check_target`."""
+    source, raw, found, known = _open(folder, True)
     readable, config, family = not found.errors, None, known or formats()[0]
     sizes = family.own_sizes(raw)
     weights = check_weights(source, sizes, found, DOWNLOAD_AGAIN, instead_of(source.name))
@@ -138,7 +135,7 @@ def check_drafter(folder: Path | Source, name: str = "", whole: bool = False) ->
 
 
 def _open(
-    folder: Path | Source, as_drafter: bool, whole: bool = False
+    folder: Path | Source, as_drafter: bool
 ) -> tuple[Source, dict[str, Any], Collector, FileFormat | None]:
     """The source, its config.json, {} where it has none, what is wrong with that, and its family.
 
@@ -149,8 +146,6 @@ def _open(
     found = Collector()
     raw = found.attempt(_read_config, source) or {}
     family = limited(source, raw) if as_drafter else format_of(raw)
-    if whole:
-        source.part, family = (), next(each for each in formats() if each.whole_models)
     if raw and (family is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
     source.whole_model = family is not None and family.whole_models
@@ -186,11 +181,8 @@ def fetched(facts: ModelFacts) -> ModelFacts:
     """Facts of a model whose weights are here; what was downloaded for that is checked again."""
     if facts.source is None or facts.is_here:
         return facts
-    if facts.format is None:
-        again = check_target(facts.source.fetch(), facts.name)
-    else:
-        whole = facts.format.whole_models
-        again = check_drafter(facts.source.fetch(), facts.name, whole)
+    check = check_target if facts.format is None else check_drafter
+    again = check(facts.source.fetch(), facts.name)
     again.raise_first()
     return again
 
@@ -199,7 +191,7 @@ def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
     """The drafter in `source`: as a whole, where a head in it is of another target than this."""
     drafter = check_drafter(source, name)
     if drafter.source is not None and drafter.source.part and check_pair(target, drafter).errors:
-        whole = check_drafter(replace(source, part=()), name, whole=True)
+        whole = check_drafter(replace(source, part=(), whole_model=True), name)
         if not check_pair(target, whole).errors:
             return whole
     return drafter

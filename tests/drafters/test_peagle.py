@@ -13,8 +13,9 @@ from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.drafters.autoregressive import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.eagle3.model import EagleModel
 from dflash_mlx.train.eagle3 import EagleTrainee
+from support import reference_peagle
 from support.decoding import path_to, paths_of
-from support.drafting import TOLERANCE, difference
+from support.drafting import TOLERANCE, Parallel, difference
 from support.law import chi_square
 from support.reference_peagle import FORMATS, logits
 
@@ -49,7 +50,7 @@ def test_a_draft_is_as_deep_as_the_drafter_was_trained_and_takes_one_pass(drafti
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_a_path_depends_on_its_depth_alone(drafting, name):
     subject = drafting(name)
-    draft = subject.model.begin(subject.context(subject.text(9)))
+    draft = subject.model.begin(subject.behind(0, 7))
     root = draft.logits(mx.array([7]), [-1])
     once = draft.logits(mx.array([3, 50]), [0, 0])
     twice = draft.logits(mx.array([8, 9, 10]), [1, 2, 2])
@@ -94,6 +95,15 @@ def test_drawn_chains_follow_the_product_of_the_depths_and_say_so(
     assert chi_square(pairs, draws) < 4
     turned = {(a, b): law[1, a] * law[0, b] for a, b in pairs}
     assert chi_square(turned, draws) > 4, "the test notices another law"
+
+
+def test_one_depth_needs_no_masks(tmp_path):
+    raw = reference_peagle.raw(num_depths=1, layer_types=["full_attention"] * 9)  # a target's
+    subject = Parallel(tmp_path, *reference_peagle.case(raw))
+    text = subject.text(5)
+    assert subject.model.block_size == 2
+    tree = Chain(subject.model).draft(subject.state(7, text), 100).tree
+    assert list(tree.drafted) == [subject.after(text, [7]).argmax()]
 
 
 MISTAKES = {

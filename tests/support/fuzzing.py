@@ -41,7 +41,7 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import PAIR_FILE, write_pair
 from dflash_mlx.models.read import load_plain
 from dflash_mlx.models.source import Source
-from support import gguf_files, reference_eagle3
+from support import gguf_files, reference_eagle3, reference_peagle
 from support.drafter_formats import FORMATS, HALVES, version_1, write_shards
 from support.families import FAMILIES, make_model
 from support.hub_server import serve
@@ -230,11 +230,12 @@ def _same(model: Any, folder: Path) -> None:
 def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     """All that is damaged, made in `root`. repositories: those of a hub."""
     model, drafter = write_model(root / "model"), write_drafter(root / "drafter")
-    formats = [FORMATS[name] for name in ("version 1", "version 2", HALVES, "dspark")]
-    names = ("DFlash", "DFlash 2", "speculators", "DSpark", "EAGLE-3")
+    formats = [FORMATS[name] for name in ("version 1", "version 2", HALVES, "dspark", "domino")]
+    formats += [reference_eagle3.FORMATS["raw"], reference_peagle.FORMATS["raw"]]
+    names = ("DFlash", "DFlash 2", "speculators", "DSpark", "Domino", "EAGLE-3", "P-EAGLE")
     drafters = {
         name: write_drafter_folder(root / name, *given)
-        for name, given in zip(names, [*formats, reference_eagle3.FORMATS["raw"]], strict=True)
+        for name, given in zip(names, formats, strict=True)
     }
     shards = write_shards(root / "shards", version_1(), random_drafter(version_1()))
     gguf_files.write(root / "model.gguf")

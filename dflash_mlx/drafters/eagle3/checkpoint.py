@@ -89,14 +89,15 @@ class EagleFiles(FileFormat):
         drafted = size(told, "draft_vocab_size", vocabulary)
         target_width = size(told, "target_hidden_size", width)
         narrower, unknown, ours = target_width != width, not names, {*map(_renamed, names)}
-        first = (told.get("layer_types") or [])[:1]  # some have those of a target
+        layers = size(told, "num_hidden_layers")
+        kinds = (told.get("layer_types") or [])[:layers]  # some have those of a target
         return EagleConfig.read(
             {**method, **told},
             block_size=size(told, "block_size", _drafted({**method, **told}) + 1),
             target_hidden_size=target_width,
             aux_layers=aux_layers,
             num_target_layers=size_or_none(told, "num_target_layers"),
-            layer_windows=layer_windows(told if parallel else {**told, "layer_types": first}),
+            layer_windows=layer_windows({**told, "layer_types": kinds}),
             head_norms=flag(told, "qk_norm"),
             norm_output=flag({**method, **told}, "norm_output", flag(method, own.POST_NORM)),
             draft_vocab_size=None if drafted == vocabulary else drafted,
