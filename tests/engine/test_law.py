@@ -133,6 +133,8 @@ class ToyDomino(ToyMarkov):
 class ToyParallel(ToyEagle):
     """Stands for a P-EAGLE drafter, with its real drafts; logits are states as well."""
 
+    is_parallel = True
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._head = DraftHead(lambda states: states, VOCABULARY)
@@ -374,7 +376,7 @@ MISTAKES = {
 SHOWN_BY = {
     DrawnPath: "dflash, dspark, reject",
     DrawnBlock: "dflash, as pays, reject",
-    Drawn: "eagle3, as pays, reject",
+    Drawn: "eagle3, parallel as pays, reject",  # of several tokens, whatever a step costs
 }
 
 
