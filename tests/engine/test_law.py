@@ -376,7 +376,7 @@ MISTAKES = {
 SHOWN_BY = {
     DrawnPath: "dflash, dspark, reject",
     DrawnBlock: "dflash, as pays, reject",
-    Drawn: "eagle3, parallel as pays, reject",  # of several tokens, whatever a step costs
+    Drawn: "eagle3, as pays, reject",
 }
 
 
