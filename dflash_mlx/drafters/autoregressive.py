@@ -58,8 +58,8 @@ class StepModel(DraftModel, Protocol):
     def is_parallel(self) -> bool:
         """Whether all steps of a draft are one pass, so that no further one costs another."""
 
-    def begin(self, context: Any) -> Draft:
-        """A draft behind a context of this model."""
+    def begin(self, state: State) -> Draft:
+        """A draft behind a state whose context is this model's."""
 
 
 class StepByStep(BlockDrafter[StepModel]):
@@ -88,7 +88,7 @@ class Chain(StepByStep):
     """The likeliest token after the one before, step by step; nobody waits between the steps."""
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, tokens = self._model.begin(state.context), [state.anchor]
+        draft, tokens = self._model.begin(state), [state.anchor]
         for row in range(rows - 1):
             tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
         drafted = mx.concatenate(tokens[1:])
@@ -114,7 +114,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
         self.name = model.family
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, tokens, laws = self._model.begin(state.context), [state.anchor], []
+        draft, tokens, laws = self._model.begin(state), [state.anchor], []
         keys = mx.random.split(self.key(state), rows - 1)
         chances: list[float] = []
         for row in range(rows - 1):
@@ -145,7 +145,7 @@ class GrownTree(StepByStep):
         self._branches, self._nodes = branches, nodes
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, chances = self._model.begin(state.context), []
+        draft, chances = self._model.begin(state), []
         offers: dict[Path, Offers] = {}
         paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
         tokens = state.anchor

@@ -10,6 +10,7 @@ from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, Sampli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, values_given
 from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
+from dflash_mlx.drafters.assistant import drafter as assistant
 from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
@@ -29,6 +30,7 @@ METHODS: dict[str, Method] = {
         dual_diffusion.METHOD,
         specdiff.METHOD,
         eagle3.METHOD,
+        assistant.METHOD,
         mtp.METHOD,
         lm.METHOD,  # the last of those with files, since any model is read so
         ngram.METHOD,  # behind these, since it is as good only where no draft model is

@@ -187,12 +187,23 @@ def fetched(facts: ModelFacts) -> ModelFacts:
     return again
 
 
+def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
+    """The drafter in `source`: as a whole, where a head in it is of another target than this."""
+    drafter = check_drafter(source, name)
+    if drafter.source is not None and drafter.source.part and check_pair(target, drafter).errors:
+        whole = check_drafter(replace(source, part=(), whole_model=True), name)
+        if not check_pair(target, whole).errors:
+            return whole
+    return drafter
+
+
 def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
         if drafter.format is not None and drafter.config is not None and target.config:
             names = target.name, drafter.name
+            found.add(_itself(target, drafter))
             found.add(drafter.format.misfits(drafter.config, target.config, *names))
     for part in (target, *drafters):
         found.add(part.findings)
@@ -202,6 +213,15 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     if not found.errors:
         found.add(note for drafter in drafters for note in larger(target, drafter))
     return Report(found.result(), target, drafters)
+
+
+def _itself(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
+    """An error for a target that is to draft for itself, and whole."""
+    own, theirs = cast(Source, drafter.source), target.source
+    if own.whole_model and theirs is not None and own.name == theirs.name:
+        lacks = next(filter(None, (each.lacking(target.config) for each in formats())), "")
+        why = lacks or "is the target itself, so its drafts would save nothing"
+        yield Finding("error", f"the drafter {drafter.name} {why}", CHOOSE_ANOTHER)
 
 
 def larger(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from dflash_mlx.models.check import (
     ModelFacts,
     Report,
     check_built,
-    check_drafter,
+    check_for,
     check_pair,
     check_vocabulary,
     fetched,
@@ -168,7 +168,7 @@ class _Bench:
         models = []
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
-            drafter = check_drafter(find_source(name, DRAFTER), name)
+            drafter = check_for(self.facts, find_source(name, DRAFTER), name)
             if drafter.format is None or family_of(drafter.format) != family:
                 continue
             check_pair(self.facts, drafter).raise_first()
@@ -265,7 +265,7 @@ def find(
 
     def checked(option: str) -> ModelFacts:
         name, place = choice.names[option], option if option == SECOND_DRAFTER else DRAFTER
-        drafter = check_drafter(find_source(name, place, update), name)
+        drafter = check_for(target, find_source(name, place, update), name)
         for finding in check_pair(target, drafter).errors:
             if finding not in target.findings and (update or option not in choice.asked):
                 raise DFlashError(finding.what, finding.next_step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.methods import format_as_drafter, format_of
+from dflash_mlx.drafters.methods import format_as_drafter, format_of, formats
 from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, Source
 
 _NEXT = "choose a complete model folder"
@@ -21,10 +21,14 @@ _NEXT = "choose a complete model folder"
 def limited(source: Source, raw: Mapping[str, Any]) -> FileFormat | None:
     """The family of a folder that is given as a drafter's, None where nothing drafts so.
 
-    Of a target's folder that holds a head, `source` keeps only the files that have it.
+    Of a target's folder that holds a head, `source` keeps only the files that have it, unless it is
+    for the whole model.
     """
     if (own := format_of(raw)) is not None or format_as_drafter(raw) is None:
         return own
+    if source.whole_model:
+        reading = (each for each in formats() if each.whole_models and each.reads_target(raw))
+        return next(reading, None)
     places: dict[str, str] = {}
     with suppress(DFlashError):  # the check of its weights says what is wrong
         places = _places(source)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -164,7 +164,7 @@ class Source:
             return self
         with self._asking():
             found = self._snapshot([*LICENCES, CARD, *self._wanted])
-        return Source(str(found), Path(found), self.option, self.part)
+        return replace(self, name=str(found), folder=Path(found))
 
     def missing(self) -> int:
         return sum(self.to_come().values())

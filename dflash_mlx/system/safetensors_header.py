@@ -114,4 +114,6 @@ def _tensor(name: str, entry: dict[str, Any]) -> TensorHeader:
     if max(shape, default=0) > MAX_DIMENSION or len(shape) > _MAX_DIMENSIONS:
         wanted = f"up to {_MAX_DIMENSIONS} numbers up to {MAX_DIMENSION}"
         raise ValueError(f"shape {where} {reprlib.repr(shape)}, not {wanted}")
-    return TensorHeader(dtype, tuple(shape), tuple(entry["data_offsets"]))
+    if len(offsets := tuple(entry["data_offsets"])) != 2:  # the hub's client lets any through
+        raise ValueError(f"data_offsets {where} {reprlib.repr(offsets)}, not two numbers")
+    return TensorHeader(dtype, tuple(shape), offsets)

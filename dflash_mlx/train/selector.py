@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> None:
             "choose fewer with --top-k, or more with --draft-vocabulary",
             "top_k",
         )
-    texts = read_texts(data, pair, trainee.config.aux_layers)
+    texts = read_texts(data, pair, trainee.aux_layers)
     train, held_out = texts.split(config.held_out)
     arguments.out.mkdir(parents=True, exist_ok=True)
 

@@ -131,6 +131,11 @@ class Trainee(ABC):
         return np.array(mx.argmax(self.logits(states), axis=-1))
 
     @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers that it reads of its target."""
+        return self.config.layers_read(self.target.num_layers)  # type: ignore[no-any-return]
+
+    @property
     def softcap(self) -> float | None:
         return getattr(self.config, "final_logit_softcapping", None)
 

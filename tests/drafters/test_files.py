@@ -241,7 +241,7 @@ def test_another_target_is_refused_with_both_values(raw, target, said):
 @pytest.mark.parametrize("name", CASES)
 def test_every_format_is_recognised_and_converted_to_the_same_drafter(tmp_path, name):
     source, files = write_drafter_folder(tmp_path / "source", *CASES[name][1]), files_of(name)
-    family = name.partition(", ")[0]
+    family = name.partition(", ")[0].partition(" of ")[0]
     assert family_of(files) == (family if family in ("eagle3", "mtp", "specdiff") else "dflash")
     assert not check_drafter(source).errors
     converted = convert(source, tmp_path / "ours", *["--mtp"] * (family == "mtp"))

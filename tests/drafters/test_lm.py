@@ -23,7 +23,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.session import Session, collect
 from dflash_mlx.verifier.model import Target
 from support.configs import config_with
-from support.decoding import path_to, run, start, tree_of
+from support.decoding import path_to, run, start, state_with, tree_of
 from support.families import FAMILIES, ONE_BY_ONE, POSITION_DEPENDENT, make_model
 from support.family_configs import VOCAB_SIZE
 from support.hybrids import plain_answer, target_of
@@ -75,7 +75,7 @@ def count_passes(monkeypatch: Any, model: LanguageModel, rows: list[int]) -> Non
 
 def chain_error(name: str, context: Any, text: list[int], rows: int = 5) -> float:
     """By how much logits of a chain behind a context are off from mlx-lm's own, at most."""
-    draft, path = model_of(name).begin(context), prompt_of(len(text), rows)
+    draft, path = model_of(name).begin(state_with(context)), prompt_of(len(text), rows)
     off = []
     for i, token in enumerate(path):
         found = np.array(draft.logits(mx.array([token]), [i - 1])[0])
@@ -107,7 +107,7 @@ def test_every_row_of_a_tree_says_what_a_fresh_pass_over_its_path_says(name):
     tokens, parents = random_tree(rng, 12, VOCAB_SIZE)
     tree = tree_of([7, *tokens], [-1, *parents])
     context = context_of(name, text, 12)
-    draft, row, found = model.begin(context), 0, []
+    draft, row, found = model.begin(state_with(context)), 0, []
     while row < len(tree):
         rows = [row]
         while rows[-1] + 1 < len(tree) and tree.parents[rows[-1] + 1] < row and row:
@@ -184,18 +184,18 @@ def test_tokens_wait_until_a_draft_or_many_of_them_ask(monkeypatch):
     count_passes(monkeypatch, model, passes)
     context = context_of("llama", prompt_of(11, 60), *[1] * 59)
     assert passes == []
-    model.begin(context).logits(mx.array([5]), [-1])
+    model.begin(state_with(context)).logits(mx.array([5]), [-1])
     assert passes == [61], "the first row passes with what waited"
     context.append(mx.array(prompt_of(12, 1100)), None)
     assert passes == [61, 512, 512, 76]
-    model.begin(context).logits(mx.array([5]), [-1])
+    model.begin(state_with(context)).logits(mx.array([5]), [-1])
     assert passes[4:] == [1]
 
 
 def test_a_recurrent_chain_passes_every_row_once_and_a_tree_all_rows_again(monkeypatch):
     model, passes = model_of("qwen3_5"), []
     count_passes(monkeypatch, model, passes)
-    draft = model.begin(context_of("qwen3_5", prompt_of(13, 9)))
+    draft = model.begin(state_with(context_of("qwen3_5", prompt_of(13, 9))))
     for tokens, parents in (([5], [-1]), ([6], [0]), ([7], [1]), ([8, 9], [0, 2])):
         draft.logits(mx.array(tokens), parents)
     assert passes == [10, 1, 1, 5]
@@ -212,7 +212,7 @@ def test_logits_are_over_the_targets_vocabulary(size):
     text = [*prompt_of(14, 20), 96, 3]
     context = model.new_context()
     context.append(mx.array(text), None)
-    draft = model.begin(context)
+    draft = model.begin(state_with(context))
     for i, token in enumerate([5, 96]):
         found = np.array(draft.logits(mx.array([token]), [i - 1])[0])
         known = [min(t, size - 1) for t in [*text, 5, 96][: len(text) + i + 1]]

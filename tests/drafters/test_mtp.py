@@ -101,7 +101,7 @@ def test_every_node_of_a_tree_has_the_logits_of_the_reference(drafting, name):
     text = subject.text(9)
     drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
     tree = tree_of([7, *drafted], [-1, *parents])
-    draft, paths = subject.model.begin(subject.context(text)), paths_of(tree)
+    draft, paths = subject.model.begin(subject.state(7, text)), paths_of(tree)
     row_of: dict[int, int] = {}
     for depth in range(max(tree.depths) + 1):
         nodes = [node for node, deep in enumerate(tree.depths) if deep == depth]

@@ -50,7 +50,7 @@ def test_a_draft_is_as_deep_as_the_drafter_was_trained_and_takes_one_pass(drafti
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_a_path_depends_on_its_depth_alone(drafting, name):
     subject = drafting(name)
-    draft = subject.model.begin(subject.context(subject.text(9)))
+    draft = subject.model.begin(subject.behind(0, 7))
     root = draft.logits(mx.array([7]), [-1])
     once = draft.logits(mx.array([3, 50]), [0, 0])
     twice = draft.logits(mx.array([8, 9, 10]), [1, 2, 2])

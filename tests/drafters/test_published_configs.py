@@ -65,6 +65,8 @@ def test_what_is_not_supported_is_refused_by_its_name_with_the_next_step(tmp_pat
     with pytest.raises(DFlashError, match=said) as failure:
         parsed(raw)
     assert failure.value.next_step
+    if format_of(raw) is None:  # a target's, in whose folder there would have to be a head
+        return
     tensors = {
         "norm.weight": np.zeros(64, np.float32),
         "lm_head.weight": np.zeros((97, 64), np.float32),

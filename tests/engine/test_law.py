@@ -49,6 +49,7 @@ from dflash_mlx.verifier.pass_times import PassTimes
 from support.language_models import language_model
 from support.law import (
     VOCABULARY,
+    ToyAssistant,
     ToyDrafter,
     ToyEagle,
     ToyHead,
@@ -139,9 +140,11 @@ class ToyParallel(ToyEagle):
         super().__init__(seed)
         self._head = DraftHead(lambda states: states, VOCABULARY)
 
-    def begin(self, context):
-        context.words = None
-        return ParallelDraft(self, context, lambda anchor: mx.array(self.table[anchor.item(), :-1]))
+    def begin(self, state):
+        state.context.words = None
+        return ParallelDraft(
+            self, state.context, lambda anchor: mx.array(self.table[anchor.item(), :-1])
+        )
 
 
 class ToyHalf(ToyDrafter):
@@ -198,6 +201,7 @@ SHORT = ToyDrafter(1, block_size=2)  # so that the second goes on behind its end
 HALVES = ToyHalf(1), ToyHalf(2)
 MASKED, GROWN = ToyMasked(1), (partial(likeliest, nodes=6), 3)
 EAGLE, PARALLEL, HEAD = ToyEagle(1), ToyParallel(1), ToyHead(1)
+ASSISTANT = ToyAssistant(2)
 SMALL = language_model("falcon_h1", ToyTarget(VOCABULARY), vocab_size=VOCABULARY)  # recurrent, too
 MADE = {
     "none": lambda sampling: NoDraft(),
@@ -242,6 +246,8 @@ MADE = {
     "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
         lambda chance, _: chance > 0.35
     ),
+    "assistant": lambda sampling: GrownTree(ASSISTANT, None, 3, 8),
+    "assistant, reject": lambda sampling: DrawnChain(ASSISTANT, None, sampling),
     "mtp": lambda sampling: GrownTree(HEAD, None, 3, 8),
     "mtp, chain": lambda sampling: Chain(HEAD),
     "mtp, reject": lambda sampling: DrawnChain(HEAD, None, sampling),

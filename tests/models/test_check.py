@@ -142,7 +142,7 @@ def test_a_tokenizer_that_the_hub_refuses_keeps_the_hubs_sentence(model, drafter
 @pytest.mark.parametrize(
     ("kind", "model_type", "named"),
     [
-        ("Gemma4AssistantForCausalLM", "gemma4_assistant", "Gemma4AssistantForCausalLM"),
+        ("Gemma5AssistantForCausalLM", "gemma5_assistant", "Gemma5AssistantForCausalLM"),
         ("Step3p5ForCausalLM", "step3p5_mtp", "step3p5_mtp"),
         ("MiMoMTPModel", None, "MiMoMTPModel"),
         (None, "medusa", "medusa"),

@@ -13,16 +13,19 @@ from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
+from dflash_mlx.drafters.networks.files import read_headers
 from dflash_mlx.models.check import check_drafter, check_target
 from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target
+from support import mtp_targets
 from support.configs import config_with
+from support.decoding import state_with
 from support.drafting import Heads
 from support.families import make_model
 from support.hub_server import serve, use_hub
-from support.mtp_targets import HEAD_SHARD, write_split, write_target
+from support.mtp_targets import HEAD_SHARD, TARGET_SHARD, write_split, write_target
 from support.reference_mtp import FORMATS
 
 
@@ -81,7 +84,7 @@ def test_a_head_is_taken_out_and_drafts_nearly_what_it_did(tmp_path, options):
         head = FILES.load(place, config, model, PairConfig())
         context = head.new_context()
         context.append(mx.array(text[0]), mx.array(text[1]))
-        found.append(np.array(head.begin(context).logits(mx.array([7]), [-1])))
+        found.append(np.array(head.begin(state_with(context)).logits(mx.array([7]), [-1])))
     apart = np.abs(found[0] - found[1]).max()
     assert apart < {"": 1e-5, "8": 0.2, "4": 2}[bits.partition(" ")[0]]
 
@@ -110,6 +113,21 @@ def test_of_a_published_target_only_the_files_of_the_head_are_fetched(tmp_path):
     assert {name for name in fetched if name.endswith(".safetensors")} == {HEAD_SHARD}
     assert not any("00001" in name for _, name, _ in hub.requests), "not even its head"
     assert check_drafter(tmp_path / "head").errors == ()
+
+
+def test_a_model_with_a_head_of_its_own_may_draft_whole_for_a_larger_one(tmp_path):
+    """As Qwen3.5-0.8B, published with a head, does for Qwen3.5-27B."""
+    small = write_target(tmp_path / "small")
+    large = str(write_target(tmp_path / "large", mtp={}, num_hidden_layers=5))
+    config = PairConfig(large, "owner/small")
+    with serve({"owner/small": small}, tmp_path / "cache") as hub:
+        pair = load_pair(config)
+        assert {HEAD_SHARD, TARGET_SHARD} <= {name for _, name, part in hub.requests if not part}
+    assert [drafter.family for drafter in pair.drafters] == ["lm"]
+    assert len(set(answers(pair, USES[0], DecodeConfig("lm"), DecodeConfig()))) == 1
+    assert [each.family for each in load_pair(PairConfig(str(small), str(small))).drafters] == [
+        "mtp"
+    ]
 
 
 def test_a_head_of_a_published_target_is_fetched_alone_and_is_there_without_a_network(tmp_path):
@@ -150,7 +168,10 @@ def test_of_a_target_that_lost_its_head_is_said_where_to_get_it(tmp_path):
     assert check_target(folder).errors == ()
     with pytest.raises(DFlashError, match=r"which its files lack.*convert OWNER/NAME DST --mtp"):
         load_pair(PairConfig(str(folder)), DecodeConfig("mtp"))
-    with pytest.raises(DFlashError, match=r"hold no head.*convert OWNER/NAME DST --mtp"):
+    config = FILES.parse_config(mtp_targets.config(), "D")
+    (found,) = FILES.check_tensors(read_headers(folder), config, "D")
+    assert "D hold no head" in found.what and "convert OWNER/NAME DST --mtp" in found.next_step
+    with pytest.raises(DFlashError, match=r"drafter .*its files lack.*convert OWNER.NAME DST"):
         load_pair(PairConfig(str(folder), str(folder)))
     with pytest.raises(DFlashError, match="holds no head for multi-token prediction"):
         converted(folder, tmp_path / "head")

@@ -112,6 +112,10 @@ HEADS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         with_head(b'{"a": {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}}'),
         "",
     ),
+    "no offsets": (
+        with_head(b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": []}}'),
+        "data_offsets of its tensor 'a' is ()",
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support.configs import config_with
 from support.drafter_formats import speculators, version_1
 from support.families import FAMILIES, make_model
 from support.models import edit_config, write_model
+from support.mtp_targets import write_target
 from support.recurrent_families import RECURRENT
 from support.reference_eagle3 import FORMATS as EAGLE
 
@@ -73,13 +75,29 @@ def test_a_pair_is_loaded_by_name_and_answers_as_plain_decoding(model, tmp_path,
     assert mx.abs(found - alone).max() < 1e-4
 
 
-def test_a_target_in_its_own_folder_drafts_for_itself_and_is_always_right(model):
-    pair = load_pair(PairConfig(str(model), str(model)), DecodeConfig("lm"))
+def test_a_target_drafts_for_itself_from_another_folder_alone_and_is_always_right(model, tmp_path):
+    assert "is the target itself" in refusal(model, model)
+    copy = shutil.copytree(model, tmp_path / "copy")
+    pair = load_pair(PairConfig(str(model), str(copy)), DecodeConfig("lm"))
     assert any("may take longer than they save" in note for note in pair.notes)
     config = DecodeConfig("lm", block_size=8, max_tokens=33)
     assert generate(pair, "hello", config).statistics.rounds == 4
-    notes = check_pair(check_target(model), check_drafter(model)).findings
+    notes = check_pair(check_target(model), check_drafter(copy)).findings
     assert [note.severity for note in notes] == ["note"]
+
+
+def test_a_model_with_a_head_of_its_own_drafts_whole_where_the_head_is_of_another_target(tmp_path):
+    """For a target of the head's width it is the head that drafts."""
+    wide = {"hidden_size": 128}
+    large = write_model(tmp_path / "large", make_model("llama", **wide), **wide)
+    alike = small_model(tmp_path / "alike", "qwen3_5")
+    small = write_target(tmp_path / "small")
+    converted = small_model(tmp_path / "converted", "qwen3_5", mtp_num_hidden_layers=1)
+    drafters = ((large, small), (alike, small), (large, converted), (alike, converted))
+    pairs = [load(str(target), str(drafter)) for target, drafter in drafters]
+    assert [pair.drafters[0].family for pair in pairs] == ["lm", "mtp", "lm", "lm"]
+    answers = [generate(pairs[0], "hello", DecodeConfig(m, max_tokens=8)) for m in ("none", "lm")]
+    assert answers[0].tokens == answers[1].tokens
 
 
 # Tokens

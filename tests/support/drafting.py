@@ -19,7 +19,7 @@ from support import (
     reference_mtp,
     reference_peagle,
 )
-from support.decoding import open_with
+from support.decoding import open_with, state_with
 from support.drafter_formats import (
     FORMATS,
     WINDOWS,
@@ -142,7 +142,8 @@ class Steps(Drafting):
         return [*known, *[(anchor + 31 * i) % VOCAB_SIZE for i in range(len(known), rows)]]
 
     def found(self, context: Any, anchor: int, rows: int, prefix: tuple[int, ...] = ()) -> Array:
-        draft, path = self.model.begin(context), self.path(anchor, rows, prefix)
+        draft = self.model.begin(state_with(context))
+        path = self.path(anchor, rows, prefix)
         return np.stack([draft.logits(mx.array([t]), [i - 1])[0] for i, t in enumerate(path)])
 
     def expected(self, text: Text, anchor: int, rows: int, prefix: tuple[int, ...] = ()) -> Array:

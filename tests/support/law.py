@@ -164,8 +164,14 @@ class ToyEagle(ToyDrafter):
 
     family = "eagle3"
 
-    def begin(self, context):
+    def begin(self, state):
         return ToyRows(self)
+
+
+class ToyAssistant(ToyEagle):
+    """Stands for one of Gemma 4, which goes token by token as well."""
+
+    family = "assistant"
 
 
 class ToyHead(ToyEagle):

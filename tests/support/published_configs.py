@@ -12,6 +12,7 @@ import numpy as np
 
 from dflash_mlx.drafters.dflash.domino import DominoConfig
 from support import reference_domino, reference_eagle3, reference_peagle
+from support.assistant_formats import CASES as ASSISTANTS
 from support.drafter_formats import (
     GEMMA_4,
     NATIVE_35,
@@ -473,6 +474,19 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "RedHatAI/Qwen3-8B-speculator.eagle3": (
         speculators_3(has_no_defaults_at_init=False, speculators_version="0.1.0"),
         {"aux_layers": (0, 1, 2), "norm_before_residual": True},
+    ),
+    "google/gemma-4-31B-it-assistant": (
+        ASSISTANTS["dense"][0],
+        {"layer_windows": (8, 8, 8, None), "full_head_dim": 64, "full_kv_heads": 1,
+         "num_key_value_heads": 2, "centroids": None, "backbone_hidden_size": 64, "notes": ""},
+    ),
+    "google/gemma-4-E2B-it-assistant": (
+        ASSISTANTS["small"][0],
+        {"full_head_dim": 64, "full_kv_heads": 1, "centroids": 14, "chosen": 4, "notes": ""},
+    ),
+    "google/gemma-4-12B-it-assistant": (
+        ASSISTANTS["unified"][0],
+        {"layer_windows": (8, 8, None), "full_kv_heads": 1, "centroids": None, "notes": ""},
     ),
 }  # fmt: skip
 

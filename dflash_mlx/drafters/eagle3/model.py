@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,7 @@ from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
 from dflash_mlx.drafters.networks.layers import Layer as DeeperLayer
 from dflash_mlx.drafters.networks.model import Draft
 from dflash_mlx.drafters.networks.paired import PairedContext, PairedModel
+from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -169,8 +170,12 @@ class Network(DraftNetwork):
                 y = layer(y, layer_cache.make_mask(h.shape[1]), layer_cache)
             last.self_attn.remember(last.input_layernorm(y), last_cache)
         else:
-            self.midlayer.self_attn.remember(self.midlayer.pair(x, h), first)
+            self.remember(x, h, first)
         cache.commit(range(h.shape[1]))
+
+    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
+        """Write the keys and values of rows [B, n, d] into `cache`."""
+        self.midlayer.self_attn.remember(self.midlayer.pair(x.astype(h.dtype), h), cache)
 
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
@@ -210,9 +215,10 @@ class EagleModel(PairedModel):
         stacked = len(self.config.layer_windows) > 1
         return (StackedContext if stacked else PairedContext)(self.embed, *parts)
 
-    def begin(self, context: PairedContext) -> Draft:
+    def begin(self, state: State) -> Draft:
         if not self.is_parallel:
-            return super().begin(context)
+            return super().begin(state)
+        context = cast(PairedContext, state.context)
         return ParallelDraft(self, context, partial(self.block, context))
 
     def tried(self, context: PairedContext) -> mx.array:

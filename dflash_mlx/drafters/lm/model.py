@@ -9,7 +9,7 @@ passes all rows again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +19,7 @@ from dflash_mlx.drafters.growth.grow import Array
 from dflash_mlx.drafters.networks.files import Quantization
 from dflash_mlx.drafters.networks.model import Draft, DraftHead
 from dflash_mlx.drafters.networks.tokens import TokenContext
-from dflash_mlx.engine.state import Context, Kind
+from dflash_mlx.engine.state import Context, Kind, State
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -102,11 +102,12 @@ class LanguageModel:
         """Its head is its own, so it drafts all of them."""
 
     def try_out(self, context: Context) -> mx.array:
-        logits = self.begin(context).logits(mx.zeros(1, mx.int32), [-1])  # type: ignore[arg-type]
+        draft = LanguageDraft(self, cast(LanguageContext, context))
+        logits = draft.logits(mx.zeros(1, mx.int32), [-1])
         return mx.where(logits == -mx.inf, 0, logits)  # of what it does not know
 
-    def begin(self, context: LanguageContext) -> LanguageDraft:
-        return LanguageDraft(self, context)
+    def begin(self, state: State) -> LanguageDraft:
+        return LanguageDraft(self, cast(LanguageContext, state.context))
 
     def forward(self, tokens: mx.array, cache: SequenceCache, block: Block) -> mx.array:
         """[n, V] logits over the target's vocabulary, as of `Target.forward`."""

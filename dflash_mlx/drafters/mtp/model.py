@@ -129,12 +129,15 @@ class Network(DraftNetwork):
     def append(self, x: mx.array, h: mx.array, cache: SequenceCache) -> None:
         """Commit the rows with embeddings x and states h, [n, d] each, to `cache`."""
         cache.begin(Block(len(h)))
-        rows = self.pair(x, h)[None]
         if sum(self._keeps) == 1 and self._keeps[0]:  # what behind them nobody will ask for
-            self._kind.remember(self.layers[0], rows, cache.layers[0])
+            self.remember(x[None], h[None], cache.layers[0])
         else:
-            self._through(rows, cache)
+            self._through(self.pair(x, h)[None], cache)
         cache.commit(range(len(h)))
+
+    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
+        """Write the first layer's keys and values of rows [B, n, d] into `cache`."""
+        self._kind.remember(self.layers[0], self.pair(x, h), cache)
 
     def step(self, x: mx.array, h: mx.array, cache: SequenceCache) -> tuple[mx.array, mx.array]:
         if self._apart:
@@ -144,12 +147,12 @@ class Network(DraftNetwork):
         return final, final if self._feeds_normed else out
 
     def __call__(
-        self, x: mx.array, h: mx.array, mask: mx.array | str | None = "causal"
+        self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: Any
     ) -> tuple[mx.array, mx.array]:
-        """As `step`, of whole sequences [B, T, d] that nothing comes before: for training."""
+        """As `step`, of rows [B, n, d] with a cache for all layers: for training."""
         rows = self.pair(x, h)
         for layer in self.layers:
-            rows = layer(rows, mask, None)
+            rows = layer(rows, mask, cache)
         final = self.norm(rows)
         return final, final if self._feeds_normed else rows
 
