@@ -55,6 +55,10 @@ class StepModel(DraftModel, Protocol):
     takes_trees: bool  # whether several rows of a draft may continue the same one
     prefers_chains: bool  # whether that costs so much more that it has to be asked for
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all steps of a draft are one pass, so that no further one costs another."""
+
     def begin(self, state: State) -> Draft:
         """A draft behind a state whose context is this model's."""
 
@@ -69,10 +73,16 @@ class StepByStep(BlockDrafter[StepModel]):
         self.name = model.family
 
     def asking(self, another: Another) -> Self:
-        """The same, which asks so."""
+        """The same, which asks so, unless steps cost nothing."""
+        if self._model.is_parallel:
+            return self
         other = copy(self)
         other.another = another
         return other
+
+    def paid(self, chances: list[float]) -> tuple[float, ...]:
+        """The chances of the steps that were a pass of their own, beside the first."""
+        return () if self._model.is_parallel else tuple(chances)
 
 
 class Chain(StepByStep):
@@ -120,7 +130,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
                     break
         q = mx.concatenate(laws)
         proposal = self.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
-        return replace(proposal, steps=tuple(chances[: len(laws) - 1]))
+        return replace(proposal, steps=self.paid(chances[: len(laws) - 1]))
 
 
 class GrownTree(StepByStep):
@@ -155,7 +165,7 @@ class GrownTree(StepByStep):
             if step + 1 == rows or not self.another(chance, step):
                 break
             chances.append(chance)
-        return Proposal(best_first(offers.get, self._nodes), steps=tuple(chances))
+        return Proposal(best_first(offers.get, self._nodes), steps=self.paid(chances))
 
 
 @dataclass(frozen=True)

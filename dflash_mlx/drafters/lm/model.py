@@ -79,6 +79,7 @@ class LanguageModel:
     """
 
     family: ClassVar[str] = FAMILY
+    is_parallel = False
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, own: Target, config: LanguageConfig, target: Target) -> None:

@@ -298,6 +298,11 @@ class BoundModel(Generic[_Context]):
         )
         target.tap(self.aux_layers)
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all rows of a draft go through in one pass."""
+        return False
+
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens [...] to [..., d]."""
         return self._table(tokens) * self._scale  # type: ignore[no-any-return]
