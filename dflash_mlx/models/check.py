@@ -188,9 +188,13 @@ def fetched(facts: ModelFacts) -> ModelFacts:
 
 
 def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
-    """The drafter in `source`: as a whole, where a head in it is of another target than this."""
+    """The drafter in `source`: as a whole, where a head in it is of another target than this.
+
+    A head of this target that is damaged or cannot be read is refused for that.
+    """
     drafter = check_drafter(source, name)
-    if drafter.source is not None and drafter.source.part and check_pair(target, drafter).errors:
+    is_head = drafter.source is not None and drafter.source.part
+    if is_head and (drafter.config is None or any(_misfits(target, drafter))):
         whole = check_drafter(replace(source, part=(), whole_model=True), name)
         if not check_pair(target, whole).errors:
             return whole
@@ -201,10 +205,7 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
-        if drafter.format is not None and drafter.config is not None and target.config:
-            names = target.name, drafter.name
-            found.add(_itself(target, drafter))
-            found.add(drafter.format.misfits(drafter.config, target.config, *names))
+        found.add(_misfits(target, drafter))
     for part in (target, *drafters):
         found.add(part.findings)
     for drafter in drafters:
@@ -215,8 +216,11 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     return Report(found.result(), target, drafters)
 
 
-def _itself(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
-    """An error for a target that is to draft for itself, and whole."""
+def _misfits(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
+    """What keeps a drafter from a target; also an error for one that would draft for itself."""
+    if drafter.format is None or drafter.config is None or not target.config:
+        return
+    yield from drafter.format.misfits(drafter.config, target.config, target.name, drafter.name)
     own, theirs = cast(Source, drafter.source), target.source
     if own.whole_model and theirs is not None and own.name == theirs.name:
         lacks = next(filter(None, (each.lacking(target.config) for each in formats())), "")
