@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
-from dflash_mlx.models.parts import limited
+from dflash_mlx.models.parts import limited, read_config
 from dflash_mlx.models.source import (
     BY_LAYER,
     CONFIG,
@@ -42,7 +41,6 @@ from dflash_mlx.verifier.reading import (
 )
 
 TOKENIZER = "tokenizer.json"
-ADAPTER = "adapter_config.json"  # of low-rank adapters, by mlx-lm or peft
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
 _POSITIVE = (
@@ -144,26 +142,13 @@ def _open(
     option = DRAFTER if as_drafter else MODEL
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
-    raw = found.attempt(_read_config, source) or {}
+    raw = found.attempt(read_config, source) or {}
     family = limited(source, raw) if as_drafter else format_of(raw)
     if raw and (family is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
     source.whole_model = family is not None and family.whole_models
     found.add(check_code(source, raw))
     return source, raw, found, family
-
-
-def _read_config(source: Source) -> dict[str, Any]:
-    """Its config.json; DFlashError for what is no whole model but an adapter of one."""
-    if ADAPTER in source.files and not any(fnmatch(f, "model*.safetensors") for f in source.files):
-        told = source.read_json(ADAPTER)
-        base = str(told.get("model") or told.get("base_model_name_or_path") or "its model")[:200]
-        fused = f"mlx_lm.fuse --model {base} --adapter-path {source.name} --save-path FOLDER"
-        if "peft_type" in told:
-            fused = "with peft, merge_and_unload() and save_pretrained(FOLDER)"
-        step = f"fuse it first ({fused}), then give that folder"
-        raise DFlashError(f"{source.name} is an adapter of {base}, not a whole model", step)
-    return source.read_json(CONFIG)
 
 
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
