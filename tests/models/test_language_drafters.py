@@ -13,6 +13,7 @@ import mlx.nn as nn
 import pytest
 
 from dflash_mlx import DFlashError, PairConfig, generate, load, load_pair
+from dflash_mlx.convert.__main__ import main as convert
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.lm.checkpoint import LanguageFiles
 from dflash_mlx.drafters.lm.model import LanguageModel
@@ -226,6 +227,9 @@ def test_an_adapter_is_refused_with_the_command_that_fuses_it(
         (folder / "config.json").write_text((model / "config.json").read_text())
     said = refusal(model, folder) if as_drafter else refusal(folder, model)
     assert "is an adapter of owner/base" in said and command in said and str(folder) in said
+    for option in ([], ["--mtp"]):
+        with pytest.raises(DFlashError, match="is an adapter of owner/base"):
+            convert([str(folder), str(tmp_path / "converted"), *option])
 
 
 # Settings and notes
