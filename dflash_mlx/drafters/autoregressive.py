@@ -53,6 +53,11 @@ class StepModel(DraftModel, Protocol):
     """A draft model that goes token by token."""
 
     takes_trees: bool  # whether several rows of a draft may continue the same one
+    prefers_chains: bool  # whether that costs so much more that it has to be asked for
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all steps of a draft are one pass, so that no further one costs another."""
 
     def begin(self, state: State) -> Draft:
         """A draft behind a state whose context is this model's."""
@@ -68,10 +73,16 @@ class StepByStep(BlockDrafter[StepModel]):
         self.name = model.family
 
     def asking(self, another: Another) -> Self:
-        """The same, which asks so."""
+        """The same, which asks so, unless steps cost nothing."""
+        if self._model.is_parallel:
+            return self
         other = copy(self)
         other.another = another
         return other
+
+    def paid(self, chances: list[float]) -> tuple[float, ...]:
+        """The chances of the steps that were a pass of their own, beside the first."""
+        return () if self._model.is_parallel else tuple(chances)
 
 
 class Chain(StepByStep):
@@ -119,7 +130,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
                     break
         q = mx.concatenate(laws)
         proposal = self.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
-        return replace(proposal, steps=tuple(chances[: len(laws) - 1]))
+        return replace(proposal, steps=self.paid(chances[: len(laws) - 1]))
 
 
 class GrownTree(StepByStep):
@@ -154,7 +165,7 @@ class GrownTree(StepByStep):
             if step + 1 == rows or not self.another(chance, step):
                 break
             chances.append(chance)
-        return Proposal(best_first(offers.get, self._nodes), steps=tuple(chances))
+        return Proposal(best_first(offers.get, self._nodes), steps=self.paid(chances))
 
 
 @dataclass(frozen=True)
@@ -173,11 +184,11 @@ def _make(how: Plan, family: str) -> Drafter:
     if how.chain and how.fixed:
         return Chain(model, size)
     branches = cast(StepOptions, how.config.options).branches
-    if branches is not None and not model.takes_trees:
-        problem = f"branches is {branches}, but {how.pair.drafter_name} drafts chains alone"
+    if (branches or 1) > 1 and not model.takes_trees:
+        problem = f"branches is {branches}, but rows of this draft model follow one path"
         raise DFlashError(problem, "leave it out", "branches")
-    is_chain = how.chain or not model.takes_trees
-    return GrownTree(model, size, 1 if is_chain else branches or BRANCHES, how.nodes)
+    usual = BRANCHES if model.takes_trees and not model.prefers_chains else 1
+    return GrownTree(model, size, 1 if how.chain else branches or usual, how.nodes)
 
 
 def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1) -> Method:

@@ -128,7 +128,7 @@ def test_a_layer_of_any_kind_says_behind_its_cache_what_it_says_of_the_whole(fam
     network.append(x[5:8], h[5:8], cache)
     cache.begin(Block(1))
     step = network.step(x[8:], h[8:], cache)
-    whole = network(x[None], h[None])
+    whole = network(x[None], h[None], "causal", None)
     for found, expected in zip(step, whole, strict=True):
         np.testing.assert_allclose(found[0], expected[0, -1], atol=TOLERANCE)
 

@@ -106,6 +106,19 @@ def test_one_depth_needs_no_masks(tmp_path):
     assert list(tree.drafted) == [subject.after(text, [7]).argmax()]
 
 
+def test_no_step_is_asked_for_and_none_counts_as_a_pass(drafting):
+    """A budget that weighs steps would stop at the first, which takes as long as all."""
+    sampling = SamplingConfig(seed=1, temperature=1.0)
+    for name, deep in (("eagle3, parallel, raw", 7), ("eagle3, raw", 1)):
+        subject = drafting(name)
+        drawn = DrawnChain(subject.model, None, sampling, weighed=True)
+        for drafter in (GrownTree(subject.model, None, 2, 40), drawn):
+            proposal = drafter.asking(lambda chance, steps: False).draft(subject.behind(0, 7), 99)
+            assert max(proposal.tree.depths) == deep and proposal.steps == ()
+            whole = drafter.draft(subject.behind(0, 7), 99)
+            assert len(whole.steps) == (0 if deep > 1 else 6)
+
+
 MISTAKES = {
     "masks have no state": lambda model: mx.zeros_like(model._masked),
     "masks have the state of the text": lambda model: model._masked * 0 + 1,

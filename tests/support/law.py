@@ -123,7 +123,7 @@ class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
     kernels = None
-    is_linked = False
+    is_linked = is_parallel = False
     family = "dflash"
     aux_layers: tuple[int, ...] = ()
 

@@ -279,7 +279,7 @@ class BoundModel(Generic[_Context]):
     family: ClassVar[str]
     scales_embeddings: ClassVar[bool] = True  # as its target does, with the target's embedding
     least_vocabulary = 1  # tokens that its drafts need
-    takes_trees = True  # where it goes token by token
+    takes_trees, prefers_chains = True, False  # where it goes token by token
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
@@ -297,6 +297,11 @@ class BoundModel(Generic[_Context]):
             config.output_multiplier,
         )
         target.tap(self.aux_layers)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all rows of a draft go through in one pass."""
+        return False
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens [...] to [..., d]."""
