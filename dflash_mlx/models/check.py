@@ -152,14 +152,15 @@ def _open(
 
 
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
-    """Of a target in a drafter's place, the reverse, or a draft model that no family reads."""
-    if as_drafter and (kind := other_kind(raw)):
-        what = f"{source.name} is a draft model of a kind that is not supported, {kind!r}"
-        return Finding("error", what, OTHER_DRAFTER)
-    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
-    is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
-    what = f"{source.name} is {is_what}, not {not_what}"
-    return Finding("error", what, f"give it with --{other}, and choose {not_what} with --{option}")
+    """Of a drafter in a target's place, or of what no family can draft with."""
+    if not as_drafter:
+        step = f"give it with --{DRAFTER}, and choose a target with --{MODEL}"
+        return Finding("error", f"{source.name} is a drafter, not a target", step)
+    what = f"{source.name} is a draft model of a kind that is not supported, {other_kind(raw)!r}"
+    if not other_kind(raw):
+        kind = repr(raw.get("model_type"))[:80]
+        what = f"{source.name} has model_type {kind}, which mlx-lm lacks, so it cannot draft"
+    return Finding("error", what, OTHER_DRAFTER)
 
 
 def fetched(facts: ModelFacts) -> ModelFacts:
