@@ -109,7 +109,7 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
 
 
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
-    """A drafter alone; arguments as of `check_target`."""
+    """A drafter alone, or the head in a target's folder. name: what to call it, if not by place."""
     source, raw, found, known = _open(folder, True)
     readable, config, family = not found.errors, None, known or formats()[0]
     sizes = family.own_sizes(raw)

@@ -133,7 +133,7 @@ def without_quantisation(name: str) -> str:
 
 
 def preset_for(target: str, drafter: str) -> Preset:
-    """For this pair, as far as it is known; names as of `registered`, of the drafter likewise."""
+    """What the registry advises for this pair; nothing where it does not know the two together."""
     entry = registered(target)
     is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
     return entry.preset if entry is not None and is_its else Preset()
