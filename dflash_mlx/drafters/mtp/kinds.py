@@ -16,6 +16,7 @@ import mlx.nn as nn
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.fields import Fields, named
 from dflash_mlx.drafters.networks.files import Arrays
+from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.verifier.cache import LayerCache
 
 _TEXT = "_text"  # ends the model_type of a model's part for text
@@ -56,8 +57,8 @@ class Kind:
 
         model = self.make_model(text)
         if new_sequence(model, "the head", None, None).is_recurrent:
-            step = "choose another drafter with --drafter, or --method none"
-            raise DFlashError(f"a head of {model_type(text)} would have recurrent layers", step)
+            what = f"a head of {model_type(text)} would have recurrent layers"
+            raise DFlashError(what, OTHER_DRAFTER)
         return list(model.layers)
 
     def make_model(self, text: Fields) -> Any:

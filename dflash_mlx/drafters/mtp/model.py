@@ -24,6 +24,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.kinds import Kind, kind_of
 from dflash_mlx.drafters.networks.fields import Fields, flag
 from dflash_mlx.drafters.networks.files import DraftConfig, Quantization, parameters_of, stored
+from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.drafters.networks.layers import DraftNetwork
 from dflash_mlx.drafters.networks.paired import PairedModel
 from dflash_mlx.verifier.block import Block
@@ -189,4 +190,4 @@ def last_norm(target: Target) -> Callable[[mx.array], mx.array]:
                 if isinstance(norm := module.get(name), nn.Module):
                     return lambda states: norm(states)  # as it is then: hooks come and go
     problem = f"{target.name} has no norm behind its last layer, whose states the head reads"
-    raise DFlashError(problem, "choose another drafter with --drafter, or --method none")
+    raise DFlashError(problem, OTHER_DRAFTER)
