@@ -43,6 +43,7 @@ from dflash_mlx.verifier.reading import (
 TOKENIZER = "tokenizer.json"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # by which models are told apart
 _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
@@ -179,8 +180,11 @@ def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
     A head of this target that is damaged or cannot be read is refused for that.
     """
     drafter = check_drafter(source, name)
-    is_head = drafter.source is not None and drafter.source.part
-    if is_head and (drafter.config is None or any(_misfits(target, drafter))):
+    if drafter.source is None or not drafter.source.part:
+        return drafter
+    own = language_model(drafter.source.read_json(CONFIG))
+    is_other = any(own.get(name) != target.config.get(name) for name in _SIZES)
+    if is_other if drafter.config is None else any(_misfits(target, drafter)):
         whole = check_drafter(replace(source, part=(), whole_model=True), name)
         if not check_pair(target, whole).errors:
             return whole

@@ -190,6 +190,11 @@ def test_a_damaged_head_is_refused_and_its_model_does_not_draft_whole_in_its_pla
     assert load_pair(PairConfig(str(folder), str(folder))).drafters[0].family == "mtp"
     with pytest.raises(DFlashError, match=r"tensor fc\.weight in .*damaged is missing"):
         load_pair(PairConfig(str(folder), str(damaged)))
+    unread = write_target(tmp_path / "unread", mtp_use_hidden_state_from_layer=1)
+    with pytest.raises(DFlashError, match="mtp_use_hidden_state_from_layer is 1"):
+        load_pair(PairConfig(str(folder), str(unread)))
+    larger = str(write_target(tmp_path / "larger", mtp={}, num_hidden_layers=5))
+    assert load_pair(PairConfig(larger, str(unread))).drafters[0].family == "lm"
 
 
 def test_a_list_of_models_says_that_one_has_its_drafter_in_it(tmp_path):
