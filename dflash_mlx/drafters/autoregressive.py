@@ -16,7 +16,6 @@ from typing import Any, Protocol, Self, cast
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
@@ -93,16 +92,6 @@ class DrawnChain(Drawn[StepModel], StepByStep):
     others are depends on what was drawn before them.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        block_size: int | None,
-        sampling: SamplingConfig,
-        weighed: bool = False,
-    ) -> None:
-        super().__init__(model, block_size, sampling, weighed)
-        self.name = model.family
-
     def draft_block(self, state: State, rows: int) -> Proposal:
         draft, tokens, laws = self._model.begin(state), [state.anchor], []
         keys = mx.random.split(self.key(state), rows - 1)
@@ -112,7 +101,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
             token = mx.random.categorical(logits, key=keys[row])
             tokens.append(token.astype(state.anchor.dtype))
             laws.append(mx.softmax(logits, axis=-1))
-            if self._weighed and row + 2 < rows:
+            if self._weighed and row + 2 < rows and not draft.in_one_pass:
                 sure: Any = laws[0].max().item()
                 chances.append(sure ** (row + 1))
                 if not self.another(chances[-1], row + 1):
@@ -150,10 +139,11 @@ class GrownTree(StepByStep):
                 longer += [(score + p, (*path, t), row) for t, p in zip(*found, strict=True)]
             paths = heapq.nlargest(self._branches, longer, key=itemgetter(0))
             tokens = mx.array([path[-1] for _, path, _ in paths], state.anchor.dtype)
-            chance = sum(math.exp(score) for score, _, _ in paths)
-            if step + 1 == rows or not self.another(chance, step):
-                break
-            chances.append(chance)
+            if step + 1 < rows and not draft.in_one_pass:
+                chance = sum(math.exp(score) for score, _, _ in paths)
+                if not self.another(chance, step):
+                    break
+                chances.append(chance)
         return Proposal(best_first(offers.get, self._nodes), steps=tuple(chances))
 
 
@@ -180,8 +170,8 @@ def _make(how: Plan, family: str) -> Drafter:
     return GrownTree(model, size, 1 if is_chain else branches or BRANCHES, how.nodes)
 
 
-def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1) -> Method:
-    """The method that drafts so with the models of a family; preference: as of `Method`."""
+def step_by_step(family: str, label: str, files: FileFormat) -> Method:
+    """The method that drafts so with the models of a family."""
     return Method(
         family,
         label,
@@ -193,5 +183,5 @@ def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1
         has_budget=True,
         draws=True,
         sources=(DRAFT, LOOKUP),
-        preference=preference,
+        preference=1,
     )

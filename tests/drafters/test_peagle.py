@@ -47,6 +47,15 @@ def test_a_draft_is_as_deep_as_the_drafter_was_trained_and_takes_one_pass(drafti
     assert np.array(model.try_out(subject.context(text))).shape == (depths, 97)
 
 
+def test_rows_that_cost_nothing_are_not_asked_for_one_by_one(drafting):
+    subject = drafting("eagle3, parallel, raw")
+    state, warm = subject.behind(0, 7), SamplingConfig(seed=1, temperature=1.0)
+    model, depths = subject.model, DEPTHS["raw"]
+    for drafter in (GrownTree(model, None, 1, 40), DrawnChain(model, None, warm, weighed=True)):
+        proposal = drafter.asking(lambda *asked: False).draft(state, 100)
+        assert max(proposal.tree.depths) == depths and proposal.steps == ()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_a_path_depends_on_its_depth_alone(drafting, name):
     subject = drafting(name)

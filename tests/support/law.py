@@ -183,6 +183,8 @@ class ToyHead(ToyEagle):
 class ToyRows:
     """A draft in the making."""
 
+    in_one_pass = False
+
     def __init__(self, model: ToyEagle) -> None:
         self.model = model
         self.depths: list[int] = []

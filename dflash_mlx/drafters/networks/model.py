@@ -344,6 +344,8 @@ class Draft(ABC):
     continues. Row 0 is the anchor's and continues none, -1.
     """
 
+    in_one_pass: ClassVar[bool] = False  # whether rows behind the first cost nothing more
+
     def __init__(self, model: BoundModel[Any], context: DraftContext) -> None:
         self._head, self._words = model._head, context.words
 
