@@ -11,8 +11,9 @@ import mlx.core as mx
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.checkpoint import FILES, our_config
 from dflash_mlx.drafters.mtp.kinds import text_of
-from dflash_mlx.drafters.mtp.model import HeadConfig, Network, last_norm
+from dflash_mlx.drafters.mtp.model import HeadConfig, Network
 from dflash_mlx.drafters.networks.fields import Fields
+from dflash_mlx.drafters.networks.model import last_norm
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.paired import PairedTrainee

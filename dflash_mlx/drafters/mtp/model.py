@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.config import MOST_ROWS
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.kinds import Kind, kind_of
 from dflash_mlx.drafters.networks.fields import Fields, flag
 from dflash_mlx.drafters.networks.files import DraftConfig, Quantization, parameters_of, stored
 from dflash_mlx.drafters.networks.layers import DraftNetwork
+from dflash_mlx.drafters.networks.model import last_norm
 from dflash_mlx.drafters.networks.paired import PairedModel
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
@@ -36,7 +36,6 @@ FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
 _CHOOSES = "e_score_correction_bias"
-_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm", "embedding_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +176,3 @@ class HeadModel(PairedModel):
     def __init__(self, network: Network, config: HeadConfig, target: Target) -> None:
         network.bind(last_norm(target) if config.hidden_normed else None)
         super().__init__(network, config, target)
-
-
-def last_norm(target: Target) -> Callable[[mx.array], mx.array]:
-    """The norm behind a target's last layer; DFlashError where it has none that is known."""
-    first = target.model.layers[0]
-    for module in target.model.modules():
-        layers = module.get("layers")
-        if isinstance(layers, list) and any(layer is first for layer in layers):
-            for name in _LAST_NORMS:
-                if isinstance(norm := module.get(name), nn.Module):
-                    return lambda states: norm(states)  # as it is then: hooks come and go
-    problem = f"{target.name} has no norm behind its last layer, whose states the head reads"
-    raise DFlashError(problem, "choose another drafter with --drafter, or --method none")
