@@ -253,3 +253,13 @@ def test_of_a_text_the_last_state_is_kept_and_nothing_else(made):
         assert mx.array_equal(each.last, context.last)
     with pytest.raises(ValueError, match="no features"):
         context.append(mx.array([1]), None)
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("dense", False), ("small", True)])
+def test_only_tokens_that_a_head_leaves_out_may_be_without_a_logit(
+    made, monkeypatch, name, is_known
+):
+    """Where all are scored one that is -inf has overflown."""
+    model = made(name)
+    monkeypatch.setattr(model, "tried", lambda context: mx.array([[1.0, -mx.inf]]))
+    assert mx.isfinite(model.try_out(model.new_context())).all().item() == is_known

@@ -105,6 +105,10 @@ class AssistantModel(BoundModel[Any]):
     def own_head(self, network: Network) -> Any:
         return network.model.embed_tokens.as_linear
 
+    @property
+    def scores_all(self) -> bool:
+        return self.config.centroids is None
+
     def new_context(self) -> AssistantContext:
         return AssistantContext(self.module, self._norm)
 

@@ -103,7 +103,8 @@ class LanguageModel:
     def try_out(self, context: Context) -> mx.array:
         draft = LanguageDraft(self, cast(LanguageContext, context))
         logits = draft.logits(mx.zeros(1, mx.int32), [-1])
-        return mx.where(logits == -mx.inf, 0, logits)  # of what it does not know
+        known = logits[:, : self._known]  # beyond these all are -inf
+        return mx.concatenate([known, mx.zeros_like(logits[:, self._known :])], axis=-1)
 
     def begin(self, state: State) -> LanguageDraft:
         return LanguageDraft(self, cast(LanguageContext, state.context))

@@ -345,7 +345,12 @@ class BoundModel(Generic[_Context]):
     def try_out(self, context: Context) -> mx.array:
         """Logits of a whole draft; tokens that it does not know or score have 0."""
         logits = self.tried(context)  # type: ignore[arg-type]
-        return mx.where(logits == -mx.inf, 0, logits)
+        return logits if self.scores_all else mx.where(logits == -mx.inf, 0, logits)
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether every token has a logit, so that none is -inf unless numbers overflow."""
+        return self.config.draft_vocab_size is None
 
     @abstractmethod
     def tried(self, context: _Context) -> mx.array:
