@@ -61,8 +61,8 @@ class HeadTrainee(PairedTrainee):
     @classmethod
     def read(cls, folder: Path, target: Target) -> HeadTrainee:
         found = super().read(folder, target)
-        if found.config.kind.layers > 1 or not found.config.attends_drafts:
-            what = f"{folder} holds a head of several layers, or one that sees no drafted tokens"
+        if not found.config.attends_drafts:
+            what = f"{folder} holds a head that sees no drafted tokens"
             raise DFlashError(what, START_FROM)
         return found
 

@@ -175,7 +175,7 @@ class ToyAssistant(ToyEagle):
 
 
 class ToyHead(ToyEagle):
-    """Likewise for a head for multi-token prediction."""
+    """Stands for a head for multi-token prediction."""
 
     family = "mtp"
 

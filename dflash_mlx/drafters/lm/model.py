@@ -110,7 +110,7 @@ class LanguageModel:
         return LanguageDraft(self, cast(LanguageContext, state.context))
 
     def forward(self, tokens: mx.array, cache: SequenceCache, block: Block) -> mx.array:
-        """[n, V] logits over the target's vocabulary, as of `Target.forward`."""
+        """Logits over the target's vocabulary, [n, V] of all rows or [1, V] of the last alone."""
         if self._fill > 0:
             tokens = mx.minimum(tokens, self._known - 1)
         logits, _ = self.own.forward(tokens, cache, block)

@@ -93,7 +93,6 @@ class Network(DraftNetwork):
         self.fc = nn.Linear(2 * d, d, bias=False)
         self._kind = config.kind
         self.layers = self._kind.make_layers(config.text)
-        self._keeps = tuple(map(self._kind.keeps, self.layers))
         self._hidden_first, self._feeds_normed = config.hidden_first, config.feeds_normed
         self._apart = not config.attends_drafts
         # From the target's states to what the head was trained on, see `HeadModel`
@@ -128,10 +127,7 @@ class Network(DraftNetwork):
     def append(self, x: mx.array, h: mx.array, cache: SequenceCache) -> None:
         """Commit the rows with embeddings x and states h, [n, d] each, to `cache`."""
         cache.begin(Block(len(h)))
-        if sum(self._keeps) == 1 and self._keeps[0]:  # what behind them nobody will ask for
-            self.remember(x[None], h[None], cache.layers[0])
-        else:
-            self._through(self.pair(x, h)[None], cache)
+        self.remember(x[None], h[None], cache.layers[0])  # what is behind them nobody asks for
         cache.commit(range(len(h)))
 
     def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
@@ -148,7 +144,7 @@ class Network(DraftNetwork):
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: Any
     ) -> tuple[mx.array, mx.array]:
-        """As `step`, of rows [B, n, d] with a cache for all layers: for training."""
+        """Final states of rows [B, n, d] and their h, behind a cache of all layers: in training."""
         rows = self.pair(x, h)
         for layer in self.layers:
             rows = layer(rows, mask, cache)
@@ -156,10 +152,10 @@ class Network(DraftNetwork):
         return final, final if self._feeds_normed else rows
 
     def _through(self, rows: mx.array, cache: SequenceCache) -> mx.array:
-        caches = iter(cache.layers)
-        for layer, keeps in zip(self.layers, self._keeps, strict=True):
-            own: LayerCache | None = next(caches) if keeps else None
-            rows = layer(rows, None if own is None else self._kind.mask(rows, own), own)
+        own: LayerCache = cache.layers[0]
+        for layer in self.layers:
+            keeps = self._kind.keeps(layer)
+            rows = layer(rows, *((self._kind.mask(rows, own), own) if keeps else (None, None)))
         return rows
 
     def _begin_apart(self, cache: SequenceCache) -> None:
