@@ -52,6 +52,7 @@ class StepModel(DraftModel, Protocol):
     """A draft model that goes token by token."""
 
     takes_trees: bool  # whether several rows of a draft may continue the same one
+    prefers_chains: bool  # whether that costs so much more that it has to be asked for
 
     def begin(self, state: State) -> Draft:
         """A draft behind a state whose context is this model's."""
@@ -163,11 +164,11 @@ def _make(how: Plan, family: str) -> Drafter:
     if how.chain and how.fixed:
         return Chain(model, size)
     branches = cast(StepOptions, how.config.options).branches
-    if branches is not None and not model.takes_trees:
-        problem = f"branches is {branches}, but {how.pair.drafter_name} drafts chains alone"
+    if (branches or 1) > 1 and not model.takes_trees:
+        problem = f"branches is {branches}, but rows of this draft model follow one path"
         raise DFlashError(problem, "leave it out", "branches")
-    is_chain = how.chain or not model.takes_trees
-    return GrownTree(model, size, 1 if is_chain else branches or BRANCHES, how.nodes)
+    usual = BRANCHES if model.takes_trees and not model.prefers_chains else 1
+    return GrownTree(model, size, 1 if how.chain else branches or usual, how.nodes)
 
 
 def step_by_step(family: str, label: str, files: FileFormat) -> Method:

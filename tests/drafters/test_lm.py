@@ -249,7 +249,7 @@ PAIRS = [
     ("falcon_h1", "falcon_h1"), ("llama_sliding", "gemma3_text"), ("lfm2", "llama_sliding"),
     ("ministral3", "llama"), ("llama", "ministral3"), ("llama", "bailing_hybrid"),
 ]  # fmt: skip
-USES = [{}, {"block_size": 4}, {"budget": 12}]
+USES = [{}, {"block_size": 4}, {"budget": 12}, {"budget": 12, "branches": 3}]
 WARM = SamplingConfig(temperature=0.8, seed=3)
 
 
@@ -265,6 +265,8 @@ def test_no_answer_is_changed(target, name):
     pair = pair_of(target, name)
     for use in USES:
         if not pair.target.takes_trees and "budget" in use:
+            continue
+        if not pair.drafters[0].takes_trees and "branches" in use:
             continue
         for sampling in (SamplingConfig(), WARM):
             how = {"max_tokens": 14, "sampling": sampling}
@@ -288,11 +290,22 @@ def test_a_model_that_drafts_for_itself_is_always_right():
 
 def test_branches_of_a_model_that_drafts_chains_alone_are_refused():
     pair = pair_of("llama", "ministral3")
-    with pytest.raises(DFlashError, match="branches is 4, but tiny ministral3 drafts chains"):
+    with pytest.raises(DFlashError, match="branches is 4, but rows of this draft model follow one"):
         make_drafter(pair, config_with("lm", branches=4))
+    make_drafter(pair, config_with("lm", branches=1))
     tree = make_drafter(pair, config_with("lm", budget=12))
     drafted = tree.draft(start(pair.target, tree, prompt_of(17, 20)), 20)  # no answer began
     assert drafted.tree.is_chain
+
+
+@pytest.mark.parametrize(("name", "chain"), [("llama", False), ("qwen3_5", True)])
+def test_recurrent_models_draft_chains_unless_they_are_asked_for_trees(name, chain):
+    pair = pair_of("llama", name)
+    for more, is_chain in (({}, chain), ({"branches": 3}, False)):
+        drafter = make_drafter(pair, config_with("lm", budget=12, **more))
+        state = start(pair.target, drafter, prompt_of(17, 20))
+        state.anchor = mx.array([5])
+        assert drafter.draft(state, 20).tree.is_chain == is_chain
 
 
 def test_drawn_tokens_follow_the_law_that_is_handed_on():

@@ -35,6 +35,7 @@ from support.reference_mtp import (
     MOE,
     NEXT,
     QWEN,
+    UNTOLD,
     USUAL,
     case,
     inside,
@@ -127,7 +128,7 @@ def test_a_layer_of_any_kind_says_behind_its_cache_what_it_says_of_the_whole(fam
     network.append(x[5:8], h[5:8], cache)
     cache.begin(Block(1))
     step = network.step(x[8:], h[8:], cache)
-    whole = network(x[None], h[None])
+    whole = network(x[None], h[None], "causal", None)
     for found, expected in zip(step, whole, strict=True):
         np.testing.assert_allclose(found[0], expected[0, -1], atol=TOLERANCE)
 
@@ -347,7 +348,15 @@ def test_a_head_of_another_target_is_refused_with_both_values(tmp_path, changes,
 
 @pytest.mark.parametrize(
     ("raw", "reads"),
-    [(target(QWEN), True), (NEXT, True), (LLAMA, False), ({**QWEN, "model_type": 5}, False)],
+    [
+        (target(QWEN), True),
+        (NEXT, True),
+        (UNTOLD, True),
+        (LLAMA, False),
+        ({**QWEN, "model_type": 5}, False),
+        ({**QWEN, "mtp_num_hidden_layers": None}, False),
+        ({**NEXT, "mtp_num_hidden_layers": 0}, False),
+    ],
 )
 def test_a_target_s_configuration_tells_whether_it_may_have_a_head(raw, reads):
     assert FILES.reads_target(raw) == reads

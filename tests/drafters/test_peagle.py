@@ -47,15 +47,6 @@ def test_a_draft_is_as_deep_as_the_drafter_was_trained_and_takes_one_pass(drafti
     assert np.array(model.try_out(subject.context(text))).shape == (depths, 97)
 
 
-def test_rows_that_cost_nothing_are_not_asked_for_one_by_one(drafting):
-    subject = drafting("eagle3, parallel, raw")
-    state, warm = subject.behind(0, 7), SamplingConfig(seed=1, temperature=1.0)
-    model, depths = subject.model, DEPTHS["raw"]
-    for drafter in (GrownTree(model, None, 1, 40), DrawnChain(model, None, warm, weighed=True)):
-        proposal = drafter.asking(lambda *asked: False).draft(state, 100)
-        assert max(proposal.tree.depths) == depths and proposal.steps == ()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_a_path_depends_on_its_depth_alone(drafting, name):
     subject = drafting(name)
@@ -113,6 +104,19 @@ def test_one_depth_needs_no_masks(tmp_path):
     assert subject.model.block_size == 2
     tree = Chain(subject.model).draft(subject.state(7, text), 100).tree
     assert list(tree.drafted) == [subject.after(text, [7]).argmax()]
+
+
+def test_no_step_is_asked_for_and_none_counts_as_a_pass(drafting):
+    """A budget that weighs steps would stop at the first, which takes as long as all."""
+    sampling = SamplingConfig(seed=1, temperature=1.0)
+    for name, deep in (("eagle3, parallel, raw", 7), ("eagle3, raw", 1)):
+        subject = drafting(name)
+        drawn = DrawnChain(subject.model, None, sampling, weighed=True)
+        for drafter in (GrownTree(subject.model, None, 2, 40), drawn):
+            proposal = drafter.asking(lambda chance, steps: False).draft(subject.behind(0, 7), 99)
+            assert max(proposal.tree.depths) == deep and proposal.steps == ()
+            whole = drafter.draft(subject.behind(0, 7), 99)
+            assert len(whole.steps) == (0 if deep > 1 else 6)
 
 
 MISTAKES = {

@@ -145,6 +145,13 @@ class ToyParallel(ToyEagle):
         )
 
 
+class Unasked(DrawnChain):
+    """Makes all steps whatever they cost, so that there is something to cut."""
+
+    def asking(self, another):
+        return self
+
+
 class ToyHalf(ToyDrafter):
     """Stands for a drafter with a draft vocabulary: two of the four tokens."""
 
@@ -241,6 +248,7 @@ MADE = {
         DrawnChain(PARALLEL, None, s, weighed=True)
     ),
     "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
+    "eagle3, unasked, as pays, reject": lambda s: as_pays(Unasked(EAGLE, None, s, weighed=True)),
     "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
         lambda chance, _: chance > 0.35
     ),
@@ -380,7 +388,7 @@ MISTAKES = {
 SHOWN_BY = {
     DrawnPath: "dflash, dspark, reject",
     DrawnBlock: "dflash, as pays, reject",
-    Drawn: "eagle3, as pays, reject",
+    Drawn: "eagle3, unasked, as pays, reject",
 }
 
 

@@ -143,12 +143,15 @@ _EAGLE: dict[str, Any] = {
 }
 
 
+BLOCKS, STEPS = "DFlash|DSpark|Domino|Muse", "[Ee]agle"
+
+
 def expected_of(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """All that is to be read of a row: what it changes, and what it does not."""
     kind = raw.get("architectures", [""])[0]
     if re.search("[Ee]agle", kind):
         return {**_EAGLE, **fields}
-    if not re.search("DFlash|DSpark|Domino|Muse", kind):
+    if not re.search(BLOCKS, kind):
         return fields  # all that matters
     usual = [found for pattern, found in _BLOCKS.items() if re.fullmatch(pattern, kind)]
     known = {**_ALL, **(usual[0] if usual else {})}

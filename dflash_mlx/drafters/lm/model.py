@@ -84,7 +84,7 @@ class LanguageModel:
     def __init__(self, own: Target, config: LanguageConfig, target: Target) -> None:
         self.own, self.config = own, config
         self.module: nn.Module = own.model
-        self.takes_trees = own.takes_trees
+        self.takes_trees, self.prefers_chains = own.takes_trees, own.is_recurrent
         self._known, vocabulary = _vocabulary(own), _vocabulary(target)
         self.head = DraftHead(lambda logits: logits, vocabulary, own.kernels)
         # Tokens that a target has beyond those, if any, stand for none, so the last one may do

@@ -46,18 +46,21 @@ class Kind:
         text: a target's configuration. Raises what mlx-lm raises for one that it cannot build, and
         DFlashError for layers that no draft can be taken back from.
         """
-        from mlx_lm.utils import _get_classes  # takes seconds
-
         from dflash_mlx.verifier.sequence import new_sequence
+
+        model = self.make_model(text)
+        if new_sequence(model, "the head", None, None).is_recurrent:
+            step = "choose another drafter with --drafter, or --method none"
+            raise DFlashError(f"a head of {model_type(text)} would have recurrent layers", step)
+        return list(model.layers)
+
+    def make_model(self, text: Fields) -> Any:
+        """mlx-lm's model of these layers; raises what mlx-lm raises."""
+        from mlx_lm.utils import _get_classes  # takes seconds
 
         arguments = self.arguments(text)
         model_class, args_class = _get_classes(arguments)
-        model = model_class(args_class.from_dict(arguments))
-        if new_sequence(model, "the head", None, None).is_recurrent:
-            kind = arguments["model_type"]
-            step = "choose another drafter with --drafter, or --method none"
-            raise DFlashError(f"a head of {kind} would have recurrent layers", step)
-        return list(model.layers)
+        return model_class(args_class.from_dict(arguments))
 
     def keeps(self, layer: Any) -> bool:
         """Whether a layer has keys and values of its own; the first one has, and no other."""

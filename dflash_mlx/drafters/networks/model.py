@@ -295,7 +295,7 @@ class BoundModel(Generic[_Context]):
     family: ClassVar[str]
     scales_embeddings: ClassVar[bool] = True  # as its target does, with the target's embedding
     least_vocabulary = 1  # tokens that its drafts need
-    takes_trees = True  # where it goes token by token
+    takes_trees, prefers_chains = True, False  # where it goes token by token
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
