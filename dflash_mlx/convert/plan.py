@@ -35,8 +35,8 @@ from dflash_mlx.models.check import (
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.parts import is_drafter, only_head
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
+from dflash_mlx.models.parts import is_drafter, only_head, read_config
+from dflash_mlx.models.source import DRAFTER, MODEL, Source
 from dflash_mlx.system.files import locked
 from dflash_mlx.system.machine import describe_versions
 
@@ -152,8 +152,8 @@ def report(plan: Plan) -> str:
 def find_part(name: str, head: bool = False, drafts: bool = False) -> ModelFacts:
     """Find and check a model; DFlashError for what is none, is damaged, or cannot be had.
 
-    head: of a target only the head that drafts, which is a drafter. drafts: likewise, where there
-    is one.
+    head: only the head in a target's folder, DFlashError where there is none. drafts: that head
+    where there is one, else the whole model.
     """
     path = existing(name)
     if path is not None and path.is_file():
@@ -179,7 +179,7 @@ def _fetch(facts: ModelFacts) -> ModelFacts:
 
 
 def _check(source: Source, name: str, as_drafter: bool) -> ModelFacts:
-    source.option = DRAFTER if as_drafter or format_of(source.read_json(CONFIG)) else MODEL
+    source.option = DRAFTER if as_drafter or format_of(read_config(source)) else MODEL
     facts = (check_target if source.option == MODEL else check_drafter)(source, name)
     facts.raise_first()
     return facts
@@ -189,17 +189,15 @@ def _of_folder(folder: Path) -> Source:
     source = Source.of(folder)
     if is_pair_folder(folder):
         raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
-    if CONFIG not in source.files:
-        file = next(folder.glob("*.gguf"), None)
-        step = _GIVE if file is None else f"give the GGUF file {file}"
-        raise DFlashError(f"{folder} has no config.json", step)
+    file = next(folder.glob("*.gguf"), None)
+    read_config(source, _GIVE if file is None else f"give the GGUF file {file}")
     return source
 
 
 def _on_hub(name: str, head: bool, drafts: bool) -> Source:
     """A repository, or its copy here where that is whole and the newest that can be had.
 
-    head, drafts: as of `find_part`.
+    head: of a target's repository only the files with its head. drafts: these where it has one.
     """
     try:
         if name.endswith(".gguf"):
@@ -209,7 +207,7 @@ def _on_hub(name: str, head: bool, drafts: bool) -> Source:
         raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
-        as_drafter = head or (is_drafter(source) if drafts else format_of(source.read_json(CONFIG)))
+        as_drafter = head or (is_drafter(source) if drafts else format_of(read_config(source)))
         source.option = DRAFTER if as_drafter else MODEL
         if head:
             only_head(source)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
-from dflash_mlx.models.parts import limited
+from dflash_mlx.models.parts import limited, read_config
 from dflash_mlx.models.source import (
     BY_LAYER,
     CONFIG,
@@ -42,9 +41,9 @@ from dflash_mlx.verifier.reading import (
 )
 
 TOKENIZER = "tokenizer.json"
-ADAPTER = "adapter_config.json"  # of low-rank adapters, by mlx-lm or peft
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # by which models are told apart
 _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
@@ -111,7 +110,7 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
 
 
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
-    """A drafter alone; arguments as of `check_target`."""
+    """A drafter alone, or the head in a target's folder. name: what to call it, if not by place."""
     source, raw, found, known = _open(folder, True)
     readable, config, family = not found.errors, None, known or formats()[0]
     sizes = family.own_sizes(raw)
@@ -144,7 +143,7 @@ def _open(
     option = DRAFTER if as_drafter else MODEL
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
-    raw = found.attempt(_read_config, source) or {}
+    raw = found.attempt(read_config, source) or {}
     family = limited(source, raw) if as_drafter else format_of(raw)
     if raw and (family is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
@@ -153,28 +152,16 @@ def _open(
     return source, raw, found, family
 
 
-def _read_config(source: Source) -> dict[str, Any]:
-    """Its config.json; DFlashError for what is no whole model but an adapter of one."""
-    if ADAPTER in source.files and not any(fnmatch(f, "model*.safetensors") for f in source.files):
-        told = source.read_json(ADAPTER)
-        base = str(told.get("model") or told.get("base_model_name_or_path") or "its model")[:200]
-        fused = f"mlx_lm.fuse --model {base} --adapter-path {source.name} --save-path FOLDER"
-        if "peft_type" in told:
-            fused = "with peft, merge_and_unload() and save_pretrained(FOLDER)"
-        step = f"fuse it first ({fused}), then give that folder"
-        raise DFlashError(f"{source.name} is an adapter of {base}, not a whole model", step)
-    return source.read_json(CONFIG)
-
-
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
-    """Of a target in a drafter's place, the reverse, or a draft model that no family reads."""
-    if as_drafter and (kind := other_kind(raw)):
-        what = f"{source.name} is a draft model of a kind that is not supported, {kind!r}"
-        return Finding("error", what, OTHER_DRAFTER)
-    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
-    is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
-    what = f"{source.name} is {is_what}, not {not_what}"
-    return Finding("error", what, f"give it with --{other}, and choose {not_what} with --{option}")
+    """Of a drafter in a target's place, or of what no family can draft with."""
+    if not as_drafter:
+        step = f"give it with --{DRAFTER}, and choose a target with --{MODEL}"
+        return Finding("error", f"{source.name} is a drafter, not a target", step)
+    what = f"{source.name} is a draft model of a kind that is not supported, {other_kind(raw)!r}"
+    if not other_kind(raw):
+        kind = repr(raw.get("model_type"))[:80]
+        what = f"{source.name} has model_type {kind}, which mlx-lm lacks, so it cannot draft"
+    return Finding("error", what, OTHER_DRAFTER)
 
 
 def fetched(facts: ModelFacts) -> ModelFacts:
@@ -188,9 +175,16 @@ def fetched(facts: ModelFacts) -> ModelFacts:
 
 
 def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
-    """The drafter in `source`: as a whole, where a head in it is of another target than this."""
+    """The drafter in `source`: as a whole, where a head in it is of another target than this.
+
+    A head of this target that is damaged or cannot be read is refused for that.
+    """
     drafter = check_drafter(source, name)
-    if drafter.source is not None and drafter.source.part and check_pair(target, drafter).errors:
+    if drafter.source is None or not drafter.source.part:
+        return drafter
+    own = language_model(drafter.source.read_json(CONFIG))
+    is_other = any(own.get(name) != target.config.get(name) for name in _SIZES)
+    if is_other if drafter.config is None else any(_misfits(target, drafter)):
         whole = check_drafter(replace(source, part=(), whole_model=True), name)
         if not check_pair(target, whole).errors:
             return whole
@@ -201,10 +195,7 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
-        if drafter.format is not None and drafter.config is not None and target.config:
-            names = target.name, drafter.name
-            found.add(_itself(target, drafter))
-            found.add(drafter.format.misfits(drafter.config, target.config, *names))
+        found.add(_misfits(target, drafter))
     for part in (target, *drafters):
         found.add(part.findings)
     for drafter in drafters:
@@ -215,8 +206,11 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     return Report(found.result(), target, drafters)
 
 
-def _itself(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
-    """An error for a target that is to draft for itself, and whole."""
+def _misfits(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
+    """What keeps a drafter from a target; also an error for one that would draft for itself."""
+    if drafter.format is None or drafter.config is None or not target.config:
+        return
+    yield from drafter.format.misfits(drafter.config, target.config, target.name, drafter.name)
     own, theirs = cast(Source, drafter.source), target.source
     if own.whole_model and theirs is not None and own.name == theirs.name:
         lacks = next(filter(None, (each.lacking(target.config) for each in formats())), "")

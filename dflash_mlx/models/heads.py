@@ -13,7 +13,7 @@ from dflash_mlx.models.source import CONFIG, DRAFTER, Source
 
 
 def with_own_head(names: Names, model: Source) -> Names:
-    """Names with the head that is in the target's own folder as a drafter, behind known ones.
+    """Names with the head in the target's own folder as a drafter, in place of a known one's.
 
     Or with where to get one, where the folder lacks it. model: where the target is; a folder that
     cannot be read changes nothing.
@@ -29,6 +29,7 @@ def with_own_head(names: Names, model: Source) -> Names:
             own = (str(family_of(family)), names.model)
             if names.drafter is None:
                 return replace(names, drafter=names.model)
-            return replace(names, others=(*names.others, own))
+            known = tuple(own if of == own[0] else (of, name) for of, name in names.others)
+            return replace(names, others=known if own in known else (*known, own))
         return replace(names, headless=made_with_one and f"{names.shown} {made_with_one}")
     return names

@@ -310,6 +310,8 @@ def check_named(config: PairConfig) -> Report:
 def _on_drafters(names: Names, has_some: bool) -> Iterator[Finding]:
     if names.lineage and has_some:
         yield Finding("note", names.lineage, "name another one with --drafter")
+    if names.headless and not has_some:
+        yield Finding("note", names.headless, "give that folder with --drafter")
     entry = registered(names.made_from or names.shown)
     if entry is None or names.drafter is None:
         return

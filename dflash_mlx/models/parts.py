@@ -15,7 +15,21 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_as_drafter, format_of, formats
 from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, Source
 
-_NEXT = "choose a complete model folder"
+ADAPTER = "adapter_config.json"  # of low-rank adapters, by mlx-lm or peft
+_NEXT = "choose a complete model folder in Hugging Face format"
+
+
+def read_config(source: Source, next_step: str = _NEXT) -> dict[str, Any]:
+    """A folder's config.json; DFlashError where it has none, or is an adapter of a model."""
+    if ADAPTER in source.files and not any(fnmatch(f, "model*.safetensors") for f in source.files):
+        told = source.read_json(ADAPTER)
+        base = str(told.get("model") or told.get("base_model_name_or_path") or "its model")[:200]
+        fused = f"mlx_lm.fuse --model {base} --adapter-path {source.name} --save-path FOLDER"
+        if "peft_type" in told:
+            fused = "with peft, merge_and_unload() and save_pretrained(FOLDER)"
+        step = f"fuse it first ({fused}), then give that folder"
+        raise DFlashError(f"{source.name} is an adapter of {base}, not a whole model", step)
+    return source.read_json(CONFIG, next_step)
 
 
 def limited(source: Source, raw: Mapping[str, Any]) -> FileFormat | None:
@@ -51,7 +65,7 @@ def only_head(source: Source) -> None:
 
 def is_drafter(source: Source) -> bool:
     """Whether a folder is a drafter's, or a target's with a head, of which only that is kept."""
-    raw = source.read_json(CONFIG)
+    raw = read_config(source)
     limited(source, raw)
     return format_of(raw) is not None or bool(source.part)
 

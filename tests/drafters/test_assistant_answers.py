@@ -107,6 +107,18 @@ def test_several_at_once_answer_as_each_does_alone(pair):
         assert collect(iter(said[each])).tokens == collect(Session(pair, use).stream(prompt)).tokens
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_answers_stay_where_keys_and_values_are_quantised(tmp_path, bits):
+    pair = assistant_pair(tmp_path, "small", Letters())
+    pair.target.kv_bits = bits
+    prompt, accepted = prompt_of(6, 60), 0
+    for name in ("a deep tree", "a chain"):
+        found = collect(Session(pair, config_of(name, max_tokens=30)).stream(prompt))
+        assert list(found.tokens) == plain_answer(pair.target, prompt, 30)
+        accepted += sum(found.statistics.accepted.values())
+    assert accepted > 0
+
+
 # Laws
 
 LENGTH, PROMPT = 4, [0, 1, 2, 3, 2, 1, 0, 2, 2, 3]  # tokens of an answer, and what is before
@@ -137,7 +149,7 @@ def distance(few: Any, temperature: float, weighed: bool = False) -> tuple[float
     And how many drafted tokens were kept in an answer.
     """
     (target, model), answers, kept = few, [], 0
-    for seed in range(300):
+    for seed in range(160):
         sampling = SamplingConfig(temperature, seed=seed)
         use = DecodeConfig("assistant", acceptance="reject", sampling=sampling, max_tokens=LENGTH)
         drafter = DrawnChain(model, 4, sampling, weighed)

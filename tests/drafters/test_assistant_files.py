@@ -108,6 +108,9 @@ REFUSED = {
     "layers that differ": (
         {"per_layer_config": {"0": {"head_dim": 64}}}, {}, "per_layer_config is .*full attention",
     ),
+    "a layer that it does not have": (
+        {"per_layer_config": {"9": {"head_dim": 64}}}, {}, "per_layer_config is .*full attention",
+    ),
     "centroids that do not divide": ({}, {"use_ordered_embeddings": True}, "14, which 97 tokens"),
     "more centroids than there are": (
         {"vocab_size": ORDERED},

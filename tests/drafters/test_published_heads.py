@@ -148,6 +148,7 @@ REFUSED = {
         {"mtp_hidden_states_first": True},
         "mtp_hidden_states_first is True",
     ),
+    "no number of experts": ("glm", {"n_routed_experts": None}, "mlx-lm cannot arrange"),
     "another number of experts": ("deepseek", {"n_routed_experts": 5}, "experts.4.* is missing"),
     "another width": (
         "mimo",

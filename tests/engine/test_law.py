@@ -134,8 +134,6 @@ class ToyDomino(ToyMarkov):
 class ToyParallel(ToyEagle):
     """Stands for a P-EAGLE drafter, with its real drafts; logits are states as well."""
 
-    is_parallel = True
-
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._head = DraftHead(lambda states: states, VOCABULARY)
@@ -145,6 +143,13 @@ class ToyParallel(ToyEagle):
         return ParallelDraft(
             self, state.context, lambda anchor: mx.array(self.table[anchor.item(), :-1])
         )
+
+
+class Unasked(DrawnChain):
+    """Makes all steps whatever they cost, so that there is something to cut."""
+
+    def asking(self, another):
+        return self
 
 
 class ToyHalf(ToyDrafter):
@@ -243,6 +248,7 @@ MADE = {
         DrawnChain(PARALLEL, None, s, weighed=True)
     ),
     "eagle3, as pays, reject": lambda s: as_pays(DrawnChain(EAGLE, None, s, weighed=True)),
+    "eagle3, unasked, as pays, reject": lambda s: as_pays(Unasked(EAGLE, None, s, weighed=True)),
     "eagle3, as sure, reject": lambda s: DrawnChain(EAGLE, None, s, weighed=True).asking(
         lambda chance, _: chance > 0.35
     ),
@@ -382,7 +388,7 @@ MISTAKES = {
 SHOWN_BY = {
     DrawnPath: "dflash, dspark, reject",
     DrawnBlock: "dflash, as pays, reject",
-    Drawn: "eagle3, as pays, reject",
+    Drawn: "eagle3, unasked, as pays, reject",
 }
 
 

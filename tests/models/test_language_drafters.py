@@ -13,6 +13,7 @@ import mlx.nn as nn
 import pytest
 
 from dflash_mlx import DFlashError, PairConfig, generate, load, load_pair
+from dflash_mlx.convert.__main__ import main as convert
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.lm.checkpoint import LanguageFiles
 from dflash_mlx.drafters.lm.model import LanguageModel
@@ -20,6 +21,7 @@ from dflash_mlx.drafters.methods import format_as_drafter, format_of
 from dflash_mlx.models.check import check_drafter, check_pair, check_target
 from support import gguf_files
 from support.configs import config_with
+from support.decoding import state_with
 from support.drafter_formats import speculators, version_1
 from support.families import FAMILIES, make_model
 from support.models import edit_config, write_model
@@ -71,7 +73,7 @@ def test_a_pair_is_loaded_by_name_and_answers_as_plain_decoding(model, tmp_path,
     alone = make_model(family, 5)(mx.array([tokens]))[0, -1]
     context = drafter.new_context()
     context.append(mx.array(tokens[:-1]), None)
-    found = drafter.begin(context).logits(mx.array(tokens[-1:]), [-1])[0]
+    found = drafter.begin(state_with(context)).logits(mx.array(tokens[-1:]), [-1])[0]
     assert mx.abs(found - alone).max() < 1e-4
 
 
@@ -182,7 +184,7 @@ def test_files_without_an_embedding_are_refused(model, small):
     [
         ({"architectures": ["MedusaForCausalLM"]}, "'MedusaForCausalLM'"),
         ({"model_type": "qwen3_next_draft"}, "'qwen3_next_draft'"),
-        ({"model_type": "nonesuch"}, "is a target, not a drafter"),
+        ({"model_type": "nonesuch"}, "model_type 'nonesuch', which mlx-lm lacks"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_file": "own.py"}, "own.py"),
@@ -225,6 +227,9 @@ def test_an_adapter_is_refused_with_the_command_that_fuses_it(
         (folder / "config.json").write_text((model / "config.json").read_text())
     said = refusal(model, folder) if as_drafter else refusal(folder, model)
     assert "is an adapter of owner/base" in said and command in said and str(folder) in said
+    for option in ([], ["--mtp"]):
+        with pytest.raises(DFlashError, match="is an adapter of owner/base"):
+            convert([str(folder), str(tmp_path / "converted"), *option])
 
 
 # Settings and notes
@@ -259,7 +264,7 @@ def test_weights_that_are_packed_stay_so_and_a_note_says_it(model, tmp_path):
     drafter, tokens = pair.drafters[0], [3, 1, 4]
     context = drafter.new_context()
     context.append(mx.array(tokens[:-1]), None)
-    found = drafter.begin(context).logits(mx.array(tokens[-1:]), [-1])[0]
+    found = drafter.begin(state_with(context)).logits(mx.array(tokens[-1:]), [-1])[0]
     alone = packed(mx.array([tokens]))[0, -1]
     assert mx.abs(found - alone).max() < 1e-3
 

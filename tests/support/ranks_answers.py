@@ -35,7 +35,9 @@ def everything(pair: Pair) -> dict[str, Any]:
     """Tokens by how they were made."""
     found: dict[str, Any] = {}
     drawn = SamplingConfig(0.8, seed=5)
-    for method in (each.name for each in METHODS.values() if not each.is_control):
+    # Assistants read the keys of a target of Gemma 4, whose layers mlx-lm does not share out
+    methods = [m.name for m in METHODS.values() if not m.is_control and m.family != "assistant"]
+    for method in methods:
         for name, config in {
             method: DecodeConfig(method, max_tokens=TOKENS),
             f"{method}, drawn": DecodeConfig(method, max_tokens=TOKENS, sampling=drawn),

@@ -52,13 +52,13 @@ class AssistantFiles(FileFormat):
     classes = (("|".join(known), ""),)
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) or raw.get("model_type") in _CLASSES
+        return super().recognises(raw) or str(raw.get("model_type")) in _CLASSES
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
         return own.review(raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
-        kind = raw.get("model_type")
+        kind = str(raw.get("model_type"))
         return {"architectures": [_CLASSES[kind]], **raw} if kind in _CLASSES else raw
 
     def read_fields(self, told: Fields, names: Collection[str]) -> AssistantConfig:

@@ -65,8 +65,8 @@ def of_full_layers(text: Fields, types: tuple[Any, ...]) -> Fields:
     listed = part(text, BY_LAYER)
     found: set[tuple[tuple[str, Any], ...]] = set()
     for layer, own in listed.items():
-        sizes = dict(own)
-        if types[int(layer)] != FULL or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
+        sizes, full = dict(own), (str(i) for i, kind in enumerate(types) if kind == FULL)
+        if layer not in full or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
             raise ValueError(f"{BY_LAYER} is {listed!r}, not of sizes of full attention alone")
         found.add(tuple(sorted(sizes.items())))
     if len(found) > 1:

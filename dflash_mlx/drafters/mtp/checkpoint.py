@@ -167,7 +167,7 @@ class MTPFiles(FileFormat):
             rope={},
             rms_norm_eps=_eps(text, kind.eps),
             attention_bias=False,
-            layer_windows=(None,) * kind.kept,
+            layer_windows=(None,),
             block_size=size(told, "block_size"),
             num_target_layers=size(text, "num_hidden_layers"),
             quantization=None,
@@ -237,7 +237,7 @@ class MTPFiles(FileFormat):
             return
         if not ours:
             what = f"the files of {source} hold no head for multi-token prediction, though "
-            what += f"{config.kind.count} is {config.text.get(config.kind.count)}"
+            what += f"{config.kind.count} is {config.kind.heads(config.text)}"
             yield Finding("error", what, TAKE_OUT)
             return
         if any(name.endswith(_FP8) for name in ours):

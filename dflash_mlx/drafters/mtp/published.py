@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from dflash_mlx.core.errors import in_one_line
 from dflash_mlx.drafters.mtp.kinds import Kind, model_type
 from dflash_mlx.drafters.networks.fields import Fields
 from dflash_mlx.drafters.networks.files import Arrays
@@ -54,16 +55,15 @@ class Arranged(Kind):
         return f"layers.0.{rest}"
 
     def arranged(self, tensors: Arrays, text: Fields) -> Arrays:
-        from mlx_lm.utils import _get_classes  # takes seconds
-
-        arguments = self.arguments(text)
-        model_class, args_class = _get_classes(arguments)
-        model = model_class(args_class.from_dict(arguments))
+        model = self.make_model(text)
         try:
             found = model.sanitize({self.place + name: array for name, array in tensors.items()})
         except KeyError as error:
             name = str(error.args[0]).removeprefix(self.place)
             raise ValueError(f"tensor {name} is missing") from None
+        except Exception as error:  # of mlx-lm's classes, which check little
+            what = f"mlx-lm cannot arrange the tensors of the head ({in_one_line(error)})"
+            raise ValueError(what) from None
         return {name.removeprefix(self.place): array for name, array in found.items()}
 
 
