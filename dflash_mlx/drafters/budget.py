@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.autoregressive import Another, StepByStep
+from dflash_mlx.drafters.autoregressive import StepByStep
 from dflash_mlx.drafters.experience import (
     SAFE,
     Arm,
@@ -162,19 +162,13 @@ class BatchBudget:
     ) -> Cut:
         """The best part of what the arm proposes, with lookups and a second pass that pays."""
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
-        start, rate, second = self.clock(), known.best.rate, known.second
-        steps = 1.0  # of a draft, in the mean
+        rate, second, further = known.best.rate, known.second, 0.0
         if arm.name != _PLAIN:
-            drafts = _begin(drafter, states, share, _another(known, arm, len(states)))
-            for draft in drafts:
-                draft.tree.wait()
-            steps += sum(len(draft.steps) for draft in drafts) / len(drafts)
-            arm.drafts.took((self.clock() - start) / steps)
+            drafts, further = self._begin(known, arm, states, share)
         drafts = self._looked_up(drafts, states, share)
-        one = float(arm.drafts.of())
-        before = one * steps
+        before = float(arm.drafts.of()) + further
         best = cutting(drafts, before)
-        best = usual = replace(best, sizes=best.sizes.dearer(before - one))
+        best = usual = replace(best, sizes=best.sizes.dearer(further))
         begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
         counts, tried = second.branches(begun, rate)
         if isinstance(drafter, TwoPass) and any(counts):
@@ -191,6 +185,36 @@ class BatchBudget:
             usual = usual if tried else best
         arm.expect(usual.tokens, usual.seconds, usual.sizes)
         return best
+
+    def _begin(
+        self, known: Experience, arm: Arm, states: Sequence[State], share: int
+    ) -> tuple[list[Proposal], float]:
+        """Drafts of one pass, or of as many steps as pay; and seconds of all steps but the first."""
+        drafter, further, rate, start = self.drafter, known.further, known.best.rate, self.clock()
+        one, passes, stepped = float(further.times.of()), known.times.of, start
+
+        def another(chance: float, steps: int) -> bool:
+            nonlocal stepped
+            if steps == 1:
+                stepped = self.clock()
+            row = float(passes(steps + 2) - passes(1)) / (steps + 1)
+            return further.goes_on(further.saved(chance, rate, one + row))
+
+        if isinstance(drafter, StepByStep):
+            drafter = drafter.asking(another)
+        drafts: list[Proposal]
+        if isinstance(drafter, TwoPass):
+            drafts = [*drafter.begin(states, [min(state.remaining, share) for state in states])]
+        else:
+            drafts = drafter.propose(states, share * len(states))
+        for draft in drafts:
+            draft.tree.wait()
+        end = self.clock()
+        if drafts[-1].steps:  # which began last, so nothing else was done since its first step
+            further.times.took((end - stepped) / len(drafts[-1].steps))
+        seconds = float(further.times.of()) * sum(len(draft.steps) for draft in drafts)
+        arm.drafts.took(end - start - seconds)
+        return drafts, seconds
 
     def _looked_up(
         self, drafts: Sequence[Proposal], states: Sequence[State], share: int
@@ -278,34 +302,13 @@ def _contexts(states: Sequence[State]) -> list[int]:
     return [state.position for state in states]
 
 
-def _begin(
-    drafter: Drafter, states: Sequence[State], share: int, another: Another
-) -> list[Proposal]:
-    if isinstance(drafter, StepByStep):
-        drafter = drafter.asking(another)
-    if isinstance(drafter, TwoPass):
-        return [*drafter.begin(states, [min(state.remaining, share) for state in states])]
-    return drafter.propose(states, share * len(states))
-
-
-def _another(known: Experience, arm: Arm, count: int) -> Another:
-    """One step more of one of so many drafts, if that saves more than its pass and a row take."""
-    rate, one, passes = known.best.rate, float(arm.drafts.of()) / count, known.times.of
-
-    def another(chance: float, steps: int) -> bool:
-        row = float(passes(steps + 2) - passes(1)) / (steps + 1)
-        return known.further.goes_on(known.further.saved(chance, rate, one + row))
-
-    return another
-
-
 def within_budget(
     drafter: Drafter, method: Method, pair: Pair, config: DecodeConfig, chains: bool
 ) -> BatchBudget:
     """As much of a method's drafts as pays here, with lookups; of lookups alone where it has none.
 
-    chains: as of `Scope`. Pass times stay with the target, what sessions have learned with the
-    pair. Nothing is timed unless `config` asks for it.
+    chains: whether nothing else is verified. Pass times stay with the target, what sessions have
+    learned with the pair. Nothing is timed unless `config` asks for it.
     """
     target = pair.target
     if config.recalibrate:

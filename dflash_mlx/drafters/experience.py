@@ -215,6 +215,7 @@ class Continued:
     def __init__(self, guess: float) -> None:
         self.gain = Average(guess, _PAIRED)  # tokens that it brought, less its rows' cost
         self.mass = Average(1.0, _PAIRED)  # the probabilities by which it went on
+        self.times = DraftTimes()
         self.waited = 0.0  # seconds since it last went on
 
     def saved(self, mass: Any, rate: float, seconds: Any) -> Any:
@@ -242,7 +243,6 @@ class SecondPass(Continued):
 
     def __init__(self) -> None:
         super().__init__(_GAIN)
-        self.times = DraftTimes()
 
     def branches(self, drafts: Sequence[FirstDraft], rate: float) -> tuple[list[int], bool]:
         """How many of each draft's branches to go on with, 0 where that is not worth its time.

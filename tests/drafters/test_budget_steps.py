@@ -24,11 +24,11 @@ def further(case: Case) -> np.ndarray:
     return np.array([len(r.proposal.steps) for r in case.rounds])
 
 
-def fixed(seconds: float, sure, most: int, tokens: int = 600) -> float:
+def fixed(seconds: float, sure, most: int, first: float | None = None) -> float:
     """Seconds of an answer whose drafts have always so many steps."""
-    drafter = InSteps(seconds, sure, most=most)
+    drafter = InSteps(seconds, sure, most=most, first=first)
     drafter.asking = lambda another: drafter
-    return Case(FLAT, drafter, tokens).seconds
+    return Case(FLAT, drafter, 600).seconds
 
 
 def test_as_many_steps_are_made_as_pay_where_the_text_is():
@@ -46,6 +46,11 @@ def test_steps_that_cost_too_much_are_hardly_ever_made(seconds):
     case = Case(FLAT, InSteps(seconds, lambda i: 0.6), 600)
     assert further(case)[20:].mean() < 0.1
     assert case.seconds < 1.1 * min(case.plain_seconds, fixed(seconds, lambda i: 0.6, 1))
+
+
+def test_a_first_step_that_costs_more_than_the_others_makes_no_draft_shorter():
+    case = Case(FLAT, InSteps(0.1, lambda i: 0.8, first=0.5), 600)
+    assert case.seconds < 1.02 * min(fixed(0.1, lambda i: 0.8, most, 0.5) for most in (4, 5, 6, 7))
 
 
 def test_steps_that_cost_nothing_are_made_to_the_end():

@@ -91,14 +91,15 @@ class Honest(EachAlone):
 class InSteps(StepByStep):
     """Knows each next token with probability `sure(position)`; every step takes so many seconds.
 
-    says: what it says of that. most: steps.
+    says: what it says of that. most: steps. first: seconds of the first step, where it differs.
     """
 
     name, aux_layers, rounds_ahead = "draft", (), 0
     target: TimedTarget
 
-    def __init__(self, seconds: float, sure: Callable[[int], float], says=None, most=7) -> None:
+    def __init__(self, seconds: float, sure: Callable[[int], float], says=None, most=7, first=None):
         self.seconds, self.sure, self.says = seconds, sure, says or sure
+        self.first = seconds if first is None else first
         self.block_size, self.rng = most + 1, np.random.default_rng(3)
 
     def new_context(self) -> NoContext:
@@ -109,7 +110,7 @@ class InSteps(StepByStep):
         tokens, logprobs, chances = [], [0.0], []
         *_, before, last = [0, *state.tokens]
         for i in range(done, done + most):
-            self.target.clock.now += self.seconds
+            self.target.clock.now += self.seconds if tokens else self.first
             right = int(self.target.table[before, last].argmax())
             tokens.append(right if self.rng.random() < self.sure(i) else (right + 5) % VOCABULARY)
             logprobs.append(float(np.log(self.says(i))))
