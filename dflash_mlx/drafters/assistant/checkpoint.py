@@ -38,10 +38,6 @@ _CLASSES = {
 }
 _ORDERING = "masked_embedding.token_ordering"
 _TARGETS = "gemma4"  # what the model_type of a target begins with
-_KEYS = {  # how a target calls the sizes of keys, and what they are where it does not say
-    SLIDING: (("head_dim", 256), ("num_key_value_heads", 1)),
-    FULL: (("global_head_dim", 512), ("num_global_key_value_heads", None)),
-}
 
 
 class AssistantFiles(FileFormat):
@@ -144,8 +140,8 @@ def _other_keys(config: AssistantConfig, target: Mapping[str, Any]) -> Iterator[
 
 def _sizes(target: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
     """The width and the number of heads of keys in a target's layers of this kind."""
-    (width, usual), (heads, _) = _KEYS[kind]
-    shared = target.get("num_key_value_heads", 1)
-    if kind == FULL and target.get("attention_k_eq_v") and target.get(heads) is not None:
-        shared = target[heads]
-    return target.get(width, usual), shared
+    heads = target.get("num_key_value_heads", 1)
+    if kind == SLIDING:
+        return target.get("head_dim", 256), heads
+    own = target.get("num_global_key_value_heads") if target.get("attention_k_eq_v") else None
+    return target.get("global_head_dim", 512), heads if own is None else own
