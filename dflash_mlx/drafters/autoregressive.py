@@ -68,7 +68,7 @@ class StepByStep(BlockDrafter[StepModel]):
         self.name = model.family
 
     def asking(self, another: Another) -> Self:
-        """The same, which asks so."""
+        """A copy that asks `another` after each step."""
         other = copy(self)
         other.another = another
         return other

@@ -95,7 +95,7 @@ class SequenceCache(Several):
         return self._with([part.fork() for part in self.parts])
 
     def beside(self) -> SequenceCache:
-        """The same keys and values, and copies of recurrent states, which go on by themselves."""
+        """A cache that shares keys and values with this one and copies its recurrent states."""
         return self._with([part.fork() if part.tail else part for part in self.parts])
 
     def _with(self, parts: Sequence[Any]) -> SequenceCache:

@@ -56,7 +56,7 @@ class Candidates:
         return mx.stack(path[1:]), mx.stack(scores)
 
     def changed(self, change: Callable[[mx.array], mx.array]) -> Candidates:
-        """The same with other scores [k] at each position."""
+        """These candidates, with `change` applied to the scores [k] of each position."""
 
         def after(t: int, before: mx.array, memory: Any) -> tuple[mx.array, Any]:
             scores, memory = self.after(t, before, memory)

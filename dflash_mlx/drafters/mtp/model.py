@@ -103,7 +103,7 @@ class Network(DraftNetwork):
         route(self)
 
     def set_dtype(self, dtype: mx.Dtype, *which: Any) -> None:
-        """As MLX's, but what chooses experts stays as it is, as in mlx-lm's targets."""
+        """Cast all weights but those that choose experts, as mlx-lm does in targets."""
         kept = {n: a for n, a in parameters_of(self).items() if n.endswith(_CHOOSES)}
         super().set_dtype(dtype, *which)
         self.load_weights([*kept.items()], strict=False)
