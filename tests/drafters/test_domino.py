@@ -27,7 +27,7 @@ def walked_scores(subject: Any, prefix: tuple[int, ...], path: list[int]) -> Any
     model, rows = subject.model, subject.model.block_size
     context, shown = subject.context(subject.text(9, 3)), mx.array([7, *prefix])
     states = model._states(Ask(context, mx.array([7]), rows, (prefix,)))
-    logits, _ = model._head.logits(states, None)
+    logits, _ = model.head.logits(states, None)
     found = model.links.candidates(states, logits, shown, None)
     return np.array(found.walk(lambda t, scores: mx.array(path[t]))[1])
 

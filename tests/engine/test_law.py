@@ -136,7 +136,7 @@ class ToyParallel(ToyEagle):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._head = DraftHead(lambda states: states, VOCABULARY)
+        self.head = DraftHead(lambda states: states, VOCABULARY)
 
     def begin(self, state):
         state.context.words = None

@@ -223,4 +223,4 @@ def linked_of(model: Any, *ask: Any) -> Any:
     """What a DFlash model with a linking head finds behind each prefix of an `Ask`."""
     asked = Ask(*ask)
     states = model._states(asked)
-    return model._linked(asked, states, *model._head.logits(states, asked.context.words))
+    return model._linked(asked, states, *model.head.logits(states, asked.context.words))

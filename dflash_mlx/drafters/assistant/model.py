@@ -93,7 +93,7 @@ class AssistantModel(BoundModel[Any]):
         super().__init__(network, config, target)
         self._target = target
         if config.centroids is not None:
-            self._head = OrderedHead(network, config, target.kernels)
+            self.head = OrderedHead(network, config, target.kernels)
         owners = target.model.layers[: len(target.new_cache().layers)]
         kinds = {getattr(layer, "layer_type", ""): i for i, layer in enumerate(owners)}
         if missing := set(config.layer_types) - kinds.keys():
@@ -111,9 +111,6 @@ class AssistantModel(BoundModel[Any]):
 
     def new_context(self) -> AssistantContext:
         return AssistantContext(self.module, self._norm)
-
-    def context(self, *parts: Any) -> AssistantContext:
-        return self.new_context()
 
     def tried(self, context: Any) -> mx.array:
         cache, tokens = self._target.new_cache(), mx.zeros(_TRIED, mx.int32)
@@ -140,7 +137,7 @@ class AssistantDraft(Draft):
     """Keys and values are taken from the target's cache once for all steps."""
 
     def __init__(self, model: AssistantModel, state: State) -> None:
-        self._head, self._words = model._head, None
+        super().__init__(model.head)
         self._network, self._embed = model.module, model.embed
         self._seen = model.seen(state.cache)
         self._states = state.context.last  # type: ignore[attr-defined]  # [1 + N, D]: h of all rows

@@ -71,17 +71,17 @@ class BlockModel(BoundModel[FeatureContext]):
         arXiv 2606.04446, 3.3); a prefix of l tokens has rows - 1 - l masks. All blocks go through
         the network in one pass over the one context.
         """
-        return self._head.whole(self._states(Ask(context, anchor, rows, prefixes)), context.words)
+        return self.head.whole(self._states(Ask(context, anchor, rows, prefixes)), context.words)
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
         """Tokens [rows - 1], each the likeliest at its position; the pass may still be running."""
-        return self._head.likeliest(self._states(Ask(context, anchor, rows)), context.words)
+        return self.head.likeliest(self._states(Ask(context, anchor, rows)), context.words)
 
     def candidates(self, context: FeatureContext, anchor: mx.array, rows: int) -> Candidates:
         """What the paths of a linked drafter can go through in a block of `rows`."""
         assert self.links is not None
         states = self._states(Ask(context, anchor, rows))
-        logits, ids = self._head.logits(states, context.words)
+        logits, ids = self.head.logits(states, context.words)
         known = None if ids is None else mx.array(ids)
         return self.links.candidates(states, logits, anchor, known)
 
@@ -94,7 +94,7 @@ class BlockModel(BoundModel[FeatureContext]):
             return []
         joins = self.module.joins
         states = self._together(asks) if joins else [self._states(ask) for ask in asks]
-        logits = self._head.logits_of_all(states, [ask.context.words for ask in asks])
+        logits = self.head.logits_of_all(states, [ask.context.words for ask in asks])
         of_each = zip(asks, states, logits, strict=True)
         if self.links is None:
             ranked = (self._ranked(ask, *found, width) for ask, _, found in of_each)
@@ -103,7 +103,7 @@ class BlockModel(BoundModel[FeatureContext]):
         return [[follow_links(draft, width) for draft in drafts] for drafts in linked]
 
     def _ranked(self, ask: Ask, logits: mx.array, ids: Array | None, width: int) -> list[Ranked]:
-        whole = self._head.rank(logits, ids, width)
+        whole = self.head.rank(logits, ids, width)
         return [Ranked(whole.tokens[part], whole.logprobs[part]) for part in ask.parts]
 
     def _linked(
@@ -113,7 +113,7 @@ class BlockModel(BoundModel[FeatureContext]):
         known = None if ids is None else mx.array(ids)
 
         def rank(scores: mx.array) -> Ranked:
-            return self._head.rank(scores, ids, links.top_k)
+            return self.head.rank(scores, ids, links.top_k)
 
         found = []
         for prefix, part in zip(ask.prefixes, ask.parts, strict=True):

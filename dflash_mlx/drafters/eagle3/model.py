@@ -224,7 +224,7 @@ class EagleModel(PairedModel):
     def tried(self, context: PairedContext) -> mx.array:
         if not self.is_parallel:
             return super().tried(context)
-        return self._head.whole(self.block(context, mx.zeros(1, mx.int32)), context.words)
+        return self.head.whole(self.block(context, mx.zeros(1, mx.int32)), context.words)
 
     def block(self, context: PairedContext, anchor: mx.array) -> mx.array:
         """P-EAGLE's final states [block_size - 1, d] of all rows behind an anchor [1]."""

@@ -36,7 +36,7 @@ class ParallelDraft(Draft):
     in_one_pass = True
 
     def __init__(self, model: BoundModel[Any], context: PairedContext, block: Block) -> None:
-        super().__init__(model, context)
+        super().__init__(model.head, context.words)
         self._block = block
         self._depths: list[int] = []
         self._states: mx.array | None = None  # [K, d] of all depths

@@ -129,7 +129,7 @@ class LanguageDraft(Draft):
     """Its first row passes together with the tokens that waited."""
 
     def __init__(self, model: LanguageModel, context: LanguageContext) -> None:
-        self._head, self._words = model.head, None
+        super().__init__(model.head)
         self._forward, self._context = model.forward, context
         self._is_recurrent = model.own.is_recurrent
         self._cache = context.cache

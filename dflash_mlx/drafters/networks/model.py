@@ -304,7 +304,7 @@ class BoundModel(Generic[_Context]):
         own = config.own_embedding
         self._table: Any = network.embed_tokens if own else target.embedding()
         self._scale = embedding_scale(target) if self.scales_embeddings and not own else 1.0
-        self._head = DraftHead(
+        self.head = DraftHead(
             self.own_head(network) if config.own_head else target.head(),
             config.vocab_size,
             target.kernels,
@@ -332,7 +332,7 @@ class BoundModel(Generic[_Context]):
     def new_context(self) -> _Context:
         windows = self.config.layer_windows
         layers = [LayerCache(window, self.kernels, self._kv_bits) for window in windows]
-        return self.context(self.module, SequenceCache(layers), self._head.new_active())
+        return self.context(self.module, SequenceCache(layers), self.head.new_active())
 
     def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
         """Draft only the first `size` of all `tokens` [V], and those that a conversation has.
@@ -340,7 +340,7 @@ class BoundModel(Generic[_Context]):
         Not with a head of its own.
         """
         if not self.config.own_head:
-            self._head.limit(target, tokens, max(size, self.least_vocabulary))
+            self.head.limit(target, tokens, max(size, self.least_vocabulary))
 
     def try_out(self, context: Context) -> mx.array:
         """Logits of a whole draft; tokens that it does not know or score have 0."""
@@ -366,8 +366,8 @@ class Draft(ABC):
 
     in_one_pass: ClassVar[bool] = False  # whether rows behind the first cost nothing more
 
-    def __init__(self, model: BoundModel[Any], context: DraftContext) -> None:
-        self._head, self._words = model._head, context.words
+    def __init__(self, head: DraftHead, words: ActiveVocabulary | None = None) -> None:
+        self._head, self._words = head, words
 
     @abstractmethod
     def states(self, tokens: mx.array, parents: list[int]) -> mx.array:

@@ -114,7 +114,7 @@ class PairedDraft(Draft):
     """Keys and values of earlier rows stay behind the context's until the next draft."""
 
     def __init__(self, model: PairedModel, context: PairedContext) -> None:
-        super().__init__(model, context)
+        super().__init__(model.head, context.words)
         self._network: PairedNetwork = model.module
         self._embed, self._cache = model.embed, context.cache
         self._states = context.last  # [1 + N, d]: h of the last committed token, then of all rows

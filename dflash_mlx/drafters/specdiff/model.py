@@ -156,13 +156,13 @@ class MaskedModel(BoundModel[TextContext]):
 
     def logits(self, context: TextContext, block: mx.array, places: Sequence[int]) -> mx.array:
         """[n, V] of n places in a block [b]; -inf for tokens that are never drafted."""
-        return self._head.whole(self._states(context, block, places), context.words)
+        return self.head.whole(self._states(context, block, places), context.words)
 
     def ranked(
         self, context: TextContext, block: mx.array, places: Sequence[int], k: int
     ) -> Ranked:
         """The k likeliest tokens of n places in a block [b]; waits for the pass."""
-        return self._head.ranked(self._states(context, block, places), context.words, k)
+        return self.head.ranked(self._states(context, block, places), context.words, k)
 
     def _states(self, context: TextContext, block: mx.array, places: Sequence[int]) -> mx.array:
         """[n, d] what logits of these places are computed from."""
