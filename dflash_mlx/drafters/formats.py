@@ -229,17 +229,20 @@ class FileFormat:
             what = f"the .safetensors files in {source} hold no tensors"
             yield Finding("error", what, DOWNLOAD_AGAIN)
             return
-        wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
         ours, optional = self.our_names(tensors), self.optional(config)
         found = {ours[name]: in_words(t.dtype, t.shape) for name, t in tensors.items()}
         if config.draft_vocab_size is not None:
             optional["t2d"] = in_words(FLAGS, (config.vocab_size,))  # which ids d2t leads to
-        for name in sorted(wanted.keys() | found.keys()):
-            has = found.get(name, "missing")
-            needs = (optional | wanted).get(name, "no such tensor")
-            if has != needs and not (name in optional and has == "missing"):
-                what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
-                yield Finding("error", what, DOWNLOAD_AGAIN)
+        yield from differences(needed, found, source, optional)
+
+    def checked_arrays(self, folder: Path, config: DraftConfig) -> Arrays:
+        """All arrays of a folder by their names in files, lazy, if they are what is asked for."""
+        for finding in self.check_tensors(read_headers(folder), config, str(folder)):
+            raise DFlashError(finding.what, finding.next_step)
+        tensors: Arrays = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= mx.load(str(file))  # type: ignore[arg-type]
+        return tensors
 
     def read_tensors(self, folder: Path, config: DraftConfig) -> Arrays:
         """The tensors that the network needs, by its names, lazy.
@@ -247,11 +250,7 @@ class FileFormat:
         Raises DFlashError, before any weight is read, for damaged files, for missing, unexpected or
         misshapen tensors; and for a draft vocabulary that contradicts itself.
         """
-        for finding in self.check_tensors(read_headers(folder), config, str(folder)):
-            raise DFlashError(finding.what, finding.next_step)
-        tensors: Arrays = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            tensors |= mx.load(str(file))  # type: ignore[arg-type]
+        tensors = self.checked_arrays(folder, config)
         tensors = {ours: tensors[name] for name, ours in self.our_names(tensors).items()}
         if config.draft_vocab_size is not None:
             tensors["d2t"] = tensors["d2t"].astype(mx.int64)
@@ -320,6 +319,22 @@ class DrafterFolder:
         if bits is not None:
             quantize_network(network, bits, group_size)
         return parameters_of(network), stored_config(network, self.raw)
+
+
+def differences(
+    needed: Arrays, found: Mapping[str, str], source: str, optional: Mapping[str, str] = {}
+) -> Iterator[Finding]:
+    """Tensors of `source` that are missing, unexpected or of another shape or kind than needed.
+
+    found, optional: those in its files, and those that may be there; in words, by our names.
+    """
+    wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        has = found.get(name, "missing")
+        needs = {**optional, **wanted}.get(name, "no such tensor")
+        if has != needs and not (name in optional and has == "missing"):
+            what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
+            yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
 def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
