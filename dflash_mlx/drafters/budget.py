@@ -189,7 +189,7 @@ class BatchBudget:
     def _begin(
         self, known: Experience, arm: Arm, states: Sequence[State], share: int
     ) -> tuple[list[Proposal], float]:
-        """Drafts of one pass, or of as many steps as pay; and seconds of all steps but the first."""
+        """Drafts of one pass or of the steps that pay, and seconds of all steps but the first."""
         drafter, further, rate, start = self.drafter, known.further, known.best.rate, self.clock()
         one, passes, stepped = float(further.times.of()), known.times.of, start
 

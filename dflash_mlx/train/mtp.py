@@ -13,7 +13,6 @@ from dflash_mlx.drafters.mtp.checkpoint import FILES, our_config
 from dflash_mlx.drafters.mtp.kinds import text_of
 from dflash_mlx.drafters.mtp.model import HeadConfig, Network
 from dflash_mlx.drafters.networks.fields import Fields
-from dflash_mlx.drafters.networks.model import last_norm
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.paired import PairedTrainee
@@ -33,7 +32,7 @@ class HeadTrainee(PairedTrainee):
     files: ClassVar[Any] = FILES
 
     def __post_init__(self) -> None:
-        self.network.bind(last_norm(self.target) if self.config.hidden_normed else None)
+        self.network.bind(self.target)
 
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> HeadTrainee:

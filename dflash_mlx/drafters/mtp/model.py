@@ -94,9 +94,8 @@ class Network(DraftNetwork):
         self._kind = config.kind
         self.layers = self._kind.make_layers(config.text)
         self._hidden_first, self._feeds_normed = config.hidden_first, config.feeds_normed
-        self._apart = not config.attends_drafts
-        # From the target's states to what the head was trained on, see `HeadModel`
-        self._last_norm: Callable[[mx.array], mx.array] | None = None
+        self._apart, self._hidden_normed = not config.attends_drafts, config.hidden_normed
+        self._last_norm: Callable[[mx.array], mx.array] | None = None  # the target's
         for module in self.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
                 rotate_by_row(rope)
@@ -108,9 +107,9 @@ class Network(DraftNetwork):
         super().set_dtype(dtype, *which)
         self.load_weights([*kept.items()], strict=False)
 
-    def bind(self, last_norm: Callable[[mx.array], mx.array] | None) -> None:
-        """Read states of a target behind this norm of it; None for states as they are."""
-        self._last_norm = last_norm
+    def bind(self, target: Target) -> None:
+        """Read this target's states from now on."""
+        self._last_norm = last_norm(target) if self._hidden_normed else None
 
     def fuse(self, features: mx.array) -> mx.array:
         """States h [..., d] from the outputs of the target's last layer."""
@@ -170,5 +169,5 @@ class HeadModel(PairedModel):
     scales_embeddings = False  # the norm behind them undoes any scale
 
     def __init__(self, network: Network, config: HeadConfig, target: Target) -> None:
-        network.bind(last_norm(target) if config.hidden_normed else None)
+        network.bind(target)
         super().__init__(network, config, target)
