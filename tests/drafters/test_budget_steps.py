@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.autoregressive import GrownTree
 from dflash_mlx.drafters.budget import BatchBudget
+from dflash_mlx.drafters.experience import of_further_steps
+from dflash_mlx.drafters.growth.grow import FIRST
+from dflash_mlx.drafters.method import LOOKUP
 from support.decoding import open_with, start
 from support.law import PROMPT, VOCABULARY, ToyEagle
 from support.timed import FLAT, Case, InSteps
@@ -51,6 +55,20 @@ def test_steps_that_cost_too_much_are_hardly_ever_made(seconds):
 def test_a_first_step_that_costs_more_than_the_others_makes_no_draft_shorter():
     case = Case(FLAT, InSteps(0.1, lambda i: 0.8, first=0.5), 600)
     assert case.seconds < 1.02 * min(fixed(0.1, lambda i: 0.8, most, 0.5) for most in (4, 5, 6, 7))
+    _, drafts = case.drafter.experience.arms
+    known = drafts.drafts.of(), case.drafter.experience.further.times.of()
+    assert known == pytest.approx((0.5, 0.1))
+
+
+def test_only_tokens_behind_the_first_drafted_one_are_what_further_steps_brought():
+    tree = Tree((5, 6, 7), (-1, 0, 1, 2), sources=("", FIRST, FIRST, LOOKUP.name))
+    counts = [of_further_steps(Accepted(tree, (*range(n + 1),), 0)) for n in range(4)]
+    assert counts == [0, 0, 1, 1]
+
+
+def test_steps_that_have_brought_nothing_are_tried_again_but_seldom():
+    made = further(Case(FLAT, InSteps(0.6, lambda i: 0.3, says=lambda i: 0.97), 600))[100:]
+    assert made.any() and made.mean() < 0.2
 
 
 def test_steps_that_cost_nothing_are_made_to_the_end():
