@@ -124,7 +124,7 @@ class DrawnBlock(Drawn[BlockModel]):
 
 
 class DrawnPath(DrawnBlock):
-    """As `DrawnBlock`, with every token drawn by the scores of candidates after the one before."""
+    """Every token drawn by the scores of candidates after the one before."""
 
     def drawn(
         self, context: FeatureContext, anchor: mx.array, rows: int, key: mx.array

@@ -265,7 +265,7 @@ class FileFormat:
         return DrafterFolder(self, config, self.read_tensors(folder, config), self.told(raw, names))
 
     def told(self, raw: Fields, names: Collection[str]) -> Fields:
-        """As `translate`, without what asks to run code of its own."""
+        """A config.json in our words, without what asks to run code of its own."""
         return {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
 
     def load_network(

@@ -46,7 +46,7 @@ class TextCache:
 
 
 class BlockCache(TextCache):
-    """The same for all blocks [S*A, Hkv, B, D].
+    """Keys and values of blocks [S*A, Hkv, B, D], which attend to their texts and to themselves.
 
     anchors: [S, A]. context: keys and values [S, Hkv, T, D] of the sequences.
     """

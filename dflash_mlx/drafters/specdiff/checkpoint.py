@@ -27,10 +27,10 @@ USUAL_BLOCK = 8  # where a file says none
 class Published:
     """What the name of a published class says."""
 
-    head_norms: bool  # of its attention, beside what the config.json says; `bias` likewise
-    bias: bool
+    head_norms: bool  # whether its attention norms queries and keys
+    bias: bool  # whether its attention has biases, where the config.json says nothing
     mask: int | None = None  # what its authors' code takes where the config.json has none
-    block: int | None = None  # likewise
+    block: int | None = None  # what that code takes where there is no block_size
     shifted: bool = False  # as `logits_shifted`
 
 
