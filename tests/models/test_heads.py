@@ -163,8 +163,9 @@ def test_a_shard_that_the_index_names_for_the_head_has_to_be_there(tmp_path):
     folder = write_target(tmp_path)
     (folder / HEAD_SHARD).unlink()
     for read in (lambda: check_drafter(folder).raise_first(), lambda: converted(folder, "x")):
-        with pytest.raises(DFlashError, match=f"lacks {HEAD_SHARD}"):
+        with pytest.raises(DFlashError, match=f"lacks {HEAD_SHARD}") as refused:
             read()
+    assert "another one as SRC" in refused.value.next_step, "the converter's own words"
 
 
 def test_of_a_target_that_lost_its_head_is_said_where_to_get_it(tmp_path):
