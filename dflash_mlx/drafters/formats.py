@@ -234,12 +234,17 @@ class FileFormat:
         found = {ours[name]: in_words(t.dtype, t.shape) for name, t in tensors.items()}
         if config.draft_vocab_size is not None:
             optional["t2d"] = in_words(FLAGS, (config.vocab_size,))  # which ids d2t leads to
-        for name in sorted(wanted.keys() | found.keys()):
-            has = found.get(name, "missing")
-            needs = (optional | wanted).get(name, "no such tensor")
-            if has != needs and not (name in optional and has == "missing"):
-                what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
-                yield Finding("error", what, DOWNLOAD_AGAIN)
+        there = {name: words for name, words in optional.items() if name in found}
+        yield from differences(found, there | wanted, source)
+
+    def read_all(self, folder: Path, config: DraftConfig) -> Arrays:
+        """All tensors in a folder's files, lazy; DFlashError for what `check_tensors` finds."""
+        for finding in self.check_tensors(read_headers(folder), config, str(folder)):
+            raise DFlashError(finding.what, finding.next_step)
+        tensors: Arrays = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= mx.load(str(file))  # type: ignore[arg-type]
+        return tensors
 
     def read_tensors(self, folder: Path, config: DraftConfig) -> Arrays:
         """The tensors that the network needs, by its names, lazy.
@@ -247,11 +252,7 @@ class FileFormat:
         Raises DFlashError, before any weight is read, for damaged files, for missing, unexpected or
         misshapen tensors; and for a draft vocabulary that contradicts itself.
         """
-        for finding in self.check_tensors(read_headers(folder), config, str(folder)):
-            raise DFlashError(finding.what, finding.next_step)
-        tensors: Arrays = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            tensors |= mx.load(str(file))  # type: ignore[arg-type]
+        tensors = self.read_all(folder, config)
         tensors = {ours: tensors[name] for name, ours in self.our_names(tensors).items()}
         if config.draft_vocab_size is not None:
             tensors["d2t"] = tensors["d2t"].astype(mx.int64)
@@ -325,6 +326,17 @@ class DrafterFolder:
 def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
     """The config.json of a folder, what to call it, and the names of its tensors."""
     return read_json(folder), str(folder), read_headers(folder)
+
+
+def differences(
+    found: Mapping[str, str], wanted: Mapping[str, str], source: str
+) -> Iterator[Finding]:
+    """An error for each tensor, told in words by its name, that is not as it is wanted."""
+    for name in sorted(wanted.keys() | found.keys()):
+        has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
+        if has != needs:
+            what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
+            yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
 def layers_of_speculators(raw: Fields) -> Fields:

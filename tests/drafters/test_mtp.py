@@ -247,7 +247,7 @@ REFUSED = {
     "no width": ({k: v for k, v in QWEN.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
     "another activation": ({**QWEN, "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "an epsilon of 0": ({**QWEN, "rms_norm_eps": 0}, "rms_norm_eps is 0"),
-    "a rope that is none": ({**QWEN, "rope_parameters": [1]}, "cannot make the layer"),
+    "a rope that is none": ({**QWEN, "rope_parameters": [1]}, "cannot be loaded"),
 }
 
 

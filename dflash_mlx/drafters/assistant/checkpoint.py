@@ -38,10 +38,7 @@ _CLASSES = {
 }
 _ORDERING = "masked_embedding.token_ordering"
 _TARGETS = "gemma4"  # what the model_type of a target begins with
-_KEYS = {  # how a target calls the sizes of keys, and what they are where it does not say
-    SLIDING: (("head_dim", 256), ("num_key_value_heads", 1)),
-    FULL: (("global_head_dim", 512), ("num_global_key_value_heads", None)),
-}
+_WIDTHS = {SLIDING: ("head_dim", 256), FULL: ("global_head_dim", 512)}  # of a target's keys
 
 
 class AssistantFiles(FileFormat):
@@ -108,8 +105,8 @@ class AssistantFiles(FileFormat):
             what = f"{who} is for targets of Gemma 4, but {name} is of {str(kind)[:80]}"
             yield Finding("error", what, CHOOSE_ANOTHER)
             return
-        for what in _other_keys(config, target):
-            yield Finding("error", f"{who} reads {what}".replace("TARGET", name), CHOOSE_ANOTHER)
+        for what in _other_keys(config, target, name):
+            yield Finding("error", f"{who} reads {what}", CHOOSE_ANOTHER)
 
 
 FILES = AssistantFiles()
@@ -123,29 +120,28 @@ def _rope(text: Fields, kind: str) -> dict[str, Any]:
     return rope({"rope_parameters": ropes[kind]})
 
 
-def _other_keys(config: AssistantConfig, target: Mapping[str, Any]) -> Iterator[str]:
-    """What the target has no keys for, or others."""
+def _other_keys(config: AssistantConfig, target: Mapping[str, Any], name: str) -> Iterator[str]:
+    """What the target, called `name`, has no keys for, or others."""
     types, shared = target.get("layer_types"), target.get("num_kv_shared_layers") or 0
     owners = types[: len(types) - shared] if isinstance(types, list) else config.layer_types
     windows = dict(zip(config.layer_types, config.layer_windows, strict=True))
     for kind, window in windows.items():
         if kind not in owners:
-            yield f"keys of a layer of {kind}, but TARGET has none with keys of its own"
+            yield f"keys of a layer of {kind}, but {name} has none with keys of its own"
             continue
         has = _sizes(target, kind)
         if has != config.heads(kind):
             mine, theirs = (
                 f"{heads} heads of {width}" for width, heads in (config.heads(kind), has)
             )
-            yield f"keys of {mine} in layers of {kind}, but TARGET has {theirs}"
+            yield f"keys of {mine} in layers of {kind}, but {name} has {theirs}"
         if window is not None and (its := target.get("sliding_window", 512)) != window:
-            yield f"the last {window} keys of {kind}, but TARGET keeps {its}"
+            yield f"the last {window} keys of {kind}, but {name} keeps {its}"
 
 
 def _sizes(target: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
     """The width and the number of heads of keys in a target's layers of this kind."""
-    (width, usual), (heads, _) = _KEYS[kind]
-    shared = target.get("num_key_value_heads", 1)
-    if kind == FULL and target.get("attention_k_eq_v") and target.get(heads) is not None:
-        shared = target[heads]
-    return target.get(width, usual), shared
+    heads, of_full = target.get("num_key_value_heads", 1), target.get("num_global_key_value_heads")
+    if kind == FULL and target.get("attention_k_eq_v") and of_full is not None:
+        heads = of_full
+    return target.get(*_WIDTHS[kind]), heads

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
+from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, differences
 from dflash_mlx.drafters.mtp import published, qwen
 from dflash_mlx.drafters.mtp.kinds import kind_of, model_type, text_of
 from dflash_mlx.drafters.mtp.model import INSIDE, OURS, SPLIT, HeadConfig, HeadModel, Network
@@ -31,7 +31,6 @@ from dflash_mlx.drafters.networks.files import (
     Quantization,
     in_words,
     parameters_of,
-    read_headers,
 )
 from dflash_mlx.drafters.networks.known_fields import (
     LIBRARY,
@@ -41,6 +40,7 @@ from dflash_mlx.drafters.networks.known_fields import (
     note_of,
 )
 from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.verifier.reading import loading
 
 CLASS = "MTPDraftModel"
 SPLIT_TYPES = ("qwen3_5_mtp", "glm4_moe_lite_mtp")  # model_type of mlx-vlm's folders
@@ -105,9 +105,8 @@ class MTPFiles(FileFormat):
             return False
 
     def lacking(self, raw: Mapping[str, Any]) -> str:
-        if self.recognises(raw) or not self.reads_target(raw):
-            return ""
-        if kind_of(text := text_of(raw)).refusal(text):
+        has_one = self.reads_target(raw) and not self.recognises(raw)
+        if not has_one or kind_of(text := text_of(raw)).refusal(text):
             return ""
         return (
             "was made with a head for multi-token prediction, which its files lack: python -m "
@@ -209,13 +208,8 @@ class MTPFiles(FileFormat):
             yield Finding("error", what, CHOOSE_ANOTHER)
 
     def build(self, config: HeadConfig, source: str) -> Network:  # type: ignore[override]
-        try:
+        with loading(source, DOWNLOAD_AGAIN):
             network = Network(config)
-        except DFlashError:
-            raise
-        except Exception as error:  # of mlx-lm's classes, which check little
-            what = f"mlx-lm and MLX cannot make the layer that {source} describes "
-            raise DFlashError(f"{what}({in_one_line(error)})", DOWNLOAD_AGAIN) from None
 
         def how(path: str, module: Any) -> bool | dict[str, int]:
             own = config.packed.get(path)
@@ -246,19 +240,11 @@ class MTPFiles(FileFormat):
             return
         wanted = {name: in_words(array.dtype, array.shape) for name, array in needed.items()}
         found = {name: in_words(_kind(array), array.shape) for name, array in ours.items()}
-        for name in sorted(wanted.keys() | found.keys()):
-            has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
-            if has != needs:
-                what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
-                yield Finding("error", what, DOWNLOAD_AGAIN)
+        yield from differences(found, wanted, source)
 
     def read_tensors(self, folder: Path, config: DraftConfig) -> Arrays:
         assert isinstance(config, HeadConfig)
-        for finding in self.check_tensors(read_headers(folder), config, str(folder)):
-            raise DFlashError(finding.what, finding.next_step)
-        tensors: Arrays = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            tensors |= mx.load(str(file))  # type: ignore[arg-type]
+        tensors = self.read_all(folder, config)
         try:
             ours = self._as_ours(tensors, config)
             return ours if config.layout == OURS else config.kind.finished(ours, config.text)
