@@ -87,11 +87,9 @@ class Report(Checked):
 
     def memory(self, on_cpu: bool) -> int:
         """Bytes that the pair needs when loaded, about. on_cpu: as float32."""
-        own = self.target.source
-        apart = [  # a head in the target's own folder is among its weights
-            d for d in self.drafters if own is None or d.source is None or d.source.name != own.name
-        ]
-        return sum(part.weights.memory(on_cpu) for part in (self.target, *apart))
+        # a head in the target's own folder, which has its name, is among its weights
+        parts = {part.name: part for part in (*self.drafters, self.target)}
+        return sum(part.weights.memory(on_cpu) for part in parts.values())
 
 
 def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
