@@ -214,13 +214,13 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "weights", "command"), ADAPTERS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("as_drafter", [True, False])
 @pytest.mark.parametrize("has_config", [True, False])
 def test_an_adapter_is_refused_with_the_command_that_fuses_it(
-    model, tmp_path, config, weights, command, as_drafter, has_config
+    model, tmp_path, adapter, as_drafter, has_config
 ):
-    folder = tmp_path / "adapter"
+    (config, weights, command), folder = adapter, tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / weights), {"a": mx.zeros(3)})
