@@ -35,7 +35,7 @@ from dflash_mlx.models.check import (
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.parts import is_drafter, only_head, read_config
+from dflash_mlx.models.parts import is_drafter, read_config
 from dflash_mlx.models.source import DRAFTER, MODEL, Source
 from dflash_mlx.system.files import locked
 from dflash_mlx.system.machine import describe_versions
@@ -162,8 +162,9 @@ def find_part(name: str, head: bool = False, drafts: bool = False) -> ModelFacts
             raise DFlashError(f"{name} is a GGUF file, whose heads are not read", _GIVE_WHOLE)
         return describe_target(load_gguf(path)[2], name, path)
     source = _on_hub(name, head or drafts) if path is None else _of_folder(path)
-    if head:
-        only_head(source)
+    if head and not is_drafter(source):
+        what = f"{source.name} holds no head for multi-token prediction that is known"
+        raise DFlashError(what, f"{_GIVE_WHOLE}; conversions often drop its head")
     return _check(source, name, head or (drafts and is_drafter(source)))
 
 

@@ -92,11 +92,6 @@ def family_of(files: FileFormat) -> str | None:
     return next((m.family for m in METHODS.values() if m.files is files), None)
 
 
-def drafts_in_two(files: FileFormat) -> bool:
-    """Whether a method drafts with two models whose folders are read so."""
-    return any(m.best_with > 1 for m in METHODS.values() if m.files is files)
-
-
 def own_options() -> type:
     """The options of single methods in one settings class, each name once, its help by method."""
     owners: dict[str, dict[str, Field[Any]]] = {}

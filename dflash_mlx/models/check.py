@@ -13,7 +13,7 @@ from typing import Any, cast
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, other_kind
-from dflash_mlx.drafters.methods import drafts_in_two, format_of, formats
+from dflash_mlx.drafters.methods import METHODS, format_of, formats
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
@@ -215,8 +215,9 @@ def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
 
 def check_two(drafters: Sequence[ModelFacts]) -> Iterator[Finding]:
     """What keeps a first and a second drafter from drafting together; nothing for one alone."""
+    for_two = [method.files for method in METHODS.values() if method.best_with > 1]
     for drafter in drafters if len(drafters) > 1 else ():
-        if drafter.format is not None and not drafts_in_two(drafter.format):
+        if drafter.format not in for_two:
             what = f"{drafter.name} is a drafter of a kind that drafts alone"
             yield Finding("error", what, f"leave out --{SECOND_DRAFTER}")
 

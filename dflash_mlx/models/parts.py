@@ -51,17 +51,6 @@ def limited(source: Source, raw: Mapping[str, Any]) -> FileFormat | None:
     return family
 
 
-def only_head(source: Source) -> None:
-    """Keep of a target's folder what has its head; DFlashError where it has none.
-
-    A drafter's folder stays as it is.
-    """
-    if not is_drafter(source):
-        what = f"{source.name} holds no head for multi-token prediction that is known"
-        step = "give the model as its authors published it; conversions often drop its head"
-        raise DFlashError(what, step)
-
-
 def is_drafter(source: Source) -> bool:
     """Whether a folder is a drafter's, or a target's with a head, of which only that is kept."""
     raw = read_config(source)

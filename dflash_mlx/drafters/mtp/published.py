@@ -34,10 +34,6 @@ class Arranged(Kind):
     starts: ClassVar[tuple[str, ...]] = ("mtp.",)  # how the names of a head's tensors begin
     layer: ClassVar[str] = ""  # what ours have before the name of one in a layer
 
-    def refusal(self, text: Fields) -> str:
-        count = self.heads(text)
-        return f"{self.count} is {count}, supported is 1" if count > 1 else ""
-
     def prefixes(self, text: Fields) -> tuple[str, ...]:
         """What the names of a head's tensors begin with."""
         return self.starts
