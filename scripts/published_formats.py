@@ -2,11 +2,11 @@
 
     python scripts/published_formats.py [OTHER]
 
-Tiny folders with random tensors are written for the rows of `tests/support/published_configs.py`,
-all but assistants, and read by this checkout and by OTHER, a checkout of an earlier commit. A row
-is *read* where all values that decide how a drafter drafts are those that its source says,
-*misread* where one is not or where something is read that is not supported, and *refused* with a
-sentence. Prints a table.
+Tiny folders with random tensors are written for the rows of `tests/support/published_configs.py`
+and `published_refusals.py`, all but assistants, and read by this checkout and by OTHER, a checkout
+of an earlier commit. A row is *read* where all values that decide how a drafter drafts are those
+that its source says, *misread* where one is not or where something is read that is not supported,
+and *refused* with a sentence. Prints a table.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ NEVER = ("None", "False")  # what a field that an earlier reader lacks is equal 
 def written(place: Path) -> dict[str, tuple[Path, dict[str, str] | None]]:
     """A folder for every row, and what is to be read of it; None where it is to be refused."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from support.published_configs import BLOCKS, READ, REFUSED, STEPS, expected_of, tensors_of
+    from support.published_configs import READ
+    from support.published_parts import BLOCKS, STEPS, expected_of, tensors_of
+    from support.published_refusals import REFUSED
     from support.reference_dflash import write_drafter_folder
 
     rows: dict[str, tuple[Path, dict[str, str] | None]] = {}

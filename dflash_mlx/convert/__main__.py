@@ -18,6 +18,17 @@ PROGRAM = "dflash_mlx.convert"
 def main(argv: Sequence[str]) -> None:
     """Convert, or say what would be done. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
+    try:
+        _run(arguments)
+    except DFlashError as error:  # of checks that name the options of other programs
+        given = "as SRC" if arguments.pair is None else "with --pair"
+        step = error.next_step.replace("with --drafter", given).replace("with --model", "as SRC")
+        raise DFlashError(
+            error.what, step.replace(", or --method none", ""), error.setting
+        ) from error
+
+
+def _run(arguments: argparse.Namespace) -> None:
     settings = cli.read_options(arguments, ConvertConfig)
     plan = make_plan(_names(arguments), arguments.dst, settings)
     if arguments.check:

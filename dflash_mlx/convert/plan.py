@@ -35,7 +35,7 @@ from dflash_mlx.models.check import (
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.parts import is_drafter, only_head, read_config
+from dflash_mlx.models.parts import is_drafter, read_config
 from dflash_mlx.models.source import DRAFTER, MODEL, Source
 from dflash_mlx.system.files import locked
 from dflash_mlx.system.machine import describe_versions
@@ -161,9 +161,10 @@ def find_part(name: str, head: bool = False, drafts: bool = False) -> ModelFacts
         if head:
             raise DFlashError(f"{name} is a GGUF file, whose heads are not read", _GIVE_WHOLE)
         return describe_target(load_gguf(path)[2], name, path)
-    source = _on_hub(name, head, drafts) if path is None else _of_folder(path)
-    if head:
-        only_head(source)
+    source = _on_hub(name, head or drafts) if path is None else _of_folder(path)
+    if head and not is_drafter(source):
+        what = f"{source.name} holds no head for multi-token prediction that is known"
+        raise DFlashError(what, f"{_GIVE_WHOLE}; conversions often drop its head")
     return _check(source, name, head or (drafts and is_drafter(source)))
 
 
@@ -194,10 +195,10 @@ def _of_folder(folder: Path) -> Source:
     return source
 
 
-def _on_hub(name: str, head: bool, drafts: bool) -> Source:
+def _on_hub(name: str, drafts: bool) -> Source:
     """A repository, or its copy here where that is whole and the newest that can be had.
 
-    head: of a target's repository only the files with its head. drafts: these where it has one.
+    drafts: of a target's repository only the files with its head, where it has one.
     """
     try:
         if name.endswith(".gguf"):
@@ -207,10 +208,8 @@ def _on_hub(name: str, head: bool, drafts: bool) -> Source:
         raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
-        as_drafter = head or (is_drafter(source) if drafts else format_of(read_config(source)))
+        as_drafter = is_drafter(source) if drafts else format_of(read_config(source))
         source.option = DRAFTER if as_drafter else MODEL
-        if head:
-            only_head(source)
         return source if source.missing() else source.fetch()
     except DFlashError:
         if (copy := whole_copy(name) or whole_copy(name, DRAFTER)) is None:

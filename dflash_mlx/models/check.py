@@ -5,7 +5,7 @@ Configurations and the heads of weight files tell it; docs/compatibility.md list
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +13,7 @@ from typing import Any, cast
 from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, other_kind
-from dflash_mlx.drafters.methods import format_of, formats
+from dflash_mlx.drafters.methods import METHODS, format_of, formats
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
@@ -23,6 +23,7 @@ from dflash_mlx.models.source import (
     CONFIG,
     DRAFTER,
     MODEL,
+    SECOND_DRAFTER,
     Source,
     Weights,
     check_weights,
@@ -36,6 +37,7 @@ from dflash_mlx.verifier.reading import (
     CHOOSE_TARGET,
     CONTEXT_LENGTHS,
     context_length,
+    family_of,
     language_model,
     loading,
 )
@@ -85,7 +87,9 @@ class Report(Checked):
 
     def memory(self, on_cpu: bool) -> int:
         """Bytes that the pair needs when loaded, about. on_cpu: as float32."""
-        return sum(part.weights.memory(on_cpu) for part in (self.target, *self.drafters))
+        # a head in the target's own folder, which has its name, is among its weights
+        parts = {part.name: part for part in (*self.drafters, self.target)}
+        return sum(part.weights.memory(on_cpu) for part in parts.values())
 
 
 def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
@@ -145,7 +149,8 @@ def _open(
     found = Collector()
     raw = found.attempt(read_config, source) or {}
     family = limited(source, raw) if as_drafter else format_of(raw)
-    if raw and (family is not None) != as_drafter:
+    unknown = not as_drafter and bool(other_kind(raw)) and not family_of(raw)
+    if raw and (unknown or (family is not None) != as_drafter):
         found.add([_misplaced(source, raw, as_drafter)])
     source.whole_model = family is not None and family.whole_models
     found.add(check_code(source, raw))
@@ -154,14 +159,15 @@ def _open(
 
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
     """Of a drafter in a target's place, or of what no family can draft with."""
-    if not as_drafter:
-        step = f"give it with --{DRAFTER}, and choose a target with --{MODEL}"
+    step = OTHER_DRAFTER if as_drafter else f"choose a target with --{MODEL}"
+    if not as_drafter and format_of(raw) is not None:
+        step = f"give it with --{DRAFTER}, and {step}"
         return Finding("error", f"{source.name} is a drafter, not a target", step)
     what = f"{source.name} is a draft model of a kind that is not supported, {other_kind(raw)!r}"
     if not other_kind(raw):
         kind = repr(raw.get("model_type"))[:80]
         what = f"{source.name} has model_type {kind}, which mlx-lm lacks, so it cannot draft"
-    return Finding("error", what, OTHER_DRAFTER)
+    return Finding("error", what, step)
 
 
 def fetched(facts: ModelFacts) -> ModelFacts:
@@ -192,18 +198,28 @@ def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
 
 
 def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
-    """A target with drafters: everything found in each, and whether they fit."""
+    """A target with a drafter or two: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
         found.add(_misfits(target, drafter))
     for part in (target, *drafters):
         found.add(part.findings)
+    found.add(check_two(drafters))
     for drafter in drafters:
         if target.source is not None and drafter.source is not None and not found.errors:
             found.attempt(found.add, _check_tokenizers(target.source, drafter))
     if not found.errors:
         found.add(note for drafter in drafters for note in larger(target, drafter))
     return Report(found.result(), target, drafters)
+
+
+def check_two(drafters: Sequence[ModelFacts]) -> Iterator[Finding]:
+    """What keeps a first and a second drafter from drafting together; nothing for one alone."""
+    for_two = [method.files for method in METHODS.values() if method.best_with > 1]
+    for drafter in drafters if len(drafters) > 1 else ():
+        if drafter.format not in for_two:
+            what = f"{drafter.name} is a drafter of a kind that drafts alone"
+            yield Finding("error", what, f"leave out --{SECOND_DRAFTER}")
 
 
 def _misfits(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:

@@ -111,6 +111,8 @@ def needed_by(names: Names, machines: int = 1) -> int:
         whole = DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)
         total = int(whole / machines)
     for name, option in names.parts:
+        if name == names.model and option != MODEL:
+            continue  # a head in the target's folder, which is counted with that
         with suppress(DFlashError):  # loading says what is wrong
             part = needed(find_source(name, option, update=False))
             total += part // machines if option == MODEL else part

@@ -26,10 +26,9 @@ def with_own_head(names: Names, model: Source) -> Names:
         made_with_one = next(filter(None, (each.lacking(raw) for each in formats())), "")
         family = limited(source, raw) if made_with_one else None
         if family is not None and source.part:
-            own = (str(family_of(family)), names.model)
             if names.drafter is None:
                 return replace(names, drafter=names.model)
-            known = tuple(own if of == own[0] else (of, name) for of, name in names.others)
-            return replace(names, others=known if own in known else (*known, own))
+            others = {**dict(names.others), str(family_of(family)): names.model}
+            return replace(names, others=tuple(others.items()))
         return replace(names, headless=made_with_one and f"{names.shown} {made_with_one}")
     return names

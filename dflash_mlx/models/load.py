@@ -28,6 +28,7 @@ from dflash_mlx.models.check import (
     check_built,
     check_for,
     check_pair,
+    check_two,
     check_vocabulary,
     fetched,
     larger,
@@ -266,7 +267,8 @@ def find(
     def checked(option: str) -> ModelFacts:
         name, place = choice.names[option], option if option == SECOND_DRAFTER else DRAFTER
         drafter = check_for(target, find_source(name, place, update), name)
-        for finding in check_pair(target, drafter).errors:
+        two = [choice.drafters[DRAFTER], drafter] if option == SECOND_DRAFTER else []
+        for finding in (*check_pair(target, drafter).errors, *check_two(two)):
             if finding not in target.findings and (update or option not in choice.asked):
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
@@ -301,21 +303,21 @@ def check_named(config: PairConfig) -> Report:
     if choice.missing and names.drafter is not None:
         left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
     found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
-    found.add(_on_drafters(names, bool(choice.drafters)))
+    found.add(_on_drafters(names, [drafter.name for drafter in report.drafters]))
     if not report.errors and target.source is not None and target.source.folder is not None:
         found.attempt(check_built, target.source.folder)
     return replace(report, findings=found.result())
 
 
-def _on_drafters(names: Names, has_some: bool) -> Iterator[Finding]:
-    if names.lineage and has_some:
+def _on_drafters(names: Names, used: Sequence[str]) -> Iterator[Finding]:
+    if names.lineage and used:
         yield Finding("note", names.lineage, "name another one with --drafter")
-    if names.headless and not has_some:
+    if names.headless and not used:
         yield Finding("note", names.headless, "give that folder with --drafter")
     entry = registered(names.made_from or names.shown)
     if entry is None or names.drafter is None:
         return
-    if names.drafter == entry.drafter and not entry.verified:
+    if entry.drafter in used and not entry.verified:
         what = f"{entry.drafter} is not verified: it was published for {entry.name}, but this "
         yield Finding("note", f"{what}program was never tried with its files", _IF_NOT)
     if entry.more:

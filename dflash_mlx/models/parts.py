@@ -13,13 +13,12 @@ from typing import Any
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.methods import format_as_drafter, format_of, formats
-from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, Source
+from dflash_mlx.models.source import COMPLETE, CONFIG, DRAFTER, INDEX, Source
 
 ADAPTER = "adapter_config.json"  # of low-rank adapters, by mlx-lm or peft
-_NEXT = "choose a complete model folder in Hugging Face format"
 
 
-def read_config(source: Source, next_step: str = _NEXT) -> dict[str, Any]:
+def read_config(source: Source, next_step: str = COMPLETE) -> dict[str, Any]:
     """A folder's config.json; DFlashError where it has none, or is an adapter of a model."""
     if ADAPTER in source.files and not any(fnmatch(f, "model*.safetensors") for f in source.files):
         told = source.read_json(ADAPTER)
@@ -52,17 +51,6 @@ def limited(source: Source, raw: Mapping[str, Any]) -> FileFormat | None:
     return family
 
 
-def only_head(source: Source) -> None:
-    """Keep of a target's folder what has its head; DFlashError where it has none.
-
-    A drafter's folder stays as it is.
-    """
-    if not is_drafter(source):
-        what = f"{source.name} holds no head for multi-token prediction that is known"
-        step = "give the model as its authors published it; conversions often drop its head"
-        raise DFlashError(what, step)
-
-
 def is_drafter(source: Source) -> bool:
     """Whether a folder is a drafter's, or a target's with a head, of which only that is kept."""
     raw = read_config(source)
@@ -77,7 +65,7 @@ def _places(source: Source) -> dict[str, str]:
     told = set(places.values())
     for file in source.files:
         if fnmatch(file, "*.safetensors") and file not in told:
-            places |= dict.fromkeys(source.header(file, _NEXT), file)
+            places |= dict.fromkeys(source.header(file, COMPLETE), file)
     return places
 
 

@@ -41,7 +41,7 @@ HUB_ERRORS = (OSError, HTTPError, ValueError)
 
 _MAX_JSON = 64 * 2**20  # bytes; tokenizers have 10 to 35 MiB
 _SECONDS = 20  # until a hub that is silent is given up
-_COMPLETE = "choose a complete model folder in Hugging Face format"
+COMPLETE = "choose a complete model folder in Hugging Face format"
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
 
@@ -92,7 +92,7 @@ class Source:
             return {name: file.stat().st_size for name, file in sorted(here)}
         except OSError as error:
             what = f"{self.folder} cannot be read ({error.strerror or error})"
-            raise DFlashError(what, _COMPLETE) from None
+            raise DFlashError(what, COMPLETE) from None
 
     @property
     def weights(self) -> str:
@@ -122,7 +122,7 @@ class Source:
         with self._asking():
             return Path(hf_hub_download(self.name, file))
 
-    def read_json(self, file: str, next_step: str = _COMPLETE) -> dict[str, Any]:
+    def read_json(self, file: str, next_step: str = COMPLETE) -> dict[str, Any]:
         """A JSON object; DFlashError for a file that is missing, too large or anything else."""
         if file not in self.files:
             raise DFlashError(f"{self.name} has no {file}", next_step)

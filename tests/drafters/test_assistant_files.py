@@ -18,7 +18,7 @@ from dflash_mlx.drafters.assistant.checkpoint import FILES
 from dflash_mlx.drafters.methods import family_of, format_of
 from dflash_mlx.drafters.networks.files import Quantization
 from dflash_mlx.models.check import check_drafter, check_pair, check_target, language_model
-from support.assistant_formats import CASES, ORDERED, text_of
+from support.assistant_formats import CASES, ORDERED, ROPES, text_of
 from support.assistants import (
     assistant,
     logits_along,
@@ -118,6 +118,11 @@ REFUSED = {
         "top_k is 15 of 14",
     ),
     "no width": ({}, {"backbone_hidden_size": None}, "lacks.*backbone_hidden_size"),
+    "a part of each head that is less than nothing": (
+        {"rope_parameters": {
+            kind: {**rope, "partial_rotary_factor": -0.25} for kind, rope in ROPES.items()
+        }}, {}, "partial_rotary_factor is -0.25",
+    ),
     "a rope that nobody knows": (
         {"rope_parameters": dict.fromkeys(
             ("full_attention", "sliding_attention"), {"rope_theta": 1e6, "rope_type": "spiral"}

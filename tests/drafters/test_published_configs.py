@@ -19,16 +19,9 @@ from support import published_mtp, published_sizes
 from support.converted import assert_same_tensors
 from support.drafter_formats import FORMATS, NATIVE_35, body, specforge, speculators
 from support.drafter_formats import version_1 as first
-from support.published_configs import (
-    DEEPSPEC,
-    MUSE,
-    READ,
-    REFUSED,
-    WINDOW,
-    expected_of,
-    value_of,
-    without,
-)
+from support.published_configs import READ
+from support.published_parts import DEEPSPEC, MUSE, WINDOW, expected_of, value_of, without
+from support.published_refusals import REFUSED
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import tiny_config as second
 from support.reference_domino import tiny_config as domino

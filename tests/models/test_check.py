@@ -158,6 +158,9 @@ def test_a_draft_model_that_no_family_reads_is_not_called_a_target(
     said = check_drafter(drafter).errors[0]
     assert f"of a kind that is not supported, {named!r}" in said.what
     assert "--method none" in said.next_step
+    if model_type != "llama":  # mlx-lm has that, and builds it whatever its class is called
+        as_target = check_target(drafter).errors[0]
+        assert as_target.what == said.what and "with --model" in as_target.next_step
 
 
 # A target's folder

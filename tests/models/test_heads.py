@@ -17,6 +17,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import read_headers
 from dflash_mlx.models.check import check_drafter, check_target
+from dflash_mlx.models.downloads import needed, needed_by
 from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.load import check_named
@@ -163,8 +164,9 @@ def test_a_shard_that_the_index_names_for_the_head_has_to_be_there(tmp_path):
     folder = write_target(tmp_path)
     (folder / HEAD_SHARD).unlink()
     for read in (lambda: check_drafter(folder).raise_first(), lambda: converted(folder, "x")):
-        with pytest.raises(DFlashError, match=f"lacks {HEAD_SHARD}"):
+        with pytest.raises(DFlashError, match=f"lacks {HEAD_SHARD}") as refused:
             read()
+    assert "another one as SRC" in refused.value.next_step, "the converter's own words"
 
 
 def test_of_a_target_that_lost_its_head_is_said_where_to_get_it(tmp_path):
@@ -213,6 +215,11 @@ def test_a_known_drafter_goes_before_the_head(tmp_path):
     assert [drafter.name for drafter in named.drafters] == [str(folder)], "it stands in"
     said = [finding.what for finding in named.findings]
     assert any("z-lab/Qwen3-4B-DFlash-b16 cannot be used" in what for what in said)
+    assert not any("is not verified" in what for what in said), "it drafts nothing"
+    weights = named.target.weights  # which the head is among
+    assert named.memory(False) == weights.memory(False) > 0
+    asked = find_names(PairConfig(str(folder), str(folder)))
+    assert needed_by(asked) == needed(Source.of(folder)) > 0
     pair = load_pair(PairConfig(str(folder)), DecodeConfig("mtp"))
     assert [drafter.family for drafter in pair.drafters] == ["mtp"]
 

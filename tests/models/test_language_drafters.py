@@ -19,12 +19,13 @@ from dflash_mlx.drafters.lm.checkpoint import LanguageFiles
 from dflash_mlx.drafters.lm.model import LanguageModel
 from dflash_mlx.drafters.methods import format_as_drafter, format_of
 from dflash_mlx.models.check import check_drafter, check_pair, check_target
+from dflash_mlx.models.load import check_named
 from support import gguf_files
 from support.configs import config_with
 from support.decoding import state_with
 from support.drafter_formats import speculators, version_1
 from support.families import FAMILIES, make_model
-from support.models import edit_config, write_model
+from support.models import edit_config, write_drafter, write_model
 from support.mtp_targets import write_target
 from support.recurrent_families import RECURRENT
 from support.reference_eagle3 import FORMATS as EAGLE
@@ -213,13 +214,13 @@ ADAPTERS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "weights", "command"), ADAPTERS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("as_drafter", [True, False])
 @pytest.mark.parametrize("has_config", [True, False])
 def test_an_adapter_is_refused_with_the_command_that_fuses_it(
-    model, tmp_path, config, weights, command, as_drafter, has_config
+    model, tmp_path, adapter, as_drafter, has_config
 ):
-    folder = tmp_path / "adapter"
+    (config, weights, command), folder = adapter, tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / weights), {"a": mx.zeros(3)})
@@ -230,6 +231,21 @@ def test_an_adapter_is_refused_with_the_command_that_fuses_it(
     for option in ([], ["--mtp"]):
         with pytest.raises(DFlashError, match="is an adapter of owner/base"):
             convert([str(folder), str(tmp_path / "converted"), *option])
+
+
+def test_a_second_drafter_is_refused_beside_one_that_drafts_alone(model, small, tmp_path):
+    blocks, other = write_drafter(tmp_path / "blocks"), small_model(tmp_path / "other")
+    assert len(load_pair(PairConfig(str(model), str(blocks), str(blocks))).drafters) == 2
+    for first, second, alone in (
+        (small, blocks, small),
+        (blocks, small, small),
+        (small, other, small),
+    ):
+        config = PairConfig(str(model), str(first), str(second))
+        with pytest.raises(DFlashError, match="leave out --second-drafter") as refused:
+            load_pair(config)
+        assert refused.value.what.startswith(str(alone))
+        assert refused.value.what in [found.what for found in check_named(config).errors]
 
 
 # Settings and notes

@@ -18,7 +18,6 @@ from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.engine.pair import Capabilities, Preset
 from dflash_mlx.models import names
 from dflash_mlx.models.check import check_drafter
-from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
@@ -163,34 +162,6 @@ def test_a_target_whose_folder_has_its_head_too_is_that_target_and_no_quantisati
 def test_names_that_are_folders_or_close_to_a_target(name, target):
     found = registered(name)
     assert (found and found.name) == target
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "bits"),
-    [
-        ("Qwen/Qwen3-4B", 4e9, 16),
-        ("mlx-community/Qwen3-4B-4bit", 4e9, 4),
-        ("someone/Qwen3-8B-MLX-8-bit", 8e9, 8),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, 16),
-        ("moonshotai/Kimi-K2.5", 0, 16),
-        ("./gemma-4-12B-it-float32/", 12e9, 32),
-        ("someone/Qwen3.5-27B-oQ4e", 27e9, 4),
-        ("someone/Qwen3.6-27B-UD-Q6_K_XL-mlx", 27e9, 6),
-        ("someone/gemma-4-31B-it-qat-q4_0", 31e9, 4),
-        ("someone/Qwen3.5-9B-mlx-mixed_4_6", 9e9, 4),
-    ],
-)
-def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):
-    assert (weights_of(name), bits_of(name)) == (weights, bits)
-
-
-def test_weights_take_their_bits_and_scales_on_disk_and_32_bits_on_a_cpu():
-    assert weights_of("Qwen/Qwen3-4B", 1000) == 1e12, "what is said goes before"
-    assert all(weights_of(entry.name, entry.billions) > 1e8 for entry in ENTRIES)
-    assert (stored_bytes(8e9, 4), stored_bytes(8e9, 16)) == (4_500_000_000, 16_000_000_000)
-    assert loaded_bytes(16e9, 16, on_cpu=False) == pytest.approx(1.15 * 16e9)
-    four, sixteen = loaded_bytes(4.5e9, 4, on_cpu=True), loaded_bytes(16e9, 16, on_cpu=True)
-    assert four == pytest.approx(sixteen) == pytest.approx(1.15 * 32e9)
 
 
 # From names to parts

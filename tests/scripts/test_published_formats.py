@@ -7,7 +7,8 @@ from published_formats import ROOT, read_by, verdict, written
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.drafters.networks.files import read_json
-from support.published_configs import READ, value_of
+from support.published_configs import READ
+from support.published_parts import value_of
 
 
 def test_every_row_is_read_or_refused_from_a_folder_and_none_misread(tmp_path):

@@ -41,11 +41,12 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import PAIR_FILE, write_pair
 from dflash_mlx.models.read import load_plain
 from dflash_mlx.models.source import Source
-from support import gguf_files, reference_eagle3, reference_peagle
+from support import assistant_formats, assistants, gguf_files, reference_eagle3, reference_peagle
 from support.drafter_formats import FORMATS, HALVES, version_1, write_shards
 from support.families import FAMILIES, make_model
 from support.hub_server import serve
 from support.models import write_drafter, write_model, write_tokenizer
+from support.mtp_targets import HEAD_SHARD, INDEX, write_split, write_target
 from support.mutations import mutate_bytes, mutate_json, mutate_safetensors
 from support.reference_dflash import random_drafter, write_drafter_folder
 
@@ -206,6 +207,14 @@ def check_on_hub(repositories: dict[str, Path], folder: Path) -> None:
     here.raise_first()
 
 
+def check_head(folder: Path) -> None:
+    """The head in a target's folder, read as a drafter."""
+    facts = check_drafter(folder)
+    facts.raise_first()
+    assert facts.format is not None
+    facts.format.load_network(folder, facts.config, mx.float32)
+
+
 def read_gguf(folder: Path) -> None:
     """A GGUF file alone, as it is loaded on a GPU and on a CPU: both refuse it, or none does."""
     refusals = []
@@ -253,6 +262,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     ]
     return [
         *found,
+        *_read_in_parts(root),
         *(Subject(f"small {f}", _files(small), f, as_drafter) for f in (CONFIG, WEIGHTS, TOKENS)),
         Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, as_drafter),
         Subject(
@@ -263,6 +273,27 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
         Subject("target of a pair", _files(model), CONFIG, partial(load, drafter=drafter)),
         Subject("pair.json", described, PAIR_FILE, partial(load, model=model, drafter=drafter)),
         Subject("GGUF", gguf, "model.gguf", read_gguf),
+    ]
+
+
+def _read_in_parts(root: Path) -> list[Subject]:
+    """Heads and assistants, whose targets are of families of their own."""
+    head, target = write_split(root / "head"), write_target(root / "without a head", {})
+    assistant = write_drafter_folder(
+        root / "assistant", assistant_formats.CASES["dense"][0], assistants.tensors("dense")
+    )
+    fields = assistant_formats.CASES["dense"][1]
+    gemma = write_model(root / "gemma", assistants.make_target("dense").model, **fields)
+    pairs = {"head": (head, target), "assistant": (assistant, gemma)}
+    inside = write_target(root / "head inside")
+    return [
+        *(
+            Subject(f"{name} {damaged}", _files(folder), damaged, partial(load, model=model))
+            for name, (folder, model) in pairs.items()
+            for damaged in (CONFIG, WEIGHTS)
+        ),
+        Subject("index of a head", _files(inside), INDEX, check_head),
+        Subject("shard of a head", _files(inside), HEAD_SHARD, check_head),
     ]
 
 

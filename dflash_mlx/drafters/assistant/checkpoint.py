@@ -104,8 +104,8 @@ class AssistantFiles(FileFormat):
             what = f"{who} is for targets of Gemma 4, but {name} is of {str(kind)[:80]}"
             yield Finding("error", what, CHOOSE_ANOTHER)
             return
-        for what in _other_keys(config, target):
-            yield Finding("error", f"{who} reads {what}".replace("TARGET", name), CHOOSE_ANOTHER)
+        for what in _other_keys(config, target, name):
+            yield Finding("error", f"{who} reads {what}", CHOOSE_ANOTHER)
 
 
 FILES = AssistantFiles()
@@ -119,23 +119,23 @@ def _rope(text: Fields, kind: str) -> dict[str, Any]:
     return rope({"rope_parameters": ropes[kind]})
 
 
-def _other_keys(config: AssistantConfig, target: Mapping[str, Any]) -> Iterator[str]:
-    """What the target has no keys for, or others."""
+def _other_keys(config: AssistantConfig, target: Mapping[str, Any], name: str) -> Iterator[str]:
+    """What the target, called `name`, has no keys for, or others."""
     types, shared = target.get("layer_types"), target.get("num_kv_shared_layers") or 0
     owners = types[: len(types) - shared] if isinstance(types, list) else config.layer_types
     windows = dict(zip(config.layer_types, config.layer_windows, strict=True))
     for kind, window in windows.items():
         if kind not in owners:
-            yield f"keys of a layer of {kind}, but TARGET has none with keys of its own"
+            yield f"keys of a layer of {kind}, but {name} has none with keys of its own"
             continue
         has = _sizes(target, kind)
         if has != config.heads(kind):
             mine, theirs = (
                 f"{heads} heads of {width}" for width, heads in (config.heads(kind), has)
             )
-            yield f"keys of {mine} in layers of {kind}, but TARGET has {theirs}"
+            yield f"keys of {mine} in layers of {kind}, but {name} has {theirs}"
         if window is not None and (its := target.get("sliding_window", 512)) != window:
-            yield f"the last {window} keys of {kind}, but TARGET keeps {its}"
+            yield f"the last {window} keys of {kind}, but {name} keeps {its}"
 
 
 def _sizes(target: Mapping[str, Any], kind: str) -> tuple[Any, Any]:

@@ -105,9 +105,8 @@ class MTPFiles(FileFormat):
             return False
 
     def lacking(self, raw: Mapping[str, Any]) -> str:
-        if self.recognises(raw) or not self.reads_target(raw):
-            return ""
-        if kind_of(text := text_of(raw)).refusal(text):
+        has_one = self.reads_target(raw) and not self.recognises(raw)
+        if not has_one or kind_of(text := text_of(raw)).refusal(text):
             return ""
         return (
             "was made with a head for multi-token prediction, which its files lack: python -m "

@@ -89,7 +89,8 @@ class Kind:
 
     def refusal(self, text: Fields) -> str:
         """Why heads that a configuration tells of are not read, "" where they are."""
-        return ""
+        count = self.heads(text)
+        return f"{self.count} is {count}, supported is 1" if count > 1 else ""
 
     def our_name(self, name: str, text: Fields) -> str | None:
         """Ours for a tensor of the head in its target's files; None for one of the target."""

@@ -31,14 +31,12 @@ class Arranged(Kind):
     place: ClassVar[str] = "model."  # of the layers in a model of the family
     around: ClassVar[tuple[str, ...]]  # what is named as in `_OURS` here, in that order
     left: ClassVar[str] = r"rotary_emb\.inv_freq"  # what nobody reads
-
-    def refusal(self, text: Fields) -> str:
-        count = self.heads(text)
-        return f"{self.count} is {count}, supported is 1" if count > 1 else ""
+    starts: ClassVar[tuple[str, ...]] = ("mtp.",)  # how the names of a head's tensors begin
+    layer: ClassVar[str] = ""  # what ours have before the name of one in a layer
 
     def prefixes(self, text: Fields) -> tuple[str, ...]:
         """What the names of a head's tensors begin with."""
-        raise NotImplementedError
+        return self.starts
 
     def our_name(self, name: str, text: Fields) -> str | None:
         prefix = next((p for p in self.prefixes(text) if name.startswith(p)), None)
@@ -48,11 +46,7 @@ class Arranged(Kind):
         for theirs, ours in zip(self.around, _OURS, strict=True):
             if f".{module}".endswith(f".{theirs}"):
                 return f"{ours}.{tensor}"
-        return self.in_layer(rest)
-
-    def in_layer(self, rest: str) -> str:
-        """Our name for a tensor of a layer, whose name goes on so behind the prefix."""
-        return f"layers.0.{rest}"
+        return self.layer + rest
 
     def arranged(self, tensors: Arrays, text: Fields) -> Arrays:
         model = self.make_model(text)
@@ -78,6 +72,7 @@ class Glm(Arranged):
     model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     one_layer: ClassVar[Mapping[str, Any]] = {"first_k_dense_replace": 0}
     around = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    layer = "layers.0."
     left = rf"{Arranged.left}|\.embed_tokens\.|\.shared_head\.head\."
 
     def prefixes(self, text: Fields) -> tuple[str, ...]:
@@ -118,10 +113,9 @@ class MiMo(Arranged):
         "feeds_normed": False,
         "block_size": 2,
     }
+    starts = ("model.mtp_layers.0.",)
     around = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-
-    def prefixes(self, text: Fields) -> tuple[str, ...]:
-        return ("model.mtp_layers.0.",)
+    layer = "layers.0."
 
 
 class Exaone(Arranged):
@@ -137,12 +131,6 @@ class Exaone(Arranged):
     def arguments(self, text: Fields) -> Fields:
         kinds = ["full_attention", *(text.get("layer_types") or [])]
         return {**super().arguments(text), "layer_types": kinds, "is_moe_layer": [False]}
-
-    def prefixes(self, text: Fields) -> tuple[str, ...]:
-        return ("mtp.",)
-
-    def in_layer(self, rest: str) -> str:
-        return rest
 
 
 class NemotronH(Arranged):
@@ -170,12 +158,6 @@ class NemotronH(Arranged):
         other = {"layers_block_type": None, "layer_types": None}
         pattern = {"hybrid_override_pattern": list(self.pattern(text))}
         return {**super().arguments(text), **other, **pattern}
-
-    def prefixes(self, text: Fields) -> tuple[str, ...]:
-        return ("mtp.",)
-
-    def in_layer(self, rest: str) -> str:
-        return rest
 
     def keeps(self, layer: Any) -> bool:
         return bool(layer.block_type == "*")

@@ -40,12 +40,6 @@ class Qwen(Kind):
     dedicated = "mtp_use_dedicated_embeddings"
     one_layer = {"full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
-    def heads(self, text: Fields) -> int:
-        count = super().heads(text)
-        if count > 1:
-            raise ValueError(f"{self.count} is {count}, supported is 1")
-        return count
-
     def our_name(self, name: str, text: Fields) -> str | None:
         found = _NAME.fullmatch(name)
         return found[1] if found else None

@@ -126,6 +126,7 @@ def rope(raw: Fields, name: str = "") -> dict[str, Any]:
     result = dict(given)
     result.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     number(result, "rope_theta", above=0)
+    number(result, "partial_rotary_factor", 1.0, above=0)
     result.setdefault("rope_type", result.get("type", "default"))
     if not flag(raw, "rope_is_neox_style", default=True):
         result["interleaved"] = True  # neighbouring numbers turn together

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.growth.grow import Array, Ranked, rank
+from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.engine.state import Context, Kind
 from dflash_mlx.verifier.block import Saved
 from dflash_mlx.verifier.cache import LayerCache
@@ -204,7 +205,7 @@ def last_norm(target: Target) -> Head:
                 if isinstance(norm := module.get(name), nn.Module):
                     return lambda states: norm(states)  # as it is then: hooks come and go
     problem = f"{target.name} has no norm behind its last layer, whose states the drafter reads"
-    raise DFlashError(problem, "choose another drafter with --drafter, or --method none")
+    raise DFlashError(problem, OTHER_DRAFTER)
 
 
 class DraftContext:
