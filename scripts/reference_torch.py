@@ -46,7 +46,7 @@ def filled(model: Any, case: Case, strip: str = "") -> Any:
     return model.eval()
 
 
-def table(case: Case, model: Any, name: str, ours: str) -> Any:
+def table(case: Case, name: str, ours: str) -> Any:
     stored = load_file(case.folder / "model.safetensors")
     return stored.get(f"{name}.weight", tensor(case.arrays[ours]))
 
@@ -62,7 +62,7 @@ def qwen3(case: Case) -> Any:
 
 def states(case: Case, model: Any, **more: Any) -> tuple[Any, Any]:
     """All rows' final states [1, B, d], and their embeddings."""
-    rows, embedding = case.block, table(case, model, "embed_tokens", "embedding")
+    rows, embedding = case.block, table(case, "embed_tokens", "embedding")
     x = embedding[torch.tensor(rows)][None]
     places = torch.arange(len(case.features) + len(rows))[None]
     names = {"position_ids": places, "noise_embedding": x, "attention_mask": None, **more}
@@ -81,7 +81,7 @@ def specforge(case: Case) -> Any:
         return None
     model = filled(made(qwen3(case)), case)
     hidden, embedding = states(case, model)
-    head = table(case, model, "lm_head", "head")
+    head = table(case, "lm_head", "head")
     base, tokens = hidden @ head.T, torch.tensor([case.anchor, *case.path])
     if is_domino:
         given = embedding[tokens[: len(case.block)]][None, None]
@@ -259,8 +259,7 @@ def library_config(made: Any, case: Case) -> Any:
     method = dict(case.raw["speculators_config"])
     method.setdefault("proposal_methods", [{"proposal_type": "greedy", "speculative_tokens": 5}])
     method.setdefault("default_proposal_method", "greedy")
-    verifier = {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
-    method["verifier"] = verifier
+    method["verifier"] = {"name_or_path": None, "architectures": ["LlamaForCausalLM"]}
     layers = {"use_sliding_window": case.slides, **case.raw["transformer_layer_config"]}
     config = made(**{**case.raw, "speculators_config": method, "transformer_layer_config": layers})
     config.transformer_layer_config._attn_implementation = "eager"

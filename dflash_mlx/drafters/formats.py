@@ -342,17 +342,6 @@ def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
     return read_json(folder), str(folder), read_headers(folder)
 
 
-def differences(
-    found: Mapping[str, str], wanted: Mapping[str, str], source: str
-) -> Iterator[Finding]:
-    """An error for each tensor, told in words by its name, that is not as it is wanted."""
-    for name in sorted(wanted.keys() | found.keys()):
-        has, needs = found.get(name, "missing"), wanted.get(name, "no such tensor")
-        if has != needs:
-            what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
-            yield Finding("error", what, DOWNLOAD_AGAIN)
-
-
 def layers_of_speculators(raw: Fields) -> Fields:
     """The fields of the network in a config.json of vLLM's speculators, as Llama or Qwen3 has them.
 

@@ -24,11 +24,8 @@ from support.assistants import (
     target_of,
     tensors,
 )
-from support.decoding import paths_of, tree_of
 from support.drafter_formats import written
-from support.drafting import difference
-from support.family_configs import VOCAB_SIZE
-from support.toys import random_tree
+from support.drafting import difference, drafted_tree
 
 TOLERANCE = 1e-4  # of the largest logit
 
@@ -171,19 +168,10 @@ def test_ropes_are_those_of_each_kind_of_layer(tmp_path, name, change):
 def test_every_node_of_a_tree_has_the_logits_of_its_path(made, name):
     """Rows are at one position and do not see each other, so a tree needs no mask."""
     model, target, tokens = made(name), target_of(name), text_of(21)
-    drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
-    tree = tree_of([tokens[-1], *drafted], [-1, *parents])
-    paths, depths = [[tokens[-1], *path] for path in paths_of(tree)], tree.depths
-    draft, row_of, worst = model.begin(state_of(model, target, tokens)), {}, 0.0
-    for depth in range(max(depths) + 1):
-        nodes = [node for node, deep in enumerate(depths) if deep == depth]
-        behind = [row_of.get(tree.parents[node], -1) for node in nodes]
-        found = draft.logits(mx.array([paths[node][-1] for node in nodes]), behind)
-        for node, row in zip(nodes, found, strict=True):
-            row_of[node] = len(row_of)
-            alone = logits_along(model, state_of(model, target, tokens), paths[node])[-1]
-            worst = max(worst, difference(np.array(row), alone))
-    assert max(depths) >= 3 and worst < TOLERANCE
+    draft = model.begin(state_of(model, target, tokens))
+    for path, found in drafted_tree(draft, tokens[-1]):
+        alone = logits_along(model, state_of(model, target, tokens), path)[-1]
+        assert difference(found, alone) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CASES)

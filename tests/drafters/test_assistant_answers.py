@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dflash_mlx.session.session import Session, collect
 from support.assistant_formats import CASES
 from support.assistants import few_tokens
 from support.configs import config_with
-from support.decoding import Strict, answer, answer_rounds, finish, tokens_in
+from support.decoding import Strict, answer, answer_rounds, finish, said_by, tokens_in
 from support.hybrids import forward, plain_answer
 from support.law import chi_square
 from support.pairs import assistant_pair
@@ -45,12 +46,6 @@ def config_of(name: str, temperature: float = 0.0, **more: Any) -> DecodeConfig:
     return config_with(
         "assistant", **{"max_tokens": 12, "sampling": sampling, **USES[name], **more}
     )
-
-
-def said_by(session: Session, prompt: list[int]) -> tuple[list[int], int]:
-    """An answer, and how many tokens of its prompt were there already."""
-    found = collect(session.stream(prompt))
-    return list(found.tokens), found.statistics.reused_tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -130,6 +125,7 @@ def few(request, tmp_path_factory):
     return few_tokens(tmp_path_factory.mktemp("few"), request.param)
 
 
+@cache
 def law_of(target: Any, temperature: float) -> dict[tuple[int, ...], float]:
     """All answers of the target alone, each with its probability."""
     law: dict[tuple[int, ...], float] = {(): 1.0}

@@ -73,7 +73,8 @@ MODES = {
 def test_the_mode_is_the_one_that_pays(name):
     mode, least, times, (seconds, sure, width) = MODES[name]
     chains = name.startswith("chains")
-    case = Case(times, Honest(seconds, lambda i: sure, width), chains=chains)
+    scope = Scope(looks_up=False, chains=chains)
+    case = Case(times, Honest(seconds, lambda i: sure, width), scope=scope)
     assert case.modes.get(mode, 0) > 0.8
     assert case.plain_seconds / case.seconds > least
     assert not chains or all(r.proposal.tree.is_chain for r in case.rounds)
@@ -156,7 +157,7 @@ def test_lookups_join_plain_rounds_and_drafts_at_no_cost():
     target.table[:] = 0.0
     for token in range(VOCABULARY):  # an answer that repeats itself
         target.table[:, token, (token + 1) % VOCABULARY] = 5.0
-    case = Case(target, Honest(5.0, lambda i: 0.01), 300, looks_up=True)
+    case = Case(target, Honest(5.0, lambda i: 0.01), 300, Scope())
     assert case.seconds < 100, "far less than the 300 passes of plain decoding"
     assert "lookup" in {source for r in case.rounds for source in r.proposal.tree.sources}
 

@@ -16,7 +16,7 @@ from dflash_mlx.drafters.dflash.domino import DominoLinks, PrefixGRU
 from dflash_mlx.train.dflash import DFlashTrainee
 from support import reference_domino
 from support.decoding import linked_of
-from support.drafter_formats import DOMINO, FORMATS, case
+from support.drafter_formats import DOMINO, case
 from support.drafting import TOLERANCE, Blocks
 from support.families import VOCAB_SIZE
 from support.law import chi_square
@@ -145,21 +145,6 @@ def test_a_tree_has_the_law_along_the_walk_and_behind_the_first_token_beside_it(
                 assert np.abs(gap).max() < 1e-3 and tokens == np.argsort(-law)[:16].tolist()
     tree = BestFirst(subject.model, None, 30).draft(subject.behind(5, 7), 100).tree
     assert len(tree) == 30
-
-
-def test_a_conversation_s_own_tokens_are_drafted_with_a_part_of_the_target_s_head(tmp_path):
-    subject = Blocks(tmp_path, *FORMATS["domino"])
-    subject.model.limit_vocabulary(subject.target, np.arange(VOCAB_SIZE), 30)
-    state = subject.behind(0, 7)
-    state.context.words.add(mx.array([90]))
-    found = subject.model.candidates(state.context, state.anchor, 4)
-    known = np.array(found.tokens)[0].tolist()
-    assert 90 in known and len(known) < VOCAB_SIZE
-    block, (path, scores) = subject.block(0, 7, 4), found.likeliest()
-    walked = tuple(np.array(found.at(path)).tolist())
-    for t in range(3):
-        assert np.abs(np.array(scores[t]) - block.row(walked[:t])[known]).max() < 1e-3
-    assert set(BestFirst(subject.model, None, 12).draft(state, 4).tree.drafted) <= set(known)
 
 
 def test_a_block_of_seven_drafts_seven_tokens(tmp_path):

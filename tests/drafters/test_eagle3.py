@@ -15,13 +15,12 @@ from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
 from support.configs import config_with
-from support.decoding import path_to, paths_of, tree_of
-from support.drafting import TOLERANCE, Steps, cut, difference, grow
+from support.decoding import path_to, paths_of
+from support.drafting import TOLERANCE, Steps, cut, difference, drafted_tree, grow
 from support.families import VOCAB_SIZE, make_model
 from support.models import write_model
 from support.reference_dflash import write_drafter_folder
 from support.reference_eagle3 import FORMATS, case, raw
-from support.toys import random_tree
 
 
 @pytest.fixture
@@ -35,20 +34,8 @@ def wide(tmp_path) -> Any:
 def test_every_node_of_a_tree_has_the_logits_of_the_reference(drafting, name):
     subject = drafting(f"eagle3, {name}")
     text = subject.text(9)
-    drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
-    tree = tree_of([7, *drafted], [-1, *parents])
-    draft, row_of, worst = subject.model.begin(subject.state(7, text)), {}, 0.0
-    paths, depths = [[7, *path] for path in paths_of(tree)], tree.depths
-    assert max(depths) >= 3 and len(depths) > 10
-    for depth in range(max(depths) + 1):
-        nodes = [node for node, deep in enumerate(depths) if deep == depth]
-        behind = [row_of.get(tree.parents[node], -1) for node in nodes]
-        found = draft.logits(mx.array([paths[node][-1] for node in nodes]), behind)
-        for node, row in zip(nodes, found, strict=True):
-            row_of[node] = len(row_of)
-            expected = subject.after(text, paths[node])
-            worst = max(worst, difference(np.array(row), expected))
-    assert worst < TOLERANCE
+    for path, found in drafted_tree(subject.model.begin(subject.state(7, text)), 7):
+        assert difference(found, subject.after(text, path)) < TOLERANCE
 
 
 def test_a_greedy_chain_takes_the_likeliest_token_at_every_step(drafting):

@@ -263,20 +263,21 @@ def pair_of(target: str, name: str, seed: int = 5) -> Pair:
 def test_no_answer_is_changed(target, name):
     """Over turns of a conversation, whose windows wrap; greedy, and matched at a temperature."""
     pair = pair_of(target, name)
-    for use in USES:
-        if not pair.target.takes_trees and "budget" in use:
-            continue
-        if not pair.drafters[0].takes_trees and "branches" in use:
-            continue
-        for sampling in (SamplingConfig(), WARM):
-            how = {"max_tokens": 14, "sampling": sampling}
-            config = config_with("lm", **use, **how, acceptance="match")
-            session, plain = Session(pair, config), Session(pair, DecodeConfig("none", **how))
-            said = prompt_of(15, 90)
-            for turn in range(2):
-                expected = list(collect(plain.stream(said)).tokens)
-                assert list(collect(session.stream(said)).tokens) == expected
-                said = [*said, *expected, *prompt_of(turn, 9)]
+    for sampling in (SamplingConfig(), WARM):
+        how: dict[str, Any] = {"max_tokens": 14, "sampling": sampling}
+        plain, said, turns = Session(pair, DecodeConfig("none", **how)), prompt_of(15, 90), []
+        for turn in range(2):
+            expected = collect(plain.stream(said)).tokens
+            turns.append((said, expected))
+            said = [*said, *expected, *prompt_of(turn, 9)]
+        for use in USES:
+            if not pair.target.takes_trees and "budget" in use:
+                continue
+            if not pair.drafters[0].takes_trees and "branches" in use:
+                continue
+            session = Session(pair, config_with("lm", **use, **how, acceptance="match"))
+            for said, expected in turns:
+                assert collect(session.stream(said)).tokens == expected
 
 
 def test_a_model_that_drafts_for_itself_is_always_right():

@@ -22,8 +22,8 @@ from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 from kernels_metal.emulator import emulated
 from support import mtp_targets, reference_mtp
-from support.decoding import open_with, path_to, paths_of, start, tree_of
-from support.drafting import CASES, TOLERANCE, Heads, difference
+from support.decoding import open_with, start
+from support.drafting import CASES, TOLERANCE, Heads, difference, drafted_tree
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.models import edit_config
 from support.mtp_targets import write_split
@@ -45,7 +45,7 @@ from support.reference_mtp import (
     switched,
     target,
 )
-from support.toys import prompt_of, random_tree
+from support.toys import prompt_of
 
 DRAFT = 7, 4  # the anchor, and how many rows are drafted
 
@@ -100,19 +100,8 @@ def test_the_reference_notices_each_part_of_the_layer(drafting, what):
 def test_every_node_of_a_tree_has_the_logits_of_the_reference(drafting, name):
     subject = drafting(f"mtp, {name}")
     text = subject.text(9)
-    drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
-    tree = tree_of([7, *drafted], [-1, *parents])
-    draft, paths = subject.model.begin(subject.state(7, text)), paths_of(tree)
-    row_of: dict[int, int] = {}
-    for depth in range(max(tree.depths) + 1):
-        nodes = [node for node, deep in enumerate(tree.depths) if deep == depth]
-        behind = [row_of.get(tree.parents[node], -1) for node in nodes]
-        tokens = mx.array([[7, *paths[node]][-1] for node in nodes])
-        for node, row in zip(nodes, draft.logits(tokens, behind), strict=True):
-            row_of[node] = len(row_of)
-            expected = subject.after(text, [7, *paths[node]])
-            assert difference(np.array(row), expected) < TOLERANCE
-    assert max(tree.depths) >= 3 and len(path_to(tree, len(tree) - 1)) > 1
+    for path, found in drafted_tree(subject.model.begin(subject.state(7, text)), 7):
+        assert difference(found, subject.after(text, path)) < TOLERANCE
 
 
 @pytest.mark.parametrize(

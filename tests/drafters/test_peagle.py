@@ -25,7 +25,7 @@ DEPTHS = {"raw": 7, "automodel": 6, "speculators": 6}
 
 def laws(subject: Any, text: Any, anchor: int, depths: int, temperature: float = 1.0) -> Any:
     """[depths, V] probabilities, by the reference alone."""
-    given = subject.tensors, subject.raw, subject.tables, *text, anchor, depths
+    given = subject.tensors, subject.raw, subject.tables, *text, [anchor] * depths
     scores = logits(*given) / temperature
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)

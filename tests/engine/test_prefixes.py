@@ -14,13 +14,14 @@ from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.session.scheduler import Scheduler
-from dflash_mlx.session.session import Session, collect
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
 from support.decoding import (
     Strict,
     finish,
     go_on,
+    said_by,
     scheduler_of,
     sequence_of,
     start,
@@ -56,12 +57,6 @@ def pair(request, tmp_path_factory):
 
 def config_of(method: str, **more) -> DecodeConfig:
     return DecodeConfig(method, **{"max_tokens": 12, **METHODS[method], **more})
-
-
-def said_by(session: Session, prompt: list[int]) -> tuple[list[int], int]:
-    """An answer, and how many tokens of its prompt were there already."""
-    answer = collect(session.stream(prompt))
-    return list(answer.tokens), answer.statistics.reused_tokens
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -15,12 +15,13 @@ from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.dflash.block_model import Ask
-from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.delta import Delta, collect
 from dflash_mlx.engine.grammar import Constraint
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.sequence import Rows
 from support.toys import Letters, ToyCache
@@ -54,6 +55,12 @@ def finish(scheduler: Scheduler, look: Callable[[], object] = lambda: None) -> d
         look()
     scheduler.keep_finished()
     return said
+
+
+def said_by(session: Session, prompt: list[int]) -> tuple[list[int], int]:
+    """An answer, and how many tokens of its prompt were there already."""
+    found = collect(session.stream(prompt))
+    return list(found.tokens), found.statistics.reused_tokens
 
 
 def sequence_of(

@@ -28,6 +28,7 @@ from support.reference_dflash import (
     DRAFT_IDS,
     Array,
     Config,
+    Given,
     LinkedBlock,
     draft_vocabulary,
     over_vocabulary,
@@ -168,30 +169,27 @@ def lfm2() -> dict[str, Any]:
 
 
 def reference_block(
-    config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
+    config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], given: Given
 ) -> LinkedBlock:
-    """What NumPy says of a block of DFlash 2, DSpark or Domino.
-
-    block: features, anchor, rows, prefix.
-    """
+    """What NumPy says of a block of DFlash 2, DSpark or Domino."""
     if is_domino(config):
-        return reference_domino.Block(config, tensors, tables, *block)
+        return reference_domino.Block(config, tensors, tables, given)
     if is_dspark(config):
-        return reference_dspark.Block(config, tensors, tables, *block)
-    return reference_dflash2.Block(as_version_1(config), tensors, tables, *block)
+        return reference_dspark.Block(config, tensors, tables, given)
+    return reference_dflash2.Block(as_version_1(config), tensors, tables, given)
 
 
 def expected_logits(
-    config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
+    config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], given: Given
 ) -> Array:
     """[n, V] over the target's vocabulary, in NumPy, without what a linking head adds."""
     raw = as_version_1(config)
     if is_dspark(config) or {"conv_kernel_size", "emb_dim"} & {*raw["dflash_config"]}:
-        logits = reference_block(config, tensors, tables, *block).logits
+        logits = reference_block(config, tensors, tables, given).logits
     else:
-        own = zip(("embed_tokens.weight", "lm_head.weight"), tables, strict=True)
-        given = [tensors.get(name, table) for name, table in own]
-        logits = reference_dflash.draft_logits(tensors, raw, *given, *block)
+        embedding = tensors.get("embed_tokens.weight", tables[0])
+        own = embedding, tensors.get("lm_head.weight", tables[1])
+        logits = reference_dflash.draft_logits(tensors, raw, own, given)
     return over_vocabulary(logits, tensors)
 
 

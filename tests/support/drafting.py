@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from support import (
     reference_mtp,
     reference_peagle,
 )
-from support.decoding import open_with, state_with
+from support.decoding import open_with, paths_of, state_with, tree_of
 from support.drafter_formats import (
     FORMATS,
     WINDOWS,
@@ -28,8 +28,8 @@ from support.drafter_formats import (
     written,
 )
 from support.families import VOCAB_SIZE, make_model
-from support.reference_dflash import Array, Config
-from support.toys import ToyCache
+from support.reference_dflash import Array, Config, Given
+from support.toys import ToyCache, random_tree
 
 TOLERANCE = 1e-4
 Text = tuple[list[int], Array]  # tokens, and the features of as many
@@ -54,6 +54,24 @@ def grow(context: Any, text: Text, *sizes: int) -> None:
             context.append(mx.array(tokens), mx.array(features))
         start += size
     assert start == len(text[0])
+
+
+def drafted_tree(draft: Any, anchor: int) -> Iterator[tuple[list[int], Array]]:
+    """The path from the anchor to each node of some tree, and the node's logits [V].
+
+    They are drafted depth by depth, all nodes of one together.
+    """
+    drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
+    tree = tree_of([anchor, *drafted], [-1, *parents])
+    paths, depths, row_of = paths_of(tree), tree.depths, {-1: -1}
+    assert max(depths) >= 3 and len(depths) > 10
+    for depth in range(max(depths) + 1):
+        nodes = [node for node, deep in enumerate(depths) if deep == depth]
+        behind = [row_of[tree.parents[node]] for node in nodes]
+        tokens = mx.array([(anchor, *paths[node])[-1] for node in nodes])
+        for node, row in zip(nodes, draft.logits(tokens, behind), strict=True):
+            row_of[node] = len(row_of) - 1
+            yield [anchor, *paths[node]], np.array(row)
 
 
 def difference(a: Array, b: Array) -> float:
@@ -125,13 +143,13 @@ class Blocks(Drafting):
         return np.array(self.model.logits(context, mx.array([anchor]), rows, (prefix,)))
 
     def expected(self, text: Text, anchor: int, rows: int, prefix: tuple[int, ...] = ()) -> Array:
-        block = text[1], anchor, rows, prefix
-        return expected_logits(self.raw, self.tensors, self.tables, *block)
+        given = Given(text[1], anchor, rows, prefix)
+        return expected_logits(self.raw, self.tensors, self.tables, given)
 
     def block(self, seed: int, anchor: int, rows: int = 0, prefix: tuple[int, ...] = ()) -> Any:
         """The reference of a linked drafter behind nine features."""
-        block = self.text(9, seed)[1], anchor, rows or self.model.block_size, prefix
-        return reference_block(self.raw, self.tensors, self.tables, *block)
+        given = Given(self.text(9, seed)[1], anchor, rows or self.model.block_size, prefix)
+        return reference_block(self.raw, self.tensors, self.tables, given)
 
 
 class Steps(Drafting):
@@ -159,8 +177,7 @@ class Parallel(Steps):
     """P-EAGLE: all rows in one pass, whatever tokens led to them."""
 
     def after(self, text: Text, path: list[int]) -> Array:
-        given = self.tensors, self.raw, self.tables, *text, path[0], len(path)
-        return np.asarray(reference_peagle.logits(*given)[-1])
+        return reference_peagle.logits(self.tensors, self.raw, self.tables, *text, path)[-1]
 
 
 class Heads(Steps):

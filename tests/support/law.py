@@ -168,18 +168,6 @@ class ToyEagle(ToyDrafter):
         return ToyRows(self)
 
 
-class ToyAssistant(ToyEagle):
-    """Stands for one of Gemma 4, which goes token by token as well."""
-
-    family = "assistant"
-
-
-class ToyHead(ToyEagle):
-    """Stands for a head for multi-token prediction."""
-
-    family = "mtp"
-
-
 class ToyRows:
     """A draft in the making."""
 

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +28,29 @@ Around = Callable[[Tensors, Config, str, Array, Any], Array]
 GATED = "enable_qwen35_gated_q_proj"
 
 
+class Given(NamedTuple):
+    """What a block is drafted from."""
+
+    features: Array  # [T, m*d], the target's hidden states at positions 0..T-1, taps side by side
+    anchor: int  # the token at position T
+    rows: int | None = None  # of the block, the anchor's too; None for the checkpoint's block size
+    prefix: tuple[int, ...] = ()  # drafted tokens behind the anchor that the block shows unmasked
+
+
 def draft_logits(
-    tensors: Tensors, config: Config, embedding: Array, lm_head: Array, *block: Any, **more: Any
+    tensors: Tensors,
+    config: Config,
+    tables: tuple[Array, Array],
+    given: Given,
+    around: Around | None = None,
 ) -> Array:
     """Draft one block and return the logits of its masks, [n, V], float64.
 
-    embedding and lm_head are the target's, [V, d]; the rest as of `draft_states`.
+    tables: the target's embedding and head, [V, d]. around: applies a sub-layer to its input.
     """
+    embedding, lm_head = tables
     method = config["dflash_config"]
-    hidden = draft_states(tensors, config, embedding, *block, **more)
+    hidden = draft_states(tensors, config, embedding, given, around)
     logits = hidden @ np.asarray(lm_head, np.float64).T * method.get("output_multiplier", 1.0)
     return capped(logits, {**config, **method})
 
@@ -66,18 +80,11 @@ def draft_states(
     tensors: Tensors,
     config: Config,
     embedding: Array,
-    features: Array,
-    anchor: int,
-    rows: int | None = None,
-    prefix: tuple[int, ...] = (),
+    given: Given,
     around: Around | None = None,
 ) -> Array:
-    """Return the final states of the masks of a block; row k predicts the token at its position.
-
-    features [T, m*d] are the target's tapped hidden states at positions 0..T-1, taps side by side;
-    the anchor sits at position T, drafted tokens that the block shows unmasked follow it. rows
-    counts all of them and defaults to the checkpoint's block size.
-    """
+    """Return the final states of the masks of a block; row k predicts the token at its position."""
+    features, anchor, rows, prefix = given
     weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     method = config["dflash_config"]
     size = rows or method.get("block_size") or config["block_size"]

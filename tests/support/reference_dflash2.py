@@ -12,6 +12,7 @@ import numpy as np
 from support.reference_dflash import (
     Array,
     Config,
+    Given,
     LinkedBlock,
     Tensors,
     draft_logits,
@@ -106,19 +107,11 @@ class Block(LinkedBlock):
     """One block behind its context. tables: the target's embedding and head."""
 
     def __init__(
-        self,
-        config: Config,
-        tensors: Tensors,
-        tables: tuple[Array, Array],
-        features: Array,
-        anchor: int,
-        rows: int | None = None,
-        prefix: tuple[int, ...] = (),
+        self, config: Config, tensors: Tensors, tables: tuple[Array, Array], given: Given
     ) -> None:
-        block = features, anchor, rows, prefix, _convolved
-        self.states = draft_states(tensors, config, tables[0], *block)
-        self.logits = draft_logits(tensors, config, *tables, *block)
-        self.before = prefix[-1] if prefix else anchor
+        self.states = draft_states(tensors, config, tables[0], given, _convolved)
+        self.logits = draft_logits(tensors, config, tables, given, _convolved)
+        self.before = (given.anchor, *given.prefix)[-1]
         method = config["dflash_config"]
         k, most = method["selector_top_k"], method.get("selector_vocab_size")
         self.offers = np.argsort(-self.logits[:, :most], kind="stable")[:, :k].tolist()

@@ -11,6 +11,7 @@ import numpy as np
 from support.reference_dflash import (
     Array,
     Config,
+    Given,
     LinkedBlock,
     Tensors,
     hidden_states,
@@ -69,20 +70,14 @@ def gru(tensors: Tensors, x: Array, state: Array) -> Array:
 class Block(LinkedBlock):
     """One block behind its context: what the drafter says of its rows - 1 drafted positions.
 
-    features [T, m*d], the anchor at position T; prefix: drafted tokens that it shows. tables: the
-    target's embedding and head.
+    tables: the target's embedding and head.
     """
 
     def __init__(
-        self,
-        config: Config,
-        tensors: Tensors,
-        tables: tuple[Array, Array],
-        features: Array,
-        anchor: int,
-        rows: int,
-        prefix: tuple[int, ...] = (),
+        self, config: Config, tensors: Tensors, tables: tuple[Array, Array], given: Given
     ) -> None:
+        features, anchor, rows, prefix = given
+        assert rows is not None
         self.tensors = {name: np.asarray(t, np.float64) for name, t in tensors.items()}
         method = config["dflash_config"]
         first = 0 if method.get("shift_label") else 1

@@ -13,6 +13,7 @@ from support import reference_gemma
 from support.reference_dflash import (
     Array,
     Config,
+    Given,
     LinkedBlock,
     Tensors,
     capped,
@@ -83,20 +84,15 @@ def field(config: Config, name: str, default: Any = None) -> Any:
 class Block(LinkedBlock):
     """One block behind its context: what the drafter says of its rows - 1 drafted positions.
 
-    features [T, m*d], the anchor at position T; prefix: drafted tokens that it shows. tables: the
-    target's embedding and head, for drafters that have none. ids: [v] tokens of the head.
+    tables: the target's embedding and head, for drafters that have none. ids: [v] tokens of the
+    head.
     """
 
     def __init__(
-        self,
-        config: Config,
-        tensors: Tensors,
-        tables: tuple[Array, Array],
-        features: Array,
-        anchor: int,
-        rows: int,
-        prefix: tuple[int, ...] = (),
+        self, config: Config, tensors: Tensors, tables: tuple[Array, Array], given: Given
     ) -> None:
+        features, anchor, rows, prefix = given
+        assert rows is not None
         offset = config.get("model_type") == "qwen3_5"  # of norms
         self.tensors = {
             name: np.asarray(t, np.float64) + (offset and "norm" in name)

@@ -33,10 +33,10 @@ def logits(
     tables: tuple[Array, Array],
     tokens: Sequence[int],
     features: Array,
-    anchor: int,
-    depths: int,
+    path: Sequence[int],
 ) -> Array:
-    """[depths, V] for what follows the anchor and each of the masks behind it."""
+    """[n, V] for what follows a path's first token, the anchor, and n - 1 masks behind it."""
+    anchor, depths = path[0], len(path)
     weights = {n.removeprefix("model."): np.asarray(t, np.float64) for n, t in tensors.items()}
     weights = {n.replace("midlayer.", "layers.0."): t for n, t in weights.items()}
     told = {**config, **config.get("transformer_layer_config", {})}

@@ -24,6 +24,7 @@ from support.toys import ToyTarget
 
 VOCABULARY = 14
 FLAT = PassTimes((1, 96), (1.0, 1.0))
+ALONE = Scope(looks_up=False)
 
 
 @dataclass
@@ -166,9 +167,7 @@ def timed_seconds(second, times) -> None:
 class Case:
     """Plain decoding and a drafter on one toy target, in simulated time."""
 
-    def __init__(
-        self, target, drafter, tokens=400, looks_up=False, chains=False, second=None, timed=True
-    ):
+    def __init__(self, target, drafter, tokens=400, scope=ALONE, second=None, timed=True):
         if isinstance(target, PassTimes):
             target = TimedTarget(Clock(), target)
         self.target, self.clock = target, target.clock
@@ -176,7 +175,6 @@ class Case:
         self.plain_seconds = self.clock.now
         for part in getattr(drafter, "passes", [drafter]):
             part.target = target
-        scope = Scope(looks_up=looks_up, chains=chains)
         self.drafter = BatchBudget(drafter, target.times if timed else None, scope, self.clock)
         timed_seconds(self.drafter.experience.second, second)
         self.rounds = self.run(tokens)
