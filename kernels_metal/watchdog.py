@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels_metal.dispatch import Arguments, fingerprint
+from kernels_metal.faults import Faults, Keep
 from kernels_metal.gpu import gpu_family
 from kernels_metal.operation import Operation
 
@@ -23,7 +24,7 @@ SECONDS = 30.0  # for a try: half a minute on a slow machine is already a hang
 _BEGUN = "a try of it has begun"
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 Run = Callable[[str], str]  # of what to try, as JSON: what is wrong with it, "" for nothing
-Keep = Callable[[Path, str], None]  # writes a text to a file, whole and down to the disk, or not
+OUTCOME = "outcome: "  # before the line of a child that is not another program's noise
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,12 @@ def in_child(given: str, seconds: float = SECONDS, command: Sequence[str] = ()) 
         child.kill()  # one that has ended is left alone
         with suppress(subprocess.TimeoutExpired):  # one that waits for the GPU may not end
             child.communicate(timeout=1)
-    last = (complained if child.returncode else said).strip().rpartition("\n")[2]
-    return f"ends the process with {child.returncode}: {last}" if child.returncode else last
+    if child.returncode:
+        return f"ends the process with {child.returncode}: {complained.strip()}"
+    found = [line for line in said.splitlines() if line.startswith(OUTCOME)]
+    if not found:
+        return f"ended without an outcome\n{said}{complained}".strip()
+    return json.loads(found[-1].removeprefix(OUTCOME))  # type: ignore[no-any-return]
 
 
 class Watchdog:
@@ -70,6 +75,7 @@ class Watchdog:
     def __init__(self, folder: Path, keep: Keep, run: Run = in_child) -> None:
         self._file = file_of(folder)
         self._write, self._run = keep, run
+        self._report = Faults(folder / "faults", keep).report
         self._found: dict[str, Verdict] = {}  # here; others may add to the file meanwhile
 
     def refusal(self, operation: Operation, args: Arguments) -> str:
@@ -92,7 +98,7 @@ class Watchdog:
         twice = f"two tries of it never ended; delete {self._file} to try again"
         self._keep(key, Verdict(False, _BEGUN if before is None else twice))
         try:
-            wrong = self._run(given)
+            wrong = self._report(self._run(given))
         except BaseException:
             self._keep(key, before)
             raise

@@ -23,10 +23,12 @@ from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
 from kernels_metal.dispatch import Choice, Dispatch
+from kernels_metal.faults import Faults
 from kernels_metal.gpu import gpu_family
 from kernels_metal.sweep import Trial, error, trials
 
@@ -47,10 +49,11 @@ class Result:
     error: float  # as of `sweep.error`, infinite with a fault
     fault: str = ""  # that stopped it
     choice: Choice | None = None  # what dispatch made of it, on Metal
+    refused: str = ""  # why its kernel is not for such arguments here: it was not run
 
     @property
     def right(self) -> bool:
-        return self.error <= 1
+        return bool(self.refused) or self.error <= 1
 
 
 def main(argv: Sequence[str]) -> None:
@@ -210,15 +213,20 @@ def introduction(metal: bool, each: int) -> list[str]:
 
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
-    kernels = Dispatch() if metal else None
+    faults = Faults(platformdirs.user_cache_path("dflash-chat") / "kernels" / "faults", keep_text)
+    kernels = Dispatch(report=faults.report) if metal else None
     with nullcontext() if metal else import_module("kernels_metal.emulator").emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
+            try:
+                trial.operation.check(*trial.arguments)
+            except ValueError as refusal:
+                yield Result(trial, 0.0, refused=str(refusal))
+                continue
             choice = kernels.choose(trial.operation, trial.arguments) if kernels else None
             try:
                 yield Result(trial, error(trial), choice=choice)
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
-                why = str(fault).strip().partition("\n")[0]
-                yield Result(trial, float("inf"), why, choice)
+                yield Result(trial, float("inf"), faults.report(str(fault)), choice)
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:
@@ -233,6 +241,7 @@ def verdict(results: Sequence[Result], where: str) -> list[str]:
         lines.append("  what dispatch chooses here")
         lines += [_choice_line(choice, label) for choice, label in chosen]
     wrong = [result for result in results if not result.right]
+    lines += [f"  refused  {r.trial.label}  {r.refused}" for r in results if r.refused]
     lines += [f"  WRONG {r.error:.3g}  {r.trial.label}  {r.fault}".rstrip() for r in wrong]
     return [*lines, f"  {len(wrong)} of {len(results)} trials wrong {where}"]
 

@@ -23,6 +23,7 @@ from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import model_key
 from kernels_metal.dispatch import Arguments, Choice, Dispatch, Mode, table_from_json
 from kernels_metal.factory import Executor, executor, metal
+from kernels_metal.faults import Faults
 from kernels_metal.operation import Operation
 from kernels_metal.watchdog import Verdict, Watchdog, file_of, read_verdicts
 
@@ -45,7 +46,7 @@ class Kernels:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
-        self._clock = clock
+        self._clock, self._faults = clock, Faults(self._folder / "faults", keep_text)
         self._holding: object = None
         self.switch("off")
 
@@ -60,7 +61,9 @@ class Kernels:
 
     def switch(self, mode: Mode) -> None:
         """Auto: as probe and race say; on: wherever one can run; off: never. ValueError else."""
-        self._dispatch = Dispatch(mode, self._clock, lambda *call: self._watchdog.refusal(*call))
+        self._dispatch = Dispatch(
+            mode, self._clock, lambda *call: self._watchdog.refusal(*call), self._faults.report
+        )
         self._runs_on: Executor | None = None
         self.mode = mode
 

@@ -151,15 +151,32 @@ def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, mon
 
 
 @pytest.mark.parametrize(
-    "fault", [RuntimeError("cannot compile\nat 3"), ValueError("Thread group size (256)")]
+    "fault", [RuntimeError("cannot compile\na:3: error: x\n ^"), ValueError("Thread group 256")]
 )
-def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(without_metal, monkeypatch, fault):
+def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(
+    without_metal, monkeypatch, tmp_path, fault
+):
+    monkeypatch.setattr(doctor.platformdirs, "user_cache_path", lambda name: tmp_path / name)
     only_few(monkeypatch, kernel=Mock(side_effect=fault))
     found = list(doctor.check_kernels(False, 0, 1))
     assert [result.right for result in found] == [False, True]
     (line,) = [line for line in doctor.verdict(found, "here") if "WRONG" in line]
     assert line.startswith("  WRONG inf  tree_walk float32: ")
-    assert line.endswith(str(fault).partition("\n")[0])
+    *_, told = str(fault).splitlines()[:2]
+    assert f"  {told}" in line
+    if told != str(fault):
+        (kept,) = (tmp_path / "dflash-chat" / "kernels" / "faults").iterdir()
+        assert str(kept) in line and kept.read_text() == str(fault)
+
+
+def test_what_a_kernel_is_not_for_is_refused_and_not_wrong(without_metal, monkeypatch):
+    never = Mock(side_effect=ValueError("the GPU is one without safe 8x8 matrices"))
+    only_few(monkeypatch, check=never, kernel=Mock(side_effect=AssertionError("is not run")))
+    found = list(doctor.check_kernels(False, 0, 1))
+    assert all(result.right for result in found)
+    lines = doctor.verdict(found, "here")
+    assert any("refused" in x and "without safe 8x8" in x for x in lines)
+    assert lines[-1].startswith("  0 of 2 trials wrong")
 
 
 def test_dispatch_chooses_and_the_worst_trial_is_shown_with_all_choices(monkeypatch):

@@ -117,28 +117,56 @@ def test_verdicts_that_cannot_be_kept_hold_for_the_session(tmp_path):
 
 # The child
 
-SAYS = "import sys; print('a line'); print('differs', file=sys.{}); sys.exit({})"
+SAYS = "import sys; print({!r}); print({!r}, file=sys.stderr); sys.exit({})"
 ENDLESS = "while True: pass"
+COMPILER = """RuntimeError: [metal::Device] Unable to build metal library from source
+program_source:12:5: error: cannot initialize a variable of type 'bfloat'
+    bfloat y = x;
+           ^   ~
+1 error generated."""
 
 
 def child(script: str, seconds: float = 20) -> str:
     return in_child("{}", seconds, (sys.executable, "-c", script))
 
 
+def outcome(what: str) -> str:
+    return watchdog.OUTCOME + json.dumps(what)
+
+
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [
-        (SAYS.format("stdout", 0), "differs"),
-        ("", ""),
-        (SAYS.format("stderr", 3), "ends the process with 3: differs"),
-        ("import sys; print(); print('Validation is enabled', file=sys.stderr)", ""),
-        (r"import os; os.write(1, b'it is \xff')", "it is \ufffd"),
+        (SAYS.format(f"noise\n{outcome('differs')}\nmore noise", "noise", 0), "differs"),
+        (SAYS.format(outcome(""), "Validation is enabled", 0), ""),
+        (SAYS.format("", "a\nb", 3), "ends the process with 3: a\nb"),
+        (SAYS.format("noise", "", 0), "ended without an outcome\nnoise"),
+        (r"import os; os.write(1, b'\xff')", "ended without an outcome\n\ufffd"),
         # The interrupt of a terminal does not reach it
-        ("import os; print(os.getpgrp() == os.getpid())", "True"),
+        (
+            "import os; assert os.getpgrp() == os.getpid(); " + SAYS.format(outcome("ok"), "", 0),
+            "ok",
+        ),
     ],
 )
-def test_what_a_child_says_last_is_what_is_wrong(script, wrong):
+def test_what_a_child_marks_is_its_outcome_and_noise_is_none(script, wrong):
     assert child(script) == wrong
+
+
+def test_of_a_compilers_words_the_first_error_is_told_and_all_is_in_the_file_named(tmp_path):
+    dog = Watchdog(tmp_path, keep_text, lambda given: f"ends the process with 1: {COMPILER}")
+    refusal = dog.refusal(VERIFY_QMM, CALL)
+    (file,) = (tmp_path / "faults").iterdir()
+    told = "in a trial process: program_source:12:5: error: cannot initialize a variable"
+    assert refusal.startswith(told) and str(file) in refusal
+    assert file.read_text().endswith(COMPILER)
+    assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == refusal
+
+
+def test_without_a_place_to_keep_them_the_words_are_told_without_a_file(tmp_path):
+    (tmp_path / "faults").write_text("no folder")
+    refusal = Watchdog(tmp_path, keep_text, lambda given: COMPILER).refusal(VERIFY_QMM, CALL)
+    assert refusal.endswith("a variable of type 'bfloat'")
 
 
 def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
@@ -200,12 +228,16 @@ def test_no_variant_of_a_kernel_runs_untried(made, same, others):
     assert variants(made, calls) <= variants(made, sizes)
 
 
-def test_a_way_that_this_gpu_has_no_registers_for_is_left_to_the_probe(monkeypatch):
+def test_what_this_gpu_has_no_registers_for_is_not_called_right(monkeypatch):
     def refused(call: object) -> float:
         raise ValueError("Thread group size (512) is greater than the maximum")
 
     monkeypatch.setattr(trial, "error", refused)
-    assert trial.tried("tree_walk", "int32", [{"nodes": 3}]) == ""
+    found = trial.tried("tree_walk", "int32", [{"nodes": 3}])
+    assert found.startswith("none of its variants fits this GPU: Thread group size (512)")
+    found = iter([refused, lambda call: 0.5])
+    monkeypatch.setattr(trial, "error", lambda call: next(found)(call))
+    assert trial.tried("tree_walk", "int32", [{"nodes": 3}, {"nodes": 5}]) == ""
 
 
 def test_a_try_says_what_is_wrong_with_a_kernel(monkeypatch):
