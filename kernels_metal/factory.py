@@ -1,6 +1,6 @@
 """The one place where a kernel is launched, on Metal or by another executor.
 
-`tree_walk.py` is the shortest example. Nothing here falls back by itself: who calls a kernel asks
+`norm_rope.py` is the shortest example. Nothing here falls back by itself: who calls a kernel asks
 `executor()` first, and takes the reference when that is None.
 """
 

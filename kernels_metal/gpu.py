@@ -10,6 +10,7 @@ import mlx.core as mx
 from kernels_metal.factory import executor, metal
 
 _FIRST, _LAST = 13, 16  # generations of Apple's GPUs, M1 to M4; later ones were seen to hang
+_TILED = 14  # an M2's: up to here MLX multiplies 6 to 32 rows as if they were 32
 
 
 @functools.cache
@@ -18,10 +19,27 @@ def gpu_family() -> str:
     return str(mx.device_info()["architecture"]) if mx.metal.is_available() else "none"
 
 
+def generation(family: str) -> int:
+    """Of Apple's GPU of this name, 13 an M1's and 16 an M4's; 0 for another."""
+    found = re.fullmatch(r"applegpu_g(\d+)\w*", family)
+    return 0 if found is None else int(found[1])
+
+
 def has_matrices(family: str) -> bool:
     """Whether `simdgroup_matrix` is there and safe on a GPU of this name."""
-    found = re.fullmatch(r"applegpu_g(\d+)\w*", family)
-    return found is not None and _FIRST <= int(found[1]) <= _LAST
+    return _FIRST <= generation(family) <= _LAST
+
+
+def few_rows() -> int:
+    """Rows up to which our products of few rows can beat MLX's own on what runs kernels here.
+
+    MLX multiplies tiles of 32 rows from 6 rows on before an M3, and cheaper from 13 on since then;
+    on later GPUs than an M4 it has better ones for all.
+    """
+    if executor() is not metal:
+        return 32
+    found = generation(gpu_family())
+    return 32 if _FIRST <= found <= _TILED else 24 if _TILED < found <= _LAST else 0
 
 
 def may_use_matrices() -> bool:

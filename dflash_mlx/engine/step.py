@@ -46,7 +46,7 @@ class _Verify:
 
     def commit(self, target: Target, found: Found, shared: bool, observer: Observer) -> Round:
         state, ids, (logits, features) = self.sequence.state, self.rows.tokens, found
-        verdict = Verdict(self.proposal, ids, logits, target.kernels, shared)
+        verdict = Verdict(self.proposal, ids, logits, shared)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
         state.commit(accepted, ids, features, self.proposal.forced)

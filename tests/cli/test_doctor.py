@@ -40,7 +40,7 @@ def refused(*argv: object) -> None:
     assert stop.value.code == 2
 
 
-FEW = ("tree_walk", "cache_commit")  # operations that are emulated soon
+FEW = ("draft_head", "cache_commit")  # operations that are emulated soon
 
 
 def only_few(monkeypatch, **changes):
@@ -112,7 +112,7 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     out = capsys.readouterr().out
     for words in ("metal   not on this machine", "no kernel ran on a GPU", "Speed is not emulated"):
         assert words in out
-    for name in ("cascade_attention", "draft_head", "tree_walk", "cache_commit", "verify_qmm"):
+    for name in ("cascade_attention", "draft_head", "cache_commit", "verify_qmm"):
         assert f"  {name} float32: " in out
     assert f"0 of {len(OPERATIONS)} trials wrong in the emulator" in out
     assert "chooses" not in out
@@ -140,13 +140,18 @@ def test_what_cannot_be_emulated_is_said(monkeypatch, capsys, place, stands_in, 
 
 
 def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
-    made = sweep.OPERATIONS[2]
-    only_few(monkeypatch, reference=lambda *a: made.reference(*a) + 1)
+    (made,) = (each for each in sweep.OPERATIONS if each.name == FEW[0])
+
+    def differs(*given):
+        right = made.reference(*given)
+        return replace(right, ids=right.ids + 1)
+
+    only_few(monkeypatch, reference=differs)
     with pytest.raises(SystemExit) as stop:
         doctor.main(["--kernels", "--trials", "1"])
     assert stop.value.code == 1
     out = capsys.readouterr().out
-    assert "WRONG inf  tree_walk float32: nodes" in out
+    assert "WRONG inf  draft_head float32: rows" in out
     assert "1 of 2 trials wrong in the emulator" in out
 
 
@@ -161,7 +166,7 @@ def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(
     found = list(doctor.check_kernels(False, 0, 1))
     assert [result.right for result in found] == [False, True]
     (line,) = [line for line in doctor.verdict(found, "here") if "WRONG" in line]
-    assert line.startswith("  WRONG inf  tree_walk float32: ")
+    assert line.startswith("  WRONG inf  draft_head float32: ")
     *_, told = str(fault).splitlines()[:2]
     assert f"  {told}" in line
     if told != str(fault):

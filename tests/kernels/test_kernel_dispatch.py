@@ -248,7 +248,6 @@ def test_sizes_are_rounded_up_to_powers_of_two_and_96(size, rounded):
 CASES = {
     "cascade_attention": "16/8x2x64x64x1024x0/16/float16",
     "draft_head": "8/32000x8/16/float16",
-    "tree_walk": "64//32/int32",
     "cache_commit": "5/8x2x64/16/float16",
     "verify_qmm": "8/1024x256x64x0/4/float16",
     "norm_rope": "8/8x2x128/16/float16",
@@ -264,7 +263,7 @@ def test_an_operation_is_chosen_and_names_its_case(made, monkeypatch):
     assert list(kernels.choices) == [f"{made.name}/{CASES[made.name]}/{gpu_family()}"]
 
 
-@pytest.mark.parametrize(("i", "changed"), [(0, 1), (0, 2), (2, 1), (2, 2), (4, 2), (4, 3)])
+@pytest.mark.parametrize(("i", "changed"), [(0, 1), (0, 2), (3, 2), (3, 3)])
 def test_a_case_does_not_mix_dtypes_that_the_kernel_takes_and_refuses(i, changed):
     made = OPERATIONS[i]
     given = list(arguments(made, mx.float16))

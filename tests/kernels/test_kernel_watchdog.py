@@ -15,14 +15,15 @@ from dflash_mlx.system.files import keep_text
 from kernels_metal import trial, watchdog
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, HEAD_DIMS
 from kernels_metal.catalog import OPERATIONS
+from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import emulated
 from kernels_metal.operation import Operation, dtype_name
-from kernels_metal.tree_walk import TREE_WALK
 from kernels_metal.verify_qmm import GROUPS, VERIFY_QMM
 from kernels_metal.watchdog import Watchdog, in_child, read_verdicts
 from support.kernels import arguments, recorded
 
 CALL = arguments(VERIFY_QMM, mx.float16)
+HEAD_CALL = arguments(DRAFT_HEAD, mx.float16)
 
 
 def stored(folder: Path) -> Path:
@@ -48,11 +49,11 @@ def test_a_variant_is_tried_once_on_a_machine_and_the_verdict_is_remembered(
     assert len(asked) == 1
     assert (asked[0]["operation"], asked[0]["dtype"]) == ("verify_qmm", "float16")
     dog.refusal(VERIFY_QMM, arguments(VERIFY_QMM, mx.float16, bits=8))
-    dog.refusal(TREE_WALK, arguments(TREE_WALK))
+    dog.refusal(DRAFT_HEAD, HEAD_CALL)
     assert list(read_verdicts(stored(tmp_path))) == [
         "verify_qmm/4/64/float16",
         "verify_qmm/8/64/float16",
-        "tree_walk/int32",
+        "draft_head/float16",
     ]
 
 
@@ -84,14 +85,14 @@ def test_a_try_that_was_interrupted_counts_for_nothing(tmp_path):
 def test_what_two_programs_find_out_at_once_is_kept_of_both(tmp_path):
     def first(given: str) -> str:
         other = Watchdog(tmp_path, keep_text, lambda given: "bad")
-        other.refusal(TREE_WALK, arguments(TREE_WALK))
+        other.refusal(DRAFT_HEAD, HEAD_CALL)
         return ""
 
     Watchdog(tmp_path, keep_text, first).refusal(VERIFY_QMM, CALL)
     found = read_verdicts(stored(tmp_path))
     assert {key: verdict.safe for key, verdict in found.items()} == {
         "verify_qmm/4/64/float16": True,
-        "tree_walk/int32": False,
+        "draft_head/float16": False,
     }
 
 
@@ -185,7 +186,7 @@ def test_the_module_that_a_child_runs_is_found_and_says_what_is_wrong_without_me
     """On Linux no kernel can run, so the child ends with the words of the factory."""
     if mx.metal.is_available():
         pytest.skip("there is Metal here")
-    given = {"operation": "tree_walk", "dtype": "int32", "sizes": [{}]}
+    given = {"operation": "draft_head", "dtype": "float16", "sizes": [{}]}
     assert "no Metal and no executor" in in_child(json.dumps(given))
 
 
@@ -233,15 +234,15 @@ def test_what_this_gpu_has_no_registers_for_is_not_called_right(monkeypatch):
         raise ValueError("Thread group size (512) is greater than the maximum")
 
     monkeypatch.setattr(trial, "error", refused)
-    found = trial.tried("tree_walk", "int32", [{"nodes": 3}])
+    found = trial.tried("draft_head", "float16", [{"rows": 1}])
     assert found.startswith("none of its variants fits this GPU: Thread group size (512)")
     found = iter([refused, lambda call: 0.5])
     monkeypatch.setattr(trial, "error", lambda call: next(found)(call))
-    assert trial.tried("tree_walk", "int32", [{"nodes": 3}, {"nodes": 5}]) == ""
+    assert trial.tried("draft_head", "float16", [{"rows": 1}, {"rows": 2}]) == ""
 
 
 def test_a_try_says_what_is_wrong_with_a_kernel(monkeypatch):
     monkeypatch.setattr(trial, "error", lambda call: 2.0)
     with emulated():
-        found = trial.tried("tree_walk", "int32", [{"nodes": 3}])
-    assert found == '2.0 times as wrong as rounding explains at {"nodes": 3}'
+        found = trial.tried("draft_head", "float16", [{"rows": 1}])
+    assert found == '2.0 times as wrong as rounding explains at {"rows": 1}'
