@@ -73,7 +73,7 @@ class FileFormat:
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
         """Notes on fields that are left out; Unsupported for one that must not be.
 
-        names: as of `translate`.
+        names: of the tensors in its files, () where these are not known.
         """
         return ()
 

@@ -35,7 +35,7 @@ from dflash_mlx.train.trainee import (
 )
 from dflash_mlx.verifier.model import Target
 
-_VERSION_2_FIELDS = ("conv_", "selector_", "block_size")
+_VERSION_2_FIELDS = ("conv_", "selector_", "block_size", "projector_type")
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def with_selector(
     }
     plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
     raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
-    result = DFlashTrainee.of(raw, trainee.target)
+    result = DFlashTrainee.of(raw, trainee.target, parameters_of(trainee.network))
     selector: Any = tree_flatten({"candidate_selector": maps.selector(config).parameters()})
     weights = {**parameters_of(trainee.network), **dict(selector)}
     for name, array in parameters_of(result.network).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,9 +56,14 @@ class Trainee(ABC):
         """A drafter that a run starts from, where no other is named."""
 
     @classmethod
-    def of(cls: type[_Trainee], raw: dict[str, Any], target: Target) -> _Trainee:
-        """What a config.json describes, with weights that mean nothing yet."""
-        config = cls.files.parse_config(raw, "the drafter")
+    def of(
+        cls: type[_Trainee], raw: dict[str, Any], target: Target, names: Collection[str] = ()
+    ) -> _Trainee:
+        """What a config.json describes, with weights that mean nothing yet.
+
+        names: of the tensors that it was read with, () for a new one.
+        """
+        config = cls.files.parse_config(raw, "the drafter", names)
         return cls(cls.files.build(config, "the drafter"), config, raw, target)
 
     @classmethod

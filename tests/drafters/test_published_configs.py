@@ -60,6 +60,7 @@ def test_what_is_not_supported_is_refused_by_its_name_with_the_next_step(tmp_pat
         "lm_head.weight": np.zeros((97, 64), np.float32),
         "layers.0.self_attn.sinks": np.zeros(4, np.float32),
         "layers.0.self_attn.kv_a_proj_with_mqa.weight": np.zeros((8, 64), np.float32),
+        "prefix_gru.weight_ih_l0": np.zeros((24, 64), np.float32),
     }
     folder = write_drafter_folder(tmp_path, raw, tensors)
     assert any(re.search(said, error.what) for error in check_drafter(folder).errors)
@@ -145,6 +146,16 @@ def test_one_that_the_tensors_contradict_is_the_target_s_and_noted(name):
         parsed({**raw, name: 8}, {**shown, "layers.0.mlp.down_proj.bias": None})
 
 
+def test_sizes_of_domino_s_head_in_a_dflash_without_one_are_noted():
+    """A version of speculators writes them into every DFlash."""
+    sizes = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}
+    raw, tensors = FORMATS["speculators"]
+    found = parsed({**raw, "projector_type": "dflash", "shift_label": False, **sizes}, tensors)
+    assert all(name in " ".join(found.notes) for name in sizes)
+    with pytest.raises(DFlashError, match="emb_dim is 256, Domino"):
+        parsed({**raw, **sizes}, {**tensors, "prefix_gru.weight_hh_l0": None})
+
+
 def test_a_long_value_is_cut_in_the_sentence():
     with pytest.raises(DFlashError, match="new_head_kind is 'x+ [.]{3},") as failure:
         parsed(planted("dflash_config", "x" * 3000))
@@ -205,6 +216,15 @@ def test_the_assistant_of_muse_glimmer_is_a_dflash_under_other_names(tmp_path):
                  "output_multiplier", "final_logit_softcapping"):  # fmt: skip
         assert getattr(found.config, name) == getattr(same.config, name), name
     assert family_of(found.files) == "dflash" and not check_drafter(tmp_path / "muse").errors
+
+
+def test_specforge_s_first_names_of_dspark_s_heads_are_read(tmp_path):
+    raw, tensors = FORMATS["dspark, specforge"]
+    renamed = {f"logit_head.{n}" if "_head." in n else n: t for n, t in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    found = FILES.read_drafter(write_drafter_folder(tmp_path / "renamed", raw, renamed))
+    same = FILES.read_drafter(write_drafter_folder(tmp_path / "plain", raw, tensors))
+    assert_same_tensors(found.tensors, same.tensors)
 
 
 def test_deepspec_s_eagle_reads_as_many_layers_as_it_names(tmp_path):

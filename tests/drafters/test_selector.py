@@ -17,6 +17,7 @@ from dflash_mlx.drafters.block_diffusion import (
     BestFirst,
     DrawnPath,
 )
+from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.dual_diffusion import JointGrowth
 from dflash_mlx.drafters.growth.grow import (
     Array,
@@ -200,6 +201,20 @@ def test_a_position_offers_the_selector_s_candidates_and_16_at_most(tmp_path, to
     spread = np.ptp(edges, axis=1).max(axis=1)  # over the tokens before; some BLAS rounds by place
     assert spread[0] < 1e-6, "before the first position there is the anchor alone"
     assert (spread[1:] > 1e-3).all(), "later ones go by the token before"
+
+
+def test_padding_of_the_vocabulary_is_offered_in_no_tree(tmp_path):
+    drafting = second(tmp_path, selector_top_k=16, selector_vocab_size=20, block_size=5)
+    state = drafting.behind(0, 7)
+    (linked,) = linked_of(drafting.model, state.context, state.anchor, 4)
+    assert linked.ranked.tokens.shape == (3, 16) and linked.ranked.tokens.max() < 20
+
+
+def test_among_the_ids_of_a_grammar_padding_is_told_by_the_id_not_by_its_place():
+    selector = CandidateSelector(11, 4, SelectorConfig(rank=2, top_k=3, vocab_size=8))
+    ids, logits = mx.array([9, 2, 10, 4, 7]), mx.array([[5.0, 1, 4, 3, 2], [5, 4, 3, 2, 1]])
+    found = selector.candidates(mx.zeros((2, 4)), logits, mx.array([1]), ids)
+    assert np.sort(np.array(found.tokens)).tolist() == [[2, 4, 7]] * 2
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 0.6}, {"min_p": 0.5}], ids=str)

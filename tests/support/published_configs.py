@@ -99,6 +99,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "use_sliding_window without the layers, as transformers has it": (
         first(use_sliding_window=True, sliding_window=WINDOW), FULL,
     ),
+    "use_sliding_window without a window, as transformers has it": (
+        first(use_sliding_window=True, max_window_layers=0, sliding_window=None), FULL,
+    ),
     "a window by layer": (
         first(layer_sliding_windows=[4, None]),
         {"layer_windows": (4, None), "layer_causal": (True, False)},
@@ -145,8 +148,17 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ),
         BOTH,
     ),
+    "is_causal before what dflash_config says": (
+        first(is_causal=False, dflash_config={"causal": True}), FULL,
+    ),
+    "a DFlash 2 of speculators that says it is causal": (
+        speculators("dflash2", dflash_config={"causal": True}), {"layer_causal": (True, True)},
+    ),
     "NVIDIA Automodel's DFlash 2": (
         second(architectures=["Qwen3DFlash2DraftModel"]), {"selector.rank": 8, "notes": ""},
+    ),
+    "NVIDIA Model-Optimizer's DFlash 2": (
+        second(dflash_config={"projector_type": "dflash2"}), {"selector.rank": 8, "notes": ""},
     ),
     "DFlash without num_target_layers": (
         without(first(), "num_target_layers"), {"num_target_layers": None},
@@ -190,7 +202,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "stanleyphoong/Ornith-1.0-9B-DSpark": (
         dspark(**NATIVE_35, confidence_temperatures=[1.5], text_config={}),
-        {"gated": True, "offset_norms": True, "rotary_dims": 8, "notes": ""},
+        {"gated": True, "offset_norms": True, "rotary_dims": 8,
+         "notes": "it: confidence_temperatures$"},
     ),
     "Qwen3DSparkModel with norms of 1 + w": (
         dspark(model_type="qwen3_5"), {"gated": False, "offset_norms": True},
@@ -207,6 +220,18 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "NVIDIA's dspark_bonus_anchor": (
         dspark(dspark_bonus_anchor=True), {"block_size": 5, "sample_from_anchor": False},
     ),
+    "NVIDIA Model-Optimizer's DSpark": (
+        without(
+            dspark(
+                dflash_config={
+                    "causal": False, "markov_rank": 4, "projector_type": "dspark",
+                    "shift_label": True, "use_confidence_head": False,
+                },
+            ),
+            "enable_confidence_head", "markov_rank",
+        ),
+        {"block_size": 6, "markov.rank": 4, "markov.confidence": False, "notes": ""},
+    ),
     "dspark_markov_rank alone": (
         without(dspark(dspark_markov_rank=4), "markov_rank"), {"markov.rank": 4},
     ),
@@ -216,6 +241,21 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark": (
         speculators("dspark"), {"block_size": 7, "sample_from_anchor": True},
+    ),
+    "DFlash of speculators 0.5 and 0.6": (
+        speculators(max_anchors=256, speculators_version="0.5.0"),
+        {"block_size": 6, "sample_from_anchor": False},
+    ),
+    "speculators with windows beside the layers, as vLLM takes them": (
+        speculators(
+            layer_types=["sliding_attention", "full_attention"], max_window_layers=2,
+            sliding_window=WINDOW, use_sliding_window=True,
+        ),
+        {"layer_windows": (WINDOW, None), "layer_causal": (True, False)},
+    ),
+    "DSpark of speculators, with the weights of its losses": (
+        speculators("dspark", ce_loss_alpha=0.1, l1_loss_alpha=0.9, loss_decay_gamma=4.0),
+        {"sample_from_anchor": True},
     ),
     "meta-models/Muse-Glimmer-30B-assistant": (
         MUSE, {**BOTH, "block_size": 8, "vocab_size": 202_048, "final_logit_softcapping": 20.0},
@@ -247,6 +287,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 P_EAGLE = "of P-EAGLE"
+PACKED, SQUEEZED = {"quant_method": "compressed-tensors"}, "quantization_config is .*compressed"
 SINKS = "attention sinks are not supported"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nvidia/Nemotron-3.5-Lightning-DSpark": (
@@ -266,8 +307,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dspark(architectures=["DFlashDraftModel"], block_size=16, dflash_config={}),
         "markov_rank is 8 in a DFlashDraftModel, .*which rows draft",
     ),
+    "the same under NVIDIA's name of DFlash": (
+        dspark(architectures=["Qwen3DFlashDraftModel"], dflash_config={}),
+        "markov_rank is 8 in a Qwen3DFlashDraftModel, .*which rows draft",
+    ),
+    "a projector of another version": (
+        method(projector_type="dflash2"), "projector_type is 'dflash2', supported is 'dflash'",
+    ),
     "experts of Gemma 4": (
         dspark(**GEMMA_4 | {"enable_moe_block": True}), "enable_moe_block is True",
+    ),
+    "windows of Gemma 4, whose layers have another rope": (
+        dspark(
+            **GEMMA_4, layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW
+        ),
+        "layer_types holds 'sliding_attention'",
     ),
     "lightllm's Qwen3_5DFlashModel": (
         first(architectures=["Qwen3_5DFlashModel"]), "Qwen3_5DFlashModel",
@@ -294,6 +348,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         eagle(target_layer_ids=[0, 2]), "eagle_config.*are \\[0, 1, 2\\] and target_layer_ids are",
     ),
     "another number of layers": (eagle(num_aux_layers=5), "num_aux_layers is 5, but 3 layers"),
+    "another number of layers than the usual three": (
+        eagle(num_aux_layers=5, eagle_config={}), "num_aux_layers is 5, but 3 layers are read",
+    ),
     "windows for other layers": (
         first(layer_sliding_windows=[4]), "layer_sliding_windows is \\[4\\].* 2 layers",
     ),
@@ -308,6 +365,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a selector of more tokens": (
         second(dflash_config={"selector_vocab_size": 98}), "selector_vocab_size is 98.* 97",
     ),
+    "a selector of fewer tokens than it offers": (
+        second(dflash_config={"selector_vocab_size": 1}), "selector_vocab_size is 1, not from",
+    ),
+    "packed DFlash of speculators": (speculators(quantization_config=PACKED), SQUEEZED),
+    "packed EAGLE-3 of speculators": (speculators_3(quantization_config=PACKED), SQUEEZED),
     "a drafter of another width": (
         method(target_hidden_size=128), "target_hidden_size is 128 and hidden_size 64",
     ),

@@ -160,7 +160,9 @@ def test_a_run_that_was_stopped_before_its_first_save_begins_again(place):
 
 
 def test_what_training_does_not_change_is_saved_as_it_was(place):
-    init = place.drafter(note={"by": "me"}, dflash_config={"training_mode": "other", "more": [1]})
+    init = place.drafter(
+        note={"by": "me"}, dflash_config={"training_mode": "other", "num_anchors": 512}
+    )
     place.train(init=init, learning_rate=1e-30, weight_decay=0.0, steps=1)
     weights, raw = place.read()
     given = json.loads((init / "config.json").read_text())

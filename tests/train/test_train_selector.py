@@ -276,6 +276,20 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     assert FILES.read_config(tmp_path / "first").selector is None
 
 
+def test_a_drafter_with_a_field_of_its_target_gets_a_selector(place):
+    place.drafter(kv_lora_rank=512)  # which its tensors contradict
+    run(place, steps=1)
+    assert FILES.read_config(place.out).selector is not None
+
+
+def test_nvidia_s_second_version_is_read_again_as_the_first_that_it_was_trained_as():
+    maps = maps_of(tiny_target().embedding())
+    both = with_selector(make_trainee(drafter_config()), maps, SelectorConfig(8, 5))
+    both.raw["dflash_config"]["projector_type"] = "dflash2"
+    assert FILES.parse_config(both.raw, "it").selector is not None
+    assert FILES.parse_config(both.without_selector().raw, "it").selector is None
+
+
 def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
     write_drafter_folder(place.root / "drafter", speculators(), random_drafter(RAW))
     run(place)

@@ -33,6 +33,7 @@ from dflash_mlx.drafters.formats import (
     left_by_training,
 )
 from dflash_mlx.drafters.networks.fields import (
+    SLIDING,
     Fields,
     architecture,
     flag,
@@ -48,6 +49,7 @@ from dflash_mlx.drafters.networks.known_fields import Unsupported
 
 VERSION_1, VERSION_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
 PROJECTOR = "dflash"
+_PROJECTORS = {VERSION_2: (PROJECTOR, "dflash2"), DSPARK: ("dspark",)}  # others have the first
 MARKOV = "vanilla"
 _OF_SPECULATORS = {"dflash": VERSION_1, "dflash2": VERSION_2, "dspark": DSPARK}
 _ALIASES = {  # classes of the same networks
@@ -155,10 +157,10 @@ def _renamed(name: str) -> str:
 
 def _check_kind(raw: Fields, method: Fields) -> None:
     """Raise ValueError for drafters that only look like this one."""
-    expected = "dspark" if architecture(raw) == DSPARK else PROJECTOR
+    supported = _PROJECTORS.get(architecture(raw), (PROJECTOR,))
     for fields in (raw, method):
-        if (kind := fields.get("projector_type") or expected) != expected:
-            raise ValueError(f"projector_type is {kind!r}, supported is {expected!r}")
+        if (kind := fields.get("projector_type") or supported[0]) not in supported:
+            raise ValueError(f"projector_type is {kind!r}, supported is {supported[-1]!r}")
         if flag(fields, "shift_label") and not own.drafts_from_anchor({**raw, **method}):
             raise ValueError(
                 "shift_label is true, but sample_from_anchor is not; supported are drafters that "
@@ -181,12 +183,12 @@ def _has_markov(raw: Fields) -> bool:
     Raises Unsupported where it does not say which rows of its block draft: such files do it either
     way, and the wrong one drafts every token a place too early.
     """
-    fields = {**raw, **part(raw, "dflash_config")}
-    if architecture(raw) != VERSION_1 or not (rank := fields.get("markov_rank")):
+    fields, kind = {**raw, **part(raw, "dflash_config")}, architecture(raw)
+    if _ALIASES.get(kind, kind) != VERSION_1 or not (rank := fields.get("markov_rank")):
         return False
     if not own.has_anchor(fields) and fields.get("projector_type") != "dspark":
         raise Unsupported(
-            f"markov_rank is {rank!r} in a {VERSION_1}, and nothing says which rows draft",
+            f"markov_rank is {rank!r} in a {kind}, and nothing says which rows draft",
             "add sample_from_anchor to its dflash_config: true where a block of 7 drafts 7 tokens, "
             "as DSpark's do, false where it drafts 6",
         )
@@ -217,7 +219,8 @@ def _markov(fields: Fields, names: Collection[str]) -> MarkovConfig | None:
         raise ValueError(f"markov_head_type is {kind!r}, supported is {MARKOV!r}")
     rank = whole(fields, "markov_rank", least=0)
     stored = next((name for name in names if name.endswith(_CONFIDENCE)), None)
-    confidence = flag(fields, "enable_confidence_head", bool(stored) if names else rank > 0)
+    found = flag(fields, "use_confidence_head", bool(stored) if names else rank > 0)  # NVIDIA's
+    confidence = flag(fields, "enable_confidence_head", found)
     shape = stored_shape(names, stored or "")
     with_token = shape is None or shape[-1] != size(fields, "hidden_size")
     reads_token = flag(fields, "confidence_head_with_markov", default=with_token)
@@ -239,6 +242,7 @@ def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
         notes.append(note)
     result = {
         **layers,
+        **named(raw, own.WINDOWS),
         "architectures": [_OF_SPECULATORS[kind]],
         "block_size": raw["block_size"],
         "num_target_layers": raw.get("num_target_layers"),
@@ -288,6 +292,8 @@ def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:
     for name, supported in _GEMMA_ONLY.items():
         if raw.get(name) not in (None, supported):
             raise Unsupported(f"{name} is {raw[name]!r}, supported is {supported!r}")
+    if SLIDING in (raw.get("layer_types") or []):
+        raise Unsupported(f"layer_types holds {SLIDING!r}, supported are layers of full attention")
     shares, rope = flag(raw, "attention_k_eq_v"), part(raw, "rope_parameters")
     heads = raw.get("num_global_key_value_heads") if shares else None
     scale = size(raw, "hidden_size") ** 0.5

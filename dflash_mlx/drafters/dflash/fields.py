@@ -44,14 +44,17 @@ BESIDE = (  # what may be beside `dflash_config`
     "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "selector_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
     "projector_type", "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", *ANCHOR, *CAUSAL,
+    "confidence_head_with_markov", "use_confidence_head", *ANCHOR, *CAUSAL,
+)  # fmt: skip
+WINDOWS = (  # what vLLM takes beside `transformer_layer_config` too
+    "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",
 )  # fmt: skip
 GATED, OFFSET = "enable_qwen35_gated_q_proj", "offset_norms"
 NATIVE = "qwen3_5"  # model_type of drafters with Qwen3.5's own layers, others have its text model's
 _PARTIAL = "partial_rotary_factor"
 _QUERIES = "layers.0.self_attn.q_proj.weight"
 
-_DOMINO = Refused("Domino's correction head, which is not supported")
+_DOMINO = Refused("Domino's correction head, which is not supported", tensor="prefix_gru")
 _REFUSED = {
     **NETWORK_REFUSED,
     "emb_dim": _DOMINO,
@@ -64,6 +67,10 @@ _REFUSED = {
     "attention_mode": Refused("supported are 'gqa' and 'mha'", (*NOTHING, "gqa", "mha")),
     "use_aux_hidden_state": Refused("supported is true", (None, True)),
 }
+_TRAINING = frozenset({  # of SpecForge's and of several versions of speculators
+    "auf", "ce_loss_alpha", "confidence_head_alpha", "l1_loss_alpha", "lambda_base_decay_ratio",
+    "lambda_base_start", "loss_decay_gamma", "max_anchors", "num_anchors", "training_mode",
+})  # fmt: skip
 _IN_METHOD = Part(
     read={
         *BESIDE, "block_size", "draft_vocab_size", "layer_ids", "num_target_layers",
@@ -74,16 +81,16 @@ _IN_METHOD = Part(
         "block_size_policy", "dflash_initial_block_size", "draft_window_size",
         "prefer_requested_block_size", "runtime_block_size",
     ),
-    silent=("confidence_head_alpha", "loss_decay_gamma", "num_anchors", "training_mode"),
+    silent=_TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
-_AROUND = Part(read=(), noted=(*COPIED, _PARTIAL), refused=_REFUSED)
+_AROUND = Part(read=(), noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED)
 _IN_SPECULATORS = Part(
     read={
-        *SPECULATORS_READ, *BESIDE, METHOD, "aux_hidden_state_layer_ids", "block_size",
+        *SPECULATORS_READ, *BESIDE, *WINDOWS, METHOD, "aux_hidden_state_layer_ids", "block_size",
         "sliding_window_non_causal",
     },
-    silent=SPECULATORS_SILENT | set(_IN_METHOD.silent),
+    silent=SPECULATORS_SILENT | _TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
 
@@ -110,14 +117,14 @@ def has_anchor(fields: Fields) -> bool:
     return bool(named(fields, ANCHOR))
 
 
-def drafts_from_anchor(fields: Fields, default: bool = False) -> bool:
+def drafts_from_anchor(fields: Fields) -> bool:
     """Whether each row drafts the token behind it; ValueError where two fields contradict."""
     says = {name: flag(fields, name) for name in named(fields, ANCHOR)}
     if "dspark_bonus_anchor" in says:
         says["dspark_bonus_anchor"] ^= True
     if len(set(says.values())) > 1:
         raise ValueError(f"{' and '.join(says)} contradict each other: {named(fields, ANCHOR)}")
-    return next(iter(says.values()), default)
+    return any(says.values())
 
 
 def block_attention(fields: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from dflash_mlx.drafters.networks.fields import Fields, layers_of_states, listed, part, whole
+from dflash_mlx.drafters.eagle3.model import USUAL_TAPS
+from dflash_mlx.drafters.networks.fields import (
+    Fields,
+    layers_of_states,
+    listed,
+    named,
+    part,
+    whole,
+)
 from dflash_mlx.drafters.networks.known_fields import (
     COPIED,
     NETWORK_REFUSED,
@@ -90,10 +98,10 @@ def aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tup
     if len(set(found.values())) > 1:
         raise ValueError(" and ".join(f"{name} are {[*ids]}" for name, ids in found.items()))
     layers_read = next(iter(found.values()), None)
-    for name in COUNTS:
-        given = {**method, **raw}.get(name)
-        if None not in (given, layers_read) and given != len(layers_read or ()):
-            raise ValueError(f"{name} is {given!r}, but {len(layers_read or ())} layers are named")
+    count = USUAL_TAPS if layers_read is None else len(layers_read)
+    for name, given in named({**method, **raw}, COUNTS).items():
+        if given != count:
+            raise ValueError(f"{name} is {given!r}, but {count} layers are read")
     return layers_read, notes
 
 

@@ -161,7 +161,8 @@ def _layer_types(raw: Fields, layers: int) -> list[str]:
         if len(types) != layers:
             raise ValueError(f"layer_types: {len(types)} entries for {layers} layers")
         return list(types)
-    if not flag(raw, "use_sliding_window"):
+    is_null = raw.get("sliding_window", 0) is None  # which transformers reads as no window
+    if not flag(raw, "use_sliding_window") or is_null:
         return [FULL] * layers
     first = whole(raw, "max_window_layers", _FIRST_SLIDING, least=0)
     return [SLIDING if layer >= first else FULL for layer in range(layers)]

@@ -37,7 +37,7 @@ class Refused:
 
     why: str  # behind the field and its value
     harmless: tuple[Any, ...] = NOTHING
-    # What a name of its tensors holds then; a file without describes its target by the field
+    # What a name of its tensors holds then; in a file without, the field is a target's or idle
     tensor: str = ""
 
     def contradicted(self, names: Collection[str]) -> bool:
@@ -74,7 +74,11 @@ class Part:
 
 
 def review_others(given: Fields, part: Part, names: Collection[str]) -> Iterator[str]:
-    """As `Part.review`, of fields among others that nobody can list: these are passed over."""
+    """The fields of a part that are left out and noted; Unsupported for one that cannot be.
+
+    Others beside them, which nobody can list, are passed over. names: of the tensors beside the
+    file, () where these are not known.
+    """
     listed = {*part.refused, *part.noted}
     others = {name: v for name, v in given.items() if name in listed}
     yield from part.review(others, names=names)
