@@ -24,8 +24,9 @@ from kernels_metal.visibility import MAX_ROWS, Visibility
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BITS, GROUPS = (4, 8), (32, 64)
 # Rows of one threadgroup, at a head dim of 256 half as many: all read the keys once, or so few that
-# there are more threadgroups, which read them again from caches
-WAYS: dict[str, int] = {"once": 128, "apart": 32}
+# there are more threadgroups, which read them again from caches. 96 are 384 threads: an M1 or M2
+# has no registers for many more.
+WAYS: dict[str, int] = {"once": 96, "apart": 32}
 THREADGROUPS = 128  # wanted, to fill the cores of a large GPU
 TILE_BYTES = 24 * 1024  # of 32, 16 or 8 keys and as many values, in threadgroup memory
 SHARE = 16  # more than two splits write at most this part of the keys and values they read
@@ -356,4 +357,10 @@ CASCADE_ATTENTION = Operation(
     after=lambda out, queries, *rest: (out, *rest),
     copied=_copied,
     tried=_tried,
+    variants=[
+        {"dim": dim, "kv_bits": bits}
+        for dim in HEAD_DIMS
+        for bits in (0, *BITS)
+        if not bits or any(dim % group == 0 for group in GROUPS)
+    ],
 )

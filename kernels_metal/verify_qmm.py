@@ -271,4 +271,10 @@ VERIFY_QMM = Operation(
     ways=_ways,
     after=_after,
     tried=_tried,
+    variants=[
+        {"bits": bits, "group": group, "gated": gated}
+        for bits in BITS
+        for group in GROUPS
+        for gated in (0, 1)
+    ],
 )

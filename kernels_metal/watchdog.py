@@ -7,14 +7,13 @@ with its program, or have taken the machine down: it is made once more, and no t
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels_metal.children import Children, Gone
 from kernels_metal.dispatch import Arguments, fingerprint
 from kernels_metal.faults import Faults, Keep
 from kernels_metal.gpu import gpu_family
@@ -24,7 +23,7 @@ SECONDS = 30.0  # for a try: half a minute on a slow machine is already a hang
 _BEGUN = "a try of it has begun"
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 Run = Callable[[str], str]  # of what to try, as JSON: what is wrong with it, "" for nothing
-OUTCOME = "outcome: "  # before the line of a child that is not another program's noise
+COMMAND = (sys.executable, "-m", "kernels_metal.trial")
 
 
 @dataclass(frozen=True)
@@ -35,46 +34,26 @@ class Verdict:
     reason: str
 
 
-def in_child(given: str, seconds: float = SECONDS, command: Sequence[str] = ()) -> str:
-    """Try kernels in a process of its own. Returns what is wrong, "" for nothing.
+class Trials:
+    """Tries kernels in a process of its own, one behind the other."""
 
-    The terminal's Ctrl+C does not reach the child, whose end would count as the kernel's fault.
-    """
-    start = command or (sys.executable, "-m", "kernels_metal.trial")
-    try:
-        child = subprocess.Popen(
-            [*start, given],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        return f"could not be tried: {error}"
-    try:
-        said, complained = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return f"hangs: a try of it did not end within {seconds:.0f} s"
-    finally:
-        child.kill()  # one that has ended is left alone
-        with suppress(subprocess.TimeoutExpired):  # one that waits for the GPU may not end
-            child.communicate(timeout=1)
-    if child.returncode:
-        return f"ends the process with {child.returncode}: {complained.strip()}"
-    found = [line for line in said.splitlines() if line.startswith(OUTCOME)]
-    if not found:
-        return f"ended without an outcome\n{said}{complained}".strip()
-    return json.loads(found[-1].removeprefix(OUTCOME))  # type: ignore[no-any-return]
+    def __init__(self, command: Sequence[str] = COMMAND, seconds: float = SECONDS) -> None:
+        self._children, self._seconds = Children(command), seconds
+
+    def __call__(self, given: str) -> str:
+        """What is wrong, "" for nothing."""
+        try:
+            return str(self._children.ask(json.loads(given), self._seconds))
+        except Gone as gone:
+            return str(gone)
 
 
 class Watchdog:
     """The verdicts of one machine, kept in `folder`; one that cannot be kept holds for now."""
 
-    def __init__(self, folder: Path, keep: Keep, run: Run = in_child) -> None:
+    def __init__(self, folder: Path, keep: Keep, run: Run | None = None) -> None:
         self._file = file_of(folder)
-        self._write, self._run = keep, run
+        self._write, self._run = keep, run or Trials()
         self._report = Faults(folder / "faults", keep).report
         self._found: dict[str, Verdict] = {}  # here; others may add to the file meanwhile
 

@@ -103,7 +103,7 @@ def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
         (tried,) = (tmp_path / "kernels" / "tried").iterdir()
         (line,) = doctor.about(tmp_path)[-1:]
         assert line.startswith("  unsafe  hangs" if wrong else "  safe    ran, and agreed")
-        assert line.endswith("  (draft_head/float32)")
+        assert line.endswith("  (draft_head/16/float32)")
         tried.unlink()
 
 

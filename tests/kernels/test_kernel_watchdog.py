@@ -12,14 +12,14 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.system.files import keep_text
-from kernels_metal import trial, watchdog
+from kernels_metal import children, trial, watchdog
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, HEAD_DIMS
 from kernels_metal.catalog import OPERATIONS
 from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import emulated
 from kernels_metal.operation import Operation, dtype_name
 from kernels_metal.verify_qmm import GROUPS, VERIFY_QMM
-from kernels_metal.watchdog import Watchdog, in_child, read_verdicts
+from kernels_metal.watchdog import Trials, Watchdog, read_verdicts
 from support.kernels import arguments, recorded
 
 CALL = arguments(VERIFY_QMM, mx.float16)
@@ -53,7 +53,7 @@ def test_a_variant_is_tried_once_on_a_machine_and_the_verdict_is_remembered(
     assert list(read_verdicts(stored(tmp_path))) == [
         "verify_qmm/4/64/float16",
         "verify_qmm/8/64/float16",
-        "draft_head/float16",
+        "draft_head/16/float16",
     ]
 
 
@@ -92,7 +92,7 @@ def test_what_two_programs_find_out_at_once_is_kept_of_both(tmp_path):
     found = read_verdicts(stored(tmp_path))
     assert {key: verdict.safe for key, verdict in found.items()} == {
         "verify_qmm/4/64/float16": True,
-        "draft_head/float16": False,
+        "draft_head/16/float16": False,
     }
 
 
@@ -128,11 +128,11 @@ program_source:12:5: error: cannot initialize a variable of type 'bfloat'
 
 
 def child(script: str, seconds: float = 20) -> str:
-    return in_child("{}", seconds, (sys.executable, "-c", script))
+    return Trials((sys.executable, "-c", script), seconds)("{}")
 
 
 def outcome(what: str) -> str:
-    return watchdog.OUTCOME + json.dumps(what)
+    return children.OUTCOME + json.dumps(what)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
 
 
 def test_a_child_that_cannot_be_started_is_a_reason():
-    assert "nobody" in in_child("{}", 1, ("/nobody/here",))
+    assert "nobody" in Trials(("/nobody/here",), 1)("{}")
 
 
 def test_the_module_that_a_child_runs_is_found_and_says_what_is_wrong_without_metal():
@@ -187,7 +187,7 @@ def test_the_module_that_a_child_runs_is_found_and_says_what_is_wrong_without_me
     if mx.metal.is_available():
         pytest.skip("there is Metal here")
     given = {"operation": "draft_head", "dtype": "float16", "sizes": [{}]}
-    assert "no Metal and no executor" in in_child(json.dumps(given))
+    assert "no Metal and no executor" in Trials()(json.dumps(given))
 
 
 @pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
