@@ -26,7 +26,7 @@ import mlx.core as mx
 
 from kernels_metal.factory import SOURCE, executor, metal
 from kernels_metal.faults import first_error
-from kernels_metal.gpu import gpu_family
+from kernels_metal.gpu import gpu_family, power_mode
 from kernels_metal.operation import Operation, dtype_name
 
 Mode = Literal["auto", "off", "on"]
@@ -122,7 +122,7 @@ class Dispatch:
         fit = [way for way, problem in problems.items() if not problem]
         if not fit:
             return Choice(False, next(iter(problems.values())))
-        return self._race(operation, fit, _chain(operation, args, layers))
+        return self._race(operation, fit, chain(operation, args, layers))
 
     def _problem(self, operation: Operation, way: str, args: Arguments) -> str:
         """The probe: why this kernel is not for these arguments, "" if it is as the reference."""
@@ -134,26 +134,12 @@ class Dispatch:
             return f"does not run here: {self._report(str(error))}"
 
     def _race(self, operation: Operation, fit: list[str], calls: list[Arguments]) -> Choice:
-        """Medians of runs that take turns, in microseconds of one call in a chain of them.
-
-        Whoever runs first behind an idle GPU finds its clock low, so none is timed before that is
-        up; and what wins by less than `MARGIN` may lose the next time.
-        """
-        sides = {way: partial(self._run, operation, operation.by(way), calls) for way in fit}
-        stock = partial(self._run, operation, operation.reference, calls)
         try:
-            before, spent = 0.0, stock()
-            while abs(spent - before) > MARGIN * spent and before + spent < WARM_UP:
-                before, spent = spent, stock()
-            times: dict[str, list[float]] = {way: [] for way in (*sides, STOCK)}
-            while len(times[STOCK]) < RUNS and max(map(sum, times.values())) <= LIMIT:
-                for way, run in (*sides.items(), (STOCK, stock)):
-                    times[way].append(run())
+            calls_of = race(operation, fit, calls, self._clock)
         except RuntimeError as error:  # of the GPU, long after the call that is at fault
             with suppress(RuntimeError):
                 mx.synchronize()  # others of the same pass may fail behind it
             return Choice(False, f"fails in a race: {self._report(str(error))}")
-        calls_of = {way: median(found) / len(calls) * 1e6 for way, found in times.items()}
         usual = calls_of.pop(STOCK)
         way = min(calls_of, key=lambda way: calls_of[way])
         told = [f"{name} {time:.0f} us".strip() for name, time in calls_of.items()]
@@ -162,20 +148,50 @@ class Dispatch:
             return Choice(False, f"not faster: {words}")
         return Choice(True, f"faster: {words}", way)
 
-    def _run(self, operation: Operation, step: Callable[..., Any], calls: list[Arguments]) -> float:
-        """Seconds of a chain of calls."""
-        start = self._clock()
-        results: list[mx.array] = []
-        out = None
-        for args in calls:
-            given = args if out is None else operation.after(out, *args)
-            out = step(*given)
-            results += operation.compared(out, *args)
-        mx.eval(results)
-        return self._clock() - start
+
+def race(
+    operation: Operation,
+    ways: Sequence[str],
+    calls: list[Arguments],
+    clock: Callable[[], float] = time.perf_counter,
+    runs: int = RUNS,
+) -> dict[str, float]:
+    """Microseconds of one call by each way and by STOCK: medians of chains that take turns.
+
+    Whoever runs first behind an idle GPU finds its clock low, so none is timed before that is up;
+    and what wins by less than `MARGIN` may lose the next time. RuntimeError where the GPU fails.
+    """
+    steps = {way: operation.by(way) for way in ways} | {STOCK: operation.reference}
+    sides = {name: partial(_seconds, operation, step, calls, clock) for name, step in steps.items()}
+    before, spent = 0.0, sides[STOCK]()
+    while abs(spent - before) > MARGIN * spent and before + spent < WARM_UP:
+        before, spent = spent, sides[STOCK]()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    while len(times[STOCK]) < runs and max(map(sum, times.values())) <= LIMIT:
+        for name, run in sides.items():
+            times[name].append(run())
+    return {name: median(found) / len(calls) * 1e6 for name, found in times.items()}
 
 
-def _chain(operation: Operation, args: Arguments, layers: Sequence[Arguments]) -> list[Arguments]:
+def _seconds(
+    operation: Operation,
+    step: Callable[..., Any],
+    calls: list[Arguments],
+    clock: Callable[[], float],
+) -> float:
+    """Of a chain of calls."""
+    start = clock()
+    results: list[mx.array] = []
+    out = None
+    for args in calls:
+        given = args if out is None else operation.after(out, *args)
+        out = step(*given)
+        results += operation.compared(out, *args)
+    mx.eval(results)
+    return clock() - start
+
+
+def chain(operation: Operation, args: Arguments, layers: Sequence[Arguments]) -> list[Arguments]:
     """A dozen calls that find their arrays cold, as in a pass: those of other layers, or copies."""
     found = list(layers[:CALLS]) or [args]
     if operation.copied is not None and len(found) == 1:
@@ -208,8 +224,8 @@ def table_from_json(saved: Mapping[str, Any]) -> dict[str, Choice]:
 
 
 def fingerprint() -> str:
-    """Of what a choice holds for: the kernels' sources, the versions of MLX and of macOS."""
-    digest = hashlib.sha256(f"{version('mlx')} {platform.mac_ver()[0]}".encode())
+    """Of what a choice holds for: the kernels' sources, MLX, macOS and its power mode."""
+    digest = hashlib.sha256(f"{version('mlx')} {platform.mac_ver()[0]} {power_mode()}".encode())
     for path in sorted(SOURCE.glob("*.metal")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

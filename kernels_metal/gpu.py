@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 
 import mlx.core as mx
 
@@ -17,6 +19,21 @@ _TILED = 14  # an M2's: up to here MLX multiplies 6 to 32 rows as if they were 3
 def gpu_family() -> str:
     """The GPU's architecture as MLX names it, "none" without Metal."""
     return str(mx.device_info()["architecture"]) if mx.metal.is_available() else "none"
+
+
+@functools.cache
+def power_mode() -> str:
+    """Which power mode a Mac is in, as `pmset` has it, "" where it says nothing.
+
+    Taken once: a program that runs on would find its choices gone with every change of it.
+    """
+    if sys.platform != "darwin":
+        return ""
+    try:
+        done = subprocess.run(["pmset", "-g"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return " ".join(" ".join(found) for found in re.findall(r"(\w*powermode)\s+(\d+)", done.stdout))
 
 
 def generation(family: str) -> int:

@@ -21,6 +21,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.mac import command as mac
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.system.files import keep_text
@@ -59,6 +60,10 @@ class Result:
 def main(argv: Sequence[str]) -> None:
     """Print the report; SystemExit(1) for a wrong kernel, 2 for a pair that cannot be used."""
     arguments = parser().parse_args(argv)
+    if arguments.mac:
+        if not mac.make(arguments.report.with_suffix(".json"), arguments.rehearse):
+            raise SystemExit(WRONG)
+        return
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
     given = vars(arguments)  # its --kernels is not the setting of that name
     config = PairConfig(**{name: given[name] for name in _NAMES & given.keys()})
@@ -99,6 +104,22 @@ def parser() -> argparse.ArgumentParser:
         "--trials",
         type=_count,
         help=f"random shapes of each operation (default: {TRIALS}, emulated {EMULATED_TRIALS})",
+    )
+    result.add_argument(
+        "--mac",
+        action="store_true",
+        help="run every kernel on this Mac, race them, and write a report (about four minutes; a "
+        "second start goes on where one ended)",
+    )
+    result.add_argument(
+        "--report",
+        type=Path,
+        default=Path(mac.NAME),
+        metavar="FILE",
+        help=f"of --mac, with .md and .json behind it (default: {mac.NAME})",
+    )
+    result.add_argument(
+        "--rehearse", action="store_true", help="of --mac: in the emulator, without times"
     )
     result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
     return result
