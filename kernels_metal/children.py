@@ -68,6 +68,10 @@ class Child:
                     raise Gone(self._last_words())
                 self._unread += read
 
+    def kill(self) -> None:
+        """End it, and leave its pipes to whoever reads them."""
+        self._process.kill()
+
     def close(self) -> None:
         """End it; one that has ended is left alone, one that waits for the GPU may not end."""
         self._process.kill()
@@ -114,6 +118,11 @@ class Children:
         except BaseException:
             self.close()
             raise
+
+    def kill(self) -> None:
+        """From another thread: whoever asks now is told that the child is gone."""
+        if self._child is not None:
+            self._child.kill()
 
     def close(self) -> None:
         """End the child, if there is one."""

@@ -103,6 +103,7 @@ class Dispatch:
             if raced and (why := self._refusal(operation, args)):  # until it is tried again
                 choices, found = self.unraced, Choice(False, why)
             else:
+                self.unraced.pop(key, None)
                 found = self._decide(operation, args, layers, raced)
         choices[key] = found
         return found

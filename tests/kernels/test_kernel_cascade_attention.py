@@ -129,9 +129,7 @@ def test_hidden_keys_do_not_matter_however_large_their_scores():
         (4, 1000, {"window": 1}),  # keys that no window reaches are not read
     ],
 )
-def test_the_prefix_is_read_once_and_packed_for_96_rows_of_a_key_value_head(
-    rows, prefix, features
-):
+def test_the_prefix_is_read_once_and_packed_for_96_rows_of_a_key_value_head(rows, prefix, features):
     given = made(64, 4, 2, rows, prefix, mx.float16, **features)
     seen = given[3]
     with emulated() as run:

@@ -1,6 +1,7 @@
 """Which of kernel and reference runs, and the reason in the table."""
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -8,7 +9,7 @@ from itertools import accumulate
 import mlx.core as mx
 import pytest
 
-from kernels_metal import dispatch, factory
+from kernels_metal import dispatch, factory, gpu
 from kernels_metal.catalog import OPERATIONS
 from kernels_metal.dispatch import CALLS, Choice, Dispatch, table_from_json
 from kernels_metal.emulator import emulated
@@ -210,8 +211,32 @@ def test_a_table_of_other_kernels_or_another_mlx_is_made_anew(monkeypatch):
     monkeypatch.setattr(dispatch.platform, "mac_ver", lambda: ("27.1", ("", "", ""), ""))
     assert table_from_json(saved) == {}, "nor of another macOS"
     monkeypatch.undo()
+    monkeypatch.setattr(dispatch, "power_mode", lambda: "lowpowermode 1")
+    assert table_from_json(saved) == {}, "nor of another power mode"
+    monkeypatch.undo()
     monkeypatch.setattr(dispatch, "version", lambda package: "0.99")
     assert table_from_json(saved) == {}
+
+
+@pytest.mark.parametrize(
+    ("says", "mode"),
+    [
+        ("echo ' SleepDisabled 0'; echo ' lowpowermode         1'", "lowpowermode 1"),
+        ("echo ' powermode 2'", "powermode 2"),
+        ("echo nothing", ""),
+        ("exit 1", ""),
+        (None, ""),
+    ],
+)
+def test_the_power_mode_is_what_a_macs_own_program_says(tmp_path, monkeypatch, says, mode):
+    monkeypatch.setattr(gpu.sys, "platform", "darwin")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
+    if says:
+        (tmp_path / "pmset").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "pmset").chmod(0o755)
+    gpu.power_mode.cache_clear()
+    assert gpu.power_mode() == mode
+    gpu.power_mode.cache_clear()
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
