@@ -186,8 +186,12 @@ def complete() -> dict:
     return found
 
 
-def test_the_summary_fits_and_says_what_auto_would_choose():
+def test_the_summary_fits_and_says_what_auto_would_choose(monkeypatch):
     found = complete()
+    monkeypatch.setattr(report, "MOST_LINES", 12)
+    said = report.summary(facts.rehearsed(), found)
+    assert (len(said), said[-1]) == (12, report.SEND)
+    monkeypatch.undo()
     said = report.summary(facts.rehearsed(), found)
     assert len(said) <= report.MOST_LINES and said[-1] == report.SEND
     assert max(map(len, said)) <= 200

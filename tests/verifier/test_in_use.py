@@ -238,9 +238,10 @@ def answer(pair: Pair) -> list[int]:
     return tokens
 
 
-@pytest.fixture
-def pair(tmp_path) -> Pair:
-    target = changed_target("qwen3", 4, **SMALL, num_hidden_layers=1, vocab_size=16)
+@pytest.fixture(params=["qwen3", "qwen3_5"])
+def pair(tmp_path, request) -> Pair:
+    changes = {**SMALL, "num_hidden_layers": 1, "vocab_size": 16}
+    target = changed_target(request.param, 4, **changes if request.param == "qwen3" else {})
     target.kernels = Kernels("tiny", target.parameters, tmp_path)
     return Pair(target, None, (), None)
 
