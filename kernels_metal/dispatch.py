@@ -57,7 +57,8 @@ class Dispatch:
     "off" nothing is to be asked. table: what was raced, now and by the sessions of
     `table_from_json`. refusal: of an operation and arguments, why its kernel is not to be run in
     this process, "" where it is; see `watchdog`. report: what to tell of a compiler's words, see
-    `faults`. Raises ValueError for another mode.
+    `faults`. begin: told of a case before its kernel runs here for the first time.
+    Raises ValueError for another mode.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Dispatch:
         clock: Callable[[], float] = time.perf_counter,
         refusal: Callable[[Operation, Arguments], str] = lambda operation, args: "",
         report: Callable[[str], str] = first_error,
+        begin: Callable[[str], None] = lambda case: None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"kernels is {mode!r}, but must be one of {', '.join(get_args(Mode))}")
@@ -73,7 +75,7 @@ class Dispatch:
         self.table: dict[str, Choice] = {}
         self.unraced: dict[str, Choice] = {}
         self._family = gpu_family()
-        self._clock, self._refusal, self._report = clock, refusal, report
+        self._clock, self._refusal, self._report, self._begin = clock, refusal, report, begin
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -104,6 +106,8 @@ class Dispatch:
                 choices, found = self.unraced, Choice(False, why)
             else:
                 self.unraced.pop(key, None)
+                if raced:
+                    self._begin(key)
                 found = self._decide(operation, args, layers, raced)
         choices[key] = found
         return found

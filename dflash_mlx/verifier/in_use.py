@@ -27,10 +27,19 @@ class InUse:
         self._usual: dict[int, float] = {}
 
     def begin(self, case: str) -> None:
-        """Mark a case, before the first pass with its kernel."""
-        self.cases.append(case)
-        self._left = PASSES
-        keep_text(self._file, json.dumps(self.cases))
+        """Mark a case, before its kernel runs in this process for the first time."""
+        self._mark([*self.cases, case])
+
+    def drop(self, case: str) -> None:
+        """Its kernel is not taken."""
+        self._mark([each for each in self.cases if each != case])
+
+    def _mark(self, cases: list[str]) -> None:
+        self.cases, self._left = cases, PASSES
+        if cases:
+            keep_text(self._file, json.dumps(cases))
+        else:
+            self.clear()
 
     def passed(self, rows: int, seconds: float, expected: float | None) -> str:
         """A pass ended. What is wrong with its time, "" for nothing.
@@ -49,7 +58,7 @@ class InUse:
 
     def clear(self) -> None:
         """Nothing is watched any more."""
-        self.cases.clear()
+        self.cases = []
         with suppress(OSError):
             self._file.unlink()
 

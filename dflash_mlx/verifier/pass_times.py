@@ -30,6 +30,7 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # the sizes that passes come in
 DEEP_ROWS = (1, 4, 8, 16, 48)  # behind longer contexts, where passes take longer
 CONTEXTS = (128, 1024, 4096)  # committed tokens before the measured passes
 _REPEATS = 3
+_TRIED = 5.0  # seconds that kernels may be tried before passes are timed without them
 _DRIFT, _NOTICED = 0.3, 32  # how far off times may be, as the median of so many real passes
 
 
@@ -95,7 +96,7 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
     then some trees beside them. What the caches hold behind the first tokens is made up. Whatever
     else the machine does only adds time, so the least is nearest to the truth.
     """
-    target.kernels.wait()
+    target.kernels.wait(_TRIED)
     cache = target.new_cache()
     prompt = mx.zeros(CONTEXTS[0], mx.int32)
     mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)

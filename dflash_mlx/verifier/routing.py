@@ -73,7 +73,11 @@ class Kernels:
     def switch(self, mode: Mode) -> None:
         """Auto: as probe and race say; on: wherever one can run; off: never. ValueError else."""
         self._dispatch = Dispatch(
-            mode, self._clock, lambda *call: self._watchdog.refusal(*call), self._faults.report
+            mode,
+            self._clock,
+            lambda *call: self._watchdog.refusal(*call),
+            self._faults.report,
+            lambda case: self._in_use.begin(case),
         )
         self._runs_on: Executor | None = None
         self.mode = mode
@@ -118,17 +122,21 @@ class Kernels:
         if raced or not self.is_watched:
             return not raced
         if slow := self._in_use.passed(rows, seconds, expected):
-            self._turn_off([*self._in_use.cases], slow)
+            self._turn_off(self._in_use.cases, slow)
             self._in_use.clear()
         return False
 
     def fail(self, error: Exception) -> None:
-        """The GPU failed in a pass: stock from now on; the next start is without what was new."""
+        """The GPU failed in a pass: stock from now on; the next start is without what was new.
+
+        What was in use for long is in use again then: a GPU may have been out of memory.
+        """
         if self.mode == "off":
             return
-        cases = self._in_use.cases or [c for c, choice in self.choices.items() if choice.kernel]
-        self._turn_off([*cases], f"failed in a pass: {self._faults.report(str(error))}")
+        why = f"failed in a pass: {self._faults.report(str(error))}"
+        self._turn_off(self._in_use.cases, why)
         self._in_use.clear()
+        self.note("all kernels, until the next start", why)
         self.mode = "off"
 
     @contextmanager
@@ -168,9 +176,9 @@ class Kernels:
         chosen = self._dispatch.choose(operation, args, layers)
         if len(self._dispatch.table) > before:
             self._raced = True
-            if chosen.kernel:
-                self._in_use.begin(next(reversed(self._dispatch.table)))
             self._keep()
+            if not chosen.kernel:
+                self._in_use.drop(next(reversed(self._dispatch.table)))
         return chosen if chosen.kernel else None
 
     def run(self, operation: Operation, *args: Any) -> Any | None:
@@ -192,8 +200,13 @@ class Kernels:
 
 
 def begin_trials(mode: str) -> Trials | None:
-    """A process that will try kernels, started while a model loads; None where none will run."""
-    return Trials(wanted=True) if mode == "auto" and executor() is metal else None
+    """What tries kernels, begun while a model loads; None where none will run.
+
+    Where some were tried before, a process is started when there are others.
+    """
+    if mode != "auto" or executor() is not metal:
+        return None
+    return Trials(wanted=not file_of(default_folder()).exists())
 
 
 class Plans:

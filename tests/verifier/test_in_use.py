@@ -126,10 +126,15 @@ def test_a_program_that_ends_leaves_no_verdict_of_what_it_was_trying(tmp_path):
     assert routing.trial_verdicts(tmp_path) == {}
 
 
-def test_a_process_that_tries_is_started_for_auto_on_metal_alone(monkeypatch):
+def test_a_process_that_tries_is_started_for_auto_on_metal_alone(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(routing, "Trials", lambda wanted: made.append(wanted) or "tries")
+    monkeypatch.setattr(routing, "default_folder", lambda: tmp_path)
     assert routing.begin_trials("auto") == "tries" and made == [True]
+    file = watchdog.file_of(tmp_path)
+    file.parent.mkdir()
+    file.write_text("{}")
+    assert routing.begin_trials("auto") == "tries" and made.pop() is False
     assert routing.begin_trials("on") is None and routing.begin_trials("off") is None
     monkeypatch.setattr(routing, "executor", lambda: None)
     assert routing.begin_trials("auto") is None and len(made) == 1
@@ -177,6 +182,18 @@ def test_what_a_dead_process_had_in_use_is_off_for_the_next_start_and_the_doctor
     assert not taken(session(folder))  # nor after it
     (line,) = [line for line in doctor.about(tmp_path) if "turned off" in line]
     assert "in use when its program ended" in line and "draft_head/2" in line
+
+
+def test_a_kernel_is_marked_before_it_races_and_no_longer_where_it_loses(tmp_path):
+    kernels = session(tmp_path, None, 2.0, 1.0)
+    taken(kernels)
+    kernels.wait()
+    seen: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_disagreement", lambda *given: seen.append(len(marks(tmp_path))))
+        patch.setattr(dispatch, "race", lambda *given: {"": 2.0, "stock": 1.0})
+        assert not taken(kernels)
+    assert seen == [1] and not marks(tmp_path) and not kernels.is_watched
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", "null"])
