@@ -12,6 +12,7 @@ import mlx.core as mx
 from kernels_metal.factory import executor, metal
 
 _FIRST, _LAST = 13, 16  # generations of Apple's GPUs, M1 to M4; later ones were seen to hang
+_CORES = {"p": 6, "g": 10, "s": 20, "c": 40, "d": 80}  # a phone's, a plain M, Pro, Max, Ultra
 _TILED = 14  # an M2's: up to here MLX multiplies 6 to 32 rows as if they were 32
 
 
@@ -57,6 +58,16 @@ def few_rows() -> int:
         return 32
     found = generation(gpu_family())
     return 32 if _FIRST <= found <= _TILED else 24 if _TILED < found <= _LAST else 0
+
+
+def cores() -> int:
+    """About how many cores the GPU has that runs kernels here, by the letter of its name.
+
+    MLX does not tell. Of chips of one name that have more or fewer the larger is meant, and
+    another executor than Metal is as an M4 Max.
+    """
+    found = re.fullmatch(r"applegpu_g\d+(\w)", gpu_family() if executor() is metal else "")
+    return _CORES.get(found[1] if found else "", 40)
 
 
 def may_use_matrices() -> bool:
