@@ -46,22 +46,14 @@ class Background:
     def __init__(self, idle: Callable[[], None]) -> None:
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
         self._keys: set[str] = set()
-        self._idle, self._lock, self._runs = idle, threading.Lock(), False
-        self.start()
+        self._idle = idle
+        threading.Thread(target=self._run, daemon=True).start()
 
     def do(self, key: str, work: Callable[[], None]) -> None:
         """Do it behind all else, each key once."""
         if key not in self._keys:
             self._keys.add(key)
             self._work.put(work)
-            self.start()
-
-    def start(self) -> None:
-        """Start the thread, which ends when it has had nothing to do for a while."""
-        with self._lock:
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, daemon=True).start()
 
     def is_busy(self) -> bool:
         """Whether something is not done yet."""
@@ -77,12 +69,8 @@ class Background:
             try:
                 work = self._work.get(timeout=IDLE)
             except queue.Empty:
-                with self._lock:
-                    self._runs = not self._work.empty()
-                if self._runs:
-                    continue
                 self._idle()
-                return
+                continue
             with suppress(Exception):  # what was not found is not known
                 work()
             self._work.task_done()
