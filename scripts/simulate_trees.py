@@ -303,7 +303,7 @@ def simulated(
 
 def by_times(config: DecodeConfig) -> tuple[str, str] | None:
     """What times decide with a method, and how to write it so that they do not; None for none."""
-    block = config.method in ("dflash", "ngram", "eagle3", "specdiff")
+    block = config.method in ("dflash", "ngram", "eagle3", "mtp", "specdiff")
     if block and config.block_size is None and config.budget is None:
         return "length", "8"
     options = config.options

@@ -22,12 +22,13 @@ from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.option import check_values, option
 from dflash_mlx.drafters.formats import DrafterFolder
 from dflash_mlx.drafters.networks.files import parameters_of
-from dflash_mlx.models.check import ModelFacts, loading
+from dflash_mlx.models.check import ModelFacts
 from dflash_mlx.models.downloads import stored_bytes
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET
 from dflash_mlx.models.read import LIKELY_TOKENS
 from dflash_mlx.models.source import BESIDE, CONFIG, DRAFTER, FLOATS, LICENCES, quantisation
+from dflash_mlx.verifier.reading import loading
 
 RUNTIME = 450_000_000  # bytes that Python, MLX and the tokenizer take themselves
 GROUP_SIZE = 64  # mlx-lm's for affine
@@ -67,6 +68,11 @@ class ConvertConfig:
     )
     dequantize: bool = option(
         False, "undo a target's quantisation, before another one if asked for", action="store_true"
+    )
+    mtp: bool = option(
+        False,
+        "of a target take the head for multi-token prediction alone, to give it with --drafter",
+        action="store_true",
     )
     drafter_bits: int | None = option(
         None, "with --pair: quantise the drafters so", type=int, choices=(4, 8)
@@ -159,7 +165,8 @@ def described(facts: ModelFacts) -> DrafterFolder:
     tensors = parameters_of(facts.format.build(facts.config, facts.name))
     for name, array in tensors.items():
         if mx.issubdtype(array.dtype, mx.floating):
-            tensors[name] = array.astype(getattr(mx, FLOATS[stored[name]]))
+            kind = FLOATS.get(stored.get(name, ""), facts.weights.dtype)
+            tensors[name] = array.astype(getattr(mx, kind))
     raw = facts.format.told(facts.source.read_json(CONFIG), heads)
     return DrafterFolder(facts.format, facts.config, tensors, raw)
 

@@ -35,7 +35,8 @@ from dflash_mlx.models.check import (
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.names import TARGET, existing, is_pair_folder, whole_copy, write_pair
-from dflash_mlx.models.source import CONFIG, DRAFTER, MODEL, Source
+from dflash_mlx.models.parts import is_drafter, only_head, read_config
+from dflash_mlx.models.source import DRAFTER, MODEL, Source
 from dflash_mlx.system.files import locked
 from dflash_mlx.system.machine import describe_versions
 
@@ -44,6 +45,7 @@ ALONE = ""  # the part of a conversion that makes no pair: DST itself is its fol
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FREE = "free some space or choose another disk"
+_GIVE_WHOLE = "give the model as its authors published it, by its Hugging Face id or folder"
 _GIVE = "give a Hugging Face id like owner/name, a local folder or a GGUF file"
 
 
@@ -70,7 +72,12 @@ def make_plan(names: Mapping[str, str], destination: str, settings: ConvertConfi
     if ALONE in names and settings.drafter_bits is not None:
         what = "--drafter-bits is for the drafter of a pair"
         raise DFlashError(what, "use --bits, or add --pair")
-    parts = {place: find_part(name) for place, name in names.items()}
+    if settings.mtp and ALONE not in names:
+        raise DFlashError("--mtp is for a target alone", "leave out --pair")
+    parts = {
+        place: find_part(name, settings.mtp, place not in (TARGET, ALONE))
+        for place, name in names.items()
+    }
     for place, part in parts.items():
         wanted = TARGET if place == TARGET else DRAFTER
         if place != ALONE and kind_of(part) != wanted:
@@ -142,13 +149,22 @@ def report(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def find_part(name: str) -> ModelFacts:
-    """Find and check a model; DFlashError for what is none, is damaged, or cannot be had."""
+def find_part(name: str, head: bool = False, drafts: bool = False) -> ModelFacts:
+    """Find and check a model; DFlashError for what is none, is damaged, or cannot be had.
+
+    head: of a target only the head that drafts, which is a drafter. drafts: likewise, where there
+    is one.
+    """
     path = existing(name)
     if path is not None and path.is_file():
         _check_gguf(path)
+        if head:
+            raise DFlashError(f"{name} is a GGUF file, whose heads are not read", _GIVE_WHOLE)
         return describe_target(load_gguf(path)[2], name, path)
-    return _check(_on_hub(name) if path is None else _of_folder(path), name)
+    source = _on_hub(name, head, drafts) if path is None else _of_folder(path)
+    if head:
+        only_head(source)
+    return _check(source, name, head or (drafts and is_drafter(source)))
 
 
 def _fetch(facts: ModelFacts) -> ModelFacts:
@@ -159,11 +175,11 @@ def _fetch(facts: ModelFacts) -> ModelFacts:
     except DFlashError as error:
         again = "run the same command again, which goes on where this one stopped"
         raise DFlashError(error.what, again) from None
-    return _check(source, facts.name)
+    return _check(source, facts.name, facts.format is not None)
 
 
-def _check(source: Source, name: str) -> ModelFacts:
-    source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
+def _check(source: Source, name: str, as_drafter: bool) -> ModelFacts:
+    source.option = DRAFTER if as_drafter or format_of(read_config(source)) else MODEL
     facts = (check_target if source.option == MODEL else check_drafter)(source, name)
     facts.raise_first()
     return facts
@@ -173,15 +189,16 @@ def _of_folder(folder: Path) -> Source:
     source = Source.of(folder)
     if is_pair_folder(folder):
         raise DFlashError(f"{folder} holds a pair", "give its target or drafter folder as SRC")
-    if CONFIG not in source.files:
-        file = next(folder.glob("*.gguf"), None)
-        step = _GIVE if file is None else f"give the GGUF file {file}"
-        raise DFlashError(f"{folder} has no config.json", step)
+    file = next(folder.glob("*.gguf"), None)
+    read_config(source, _GIVE if file is None else f"give the GGUF file {file}")
     return source
 
 
-def _on_hub(name: str) -> Source:
-    """A repository, or its copy here where that is whole and the newest that can be had."""
+def _on_hub(name: str, head: bool, drafts: bool) -> Source:
+    """A repository, or its copy here where that is whole and the newest that can be had.
+
+    head, drafts: as of `find_part`.
+    """
     try:
         if name.endswith(".gguf"):
             raise ValueError(name)
@@ -190,7 +207,10 @@ def _on_hub(name: str) -> Source:
         raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
     try:
         source = Source(name)
-        source.option = DRAFTER if format_of(source.read_json(CONFIG)) else MODEL
+        as_drafter = head or (is_drafter(source) if drafts else format_of(read_config(source)))
+        source.option = DRAFTER if as_drafter else MODEL
+        if head:
+            only_head(source)
         return source if source.missing() else source.fetch()
     except DFlashError:
         if (copy := whole_copy(name) or whole_copy(name, DRAFTER)) is None:

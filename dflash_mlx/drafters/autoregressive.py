@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self, cast
 import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
@@ -51,8 +52,15 @@ def always(chance: float, steps: int) -> bool:
 class StepModel(DraftModel, Protocol):
     """A draft model that goes token by token."""
 
-    def begin(self, context: Any) -> Draft:
-        """A draft behind a context of this model."""
+    takes_trees: bool  # whether several rows of a draft may continue the same one
+    prefers_chains: bool  # whether that costs so much more that it has to be asked for
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all steps of a draft are one pass, so that no further one costs another."""
+
+    def begin(self, state: State) -> Draft:
+        """A draft behind a state whose context is this model's."""
 
 
 class StepByStep(BlockDrafter[StepModel]):
@@ -65,17 +73,23 @@ class StepByStep(BlockDrafter[StepModel]):
         self.name = model.family
 
     def asking(self, another: Another) -> Self:
-        """The same, which asks so."""
+        """The same, which asks so, unless steps cost nothing."""
+        if self._model.is_parallel:
+            return self
         other = copy(self)
         other.another = another
         return other
+
+    def paid(self, chances: list[float]) -> tuple[float, ...]:
+        """The chances of the steps that were a pass of their own, beside the first."""
+        return () if self._model.is_parallel else tuple(chances)
 
 
 class Chain(StepByStep):
     """The likeliest token after the one before, step by step; nobody waits between the steps."""
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, tokens = self._model.begin(state.context), [state.anchor]
+        draft, tokens = self._model.begin(state), [state.anchor]
         for row in range(rows - 1):
             tokens.append(draft.likeliest(tokens[-1], [row - 1]).astype(state.anchor.dtype))
         drafted = mx.concatenate(tokens[1:])
@@ -101,7 +115,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
         self.name = model.family
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, tokens, laws = self._model.begin(state.context), [state.anchor], []
+        draft, tokens, laws = self._model.begin(state), [state.anchor], []
         keys = mx.random.split(self.key(state), rows - 1)
         chances: list[float] = []
         for row in range(rows - 1):
@@ -116,7 +130,7 @@ class DrawnChain(Drawn[StepModel], StepByStep):
                     break
         q = mx.concatenate(laws)
         proposal = self.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
-        return replace(proposal, steps=tuple(chances[: len(laws) - 1]))
+        return replace(proposal, steps=self.paid(chances[: len(laws) - 1]))
 
 
 class GrownTree(StepByStep):
@@ -132,7 +146,7 @@ class GrownTree(StepByStep):
         self._branches, self._nodes = branches, nodes
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        draft, chances = self._model.begin(state.context), []
+        draft, chances = self._model.begin(state), []
         offers: dict[Path, Offers] = {}
         paths: list[tuple[float, Path, int]] = [(0.0, (), -1)]  # likelihood, row that it continues
         tokens = state.anchor
@@ -151,7 +165,7 @@ class GrownTree(StepByStep):
             if step + 1 == rows or not self.another(chance, step):
                 break
             chances.append(chance)
-        return Proposal(best_first(offers.get, self._nodes), steps=tuple(chances))
+        return Proposal(best_first(offers.get, self._nodes), steps=self.paid(chances))
 
 
 @dataclass(frozen=True)
@@ -169,8 +183,12 @@ def _make(how: Plan, family: str) -> Drafter:
         return DrawnChain(model, size, how.config.sampling, weighed=size is None)
     if how.chain and how.fixed:
         return Chain(model, size)
-    branches = cast(StepOptions, how.config.options).branches or BRANCHES
-    return GrownTree(model, size, 1 if how.chain else branches, how.nodes)
+    branches = cast(StepOptions, how.config.options).branches
+    if (branches or 1) > 1 and not model.takes_trees:
+        problem = f"branches is {branches}, but rows of this draft model follow one path"
+        raise DFlashError(problem, "leave it out", "branches")
+    usual = BRANCHES if model.takes_trees and not model.prefers_chains else 1
+    return GrownTree(model, size, 1 if how.chain else branches or usual, how.nodes)
 
 
 def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1) -> Method:

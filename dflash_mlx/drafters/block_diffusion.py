@@ -16,7 +16,6 @@ from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.growth.grow import TOP_K, Choices, best_first
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
@@ -58,7 +57,7 @@ class BlockDiffusion(BlockDrafter[BlockModel]):
 
 
 class SelectedPath(BlockDiffusion):
-    """DFlash 2, DSpark: after every token the one with the best score (see `dflash/paths.py`)."""
+    """DFlash 2, DSpark, Domino: after every token the best one, see `dflash/paths.py`."""
 
     def likeliest(self, context: FeatureContext, anchor: mx.array, rows: int) -> mx.array:
         candidates = self._model.candidates(context, anchor, rows)
@@ -68,8 +67,8 @@ class SelectedPath(BlockDiffusion):
 class BestFirst(BlockDrafter[BlockModel]):
     """One DFlash pass; its `nodes` likeliest prefixes by the product of their probabilities.
 
-    Of a linked drafter (DFlash 2, DSpark) every token's probability is that after the one before.
-    width: tokens that a position can offer behind each path.
+    Of a linked drafter (DFlash 2, DSpark, Domino) every token's probability is that after the one
+    before. width: tokens that a position can offer behind each path.
     """
 
     name = "ddtree"
@@ -135,7 +134,7 @@ class DrawnPath(DrawnBlock):
         sure: along the likeliest path, by the drafter's confidence head if it has one.
         """
         found, config = self._model.candidates(context, anchor, rows), self.sampling
-        drawn = Candidates(found.tokens, lambda t, before: tempered(found.after(t, before), config))
+        drawn = found.changed(lambda scores: tempered(scores, config))
         keys = mx.random.split(key, rows - 1)
         path, scores = drawn.walk(lambda t, scores: mx.random.categorical(scores, key=keys[t]))
         nothing = mx.zeros((rows - 1, self._model.config.vocab_size))

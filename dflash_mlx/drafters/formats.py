@@ -36,12 +36,24 @@ from dflash_mlx.drafters.networks.files import (
 from dflash_mlx.drafters.networks.known_fields import Unsupported
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.drafters.networks.model import BoundModel
+from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.model import Target
 
 CHOOSE_ANOTHER = "choose the drafter of this model with --drafter, or --method none"
 SPECULATORS = "speculators_model_type"
+# Draft models that no family reads, by class or model_type
+_OTHER_KINDS = re.compile(
+    r"medusa|assistant|speculator|draft|eagle(?:model)?$|_mtp|mtp(?:model)?$",
+    re.IGNORECASE,
+)
+
+
+def other_kind(raw: Mapping[str, Any]) -> str:
+    """The class or model_type of a draft model that no family reads, "" for others."""
+    kinds = (str(kind)[:80] for kind in (architecture(raw), raw.get("model_type")))
+    return next((kind for kind in kinds if _OTHER_KINDS.search(kind)), "")
 
 
 class FileFormat:
@@ -55,6 +67,8 @@ class FileFormat:
     # What its classes are called, each a pattern with a field that has to be there, "" for none
     classes: ClassVar[tuple[tuple[str, str], ...]]
     marks: ClassVar[tuple[str, ...]] = ()  # fields by which it refuses what no family recognises
+    # Whether its folders are language models with a tokenizer, which has to be the target's
+    whole_models: ClassVar[bool] = False
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family, readable or not."""
@@ -69,6 +83,21 @@ class FileFormat:
     def reads_target(self, raw: Mapping[str, Any]) -> bool:
         """Whether it drafts with a target's folder too, given as --drafter: the model or a part."""
         return False
+
+    def lacking(self, raw: Mapping[str, Any]) -> str:
+        """What a target's folder could have for this family, and where to get it; "" for nothing.
+
+        In words behind its name.
+        """
+        return ""
+
+    def own_tensors(self, raw: Fields, names: Collection[str]) -> Collection[str]:
+        """Those of the tensors in a folder that are read; all, unless it is a target's."""
+        return names
+
+    def own_sizes(self, raw: Fields) -> Fields:
+        """A config.json with the sizes of what is read of its folder, by which these are judged."""
+        return raw
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
         """Notes on fields that are left out; Unsupported for one that must not be.
@@ -165,6 +194,12 @@ class FileFormat:
             what += f"but {name} has {layers} layers, {problem}"
             yield Finding("error", what, CHOOSE_ANOTHER)
 
+    def check_settings(self, config: Any, settings: PairConfig, name: str) -> None:
+        """Raise DFlashError for settings of draft models that this one cannot follow.
+
+        name: what to call it.
+        """
+
     def build(self, config: DraftConfig, source: str) -> Any:
         """The network that a configuration describes, its weights not yet there.
 
@@ -251,7 +286,7 @@ class FileFormat:
 
     def load(
         self, folder: Path, config: DraftConfig, target: Target, settings: PairConfig
-    ) -> BoundModel[Any]:
+    ) -> DraftModel:
         """The draft model with its weights, bound to its target; raises as `load_network` does.
 
         settings: whether its weights are quantised, and how far back it sees.
@@ -303,6 +338,15 @@ def layers_of_speculators(raw: Fields) -> Fields:
     if not isinstance(layers := raw["transformer_layer_config"], dict):
         raise ValueError(f"transformer_layer_config is {layers!r}")
     return layers
+
+
+def proposed_tokens(raw: Fields) -> int | None:
+    """How many tokens a file of speculators proposes at a time, None where it does not say."""
+    method: Any = raw.get("speculators_config")
+    proposals = method.get("proposal_methods") if isinstance(method, dict) else None
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return tokens if type(tokens) is int else None
 
 
 def left_by_training(width: int, drafted: int) -> dict[str, str]:

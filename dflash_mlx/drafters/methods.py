@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field, field, fields, make_dataclass, replace
 from typing import Any
 
@@ -10,10 +10,13 @@ from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, Sampli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, values_given
 from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
+from dflash_mlx.drafters.assistant import drafter as assistant
 from dflash_mlx.drafters.budget import within_budget
 from dflash_mlx.drafters.eagle3 import drafter as eagle3
 from dflash_mlx.drafters.formats import FileFormat
+from dflash_mlx.drafters.lm import drafter as lm
 from dflash_mlx.drafters.method import GRAMMAR, Method, Plan, TokenSource, check_block_size
+from dflash_mlx.drafters.mtp import drafter as mtp
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Capabilities, Pair
@@ -27,6 +30,9 @@ METHODS: dict[str, Method] = {
         dual_diffusion.METHOD,
         specdiff.METHOD,
         eagle3.METHOD,
+        assistant.METHOD,
+        mtp.METHOD,
+        lm.METHOD,  # the last of those with files, since any model is read so
         ngram.METHOD,  # behind these, since it is as good only where no draft model is
     )
 }
@@ -69,9 +75,16 @@ def format_of(raw: Mapping[str, Any]) -> FileFormat | None:
     return next(iter(found), None)
 
 
-def format_as_drafter(raw: Mapping[str, Any]) -> FileFormat | None:
-    """The family that a config.json given as a drafter's is of; None where nothing drafts so."""
-    return format_of(raw) or next((each for each in formats() if each.reads_target(raw)), None)
+def format_as_drafter(raw: Mapping[str, Any], names: Collection[str] = ()) -> FileFormat | None:
+    """The family that a config.json given as a drafter's is of; None where nothing drafts so.
+
+    names: of the tensors beside it, which show whether a target's folder has what a family reads.
+    """
+    if (own := format_of(raw)) is not None:
+        return own
+    readers = [each for each in formats() if each.reads_target(raw)]
+    having = (each for each in readers if each.own_tensors(dict(raw), names))
+    return next(having, next(iter(readers), None))
 
 
 def family_of(files: FileFormat) -> str | None:

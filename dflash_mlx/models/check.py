@@ -5,20 +5,19 @@ Configurations and the heads of weight files tell it; docs/compatibility.md list
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
-from dflash_mlx.drafters.methods import format_as_drafter, format_of, formats
-from dflash_mlx.drafters.networks.fields import architecture
+from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding
+from dflash_mlx.core.text import amount
+from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, other_kind
+from dflash_mlx.drafters.methods import format_of, formats
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
 from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
+from dflash_mlx.models.parts import limited, read_config
 from dflash_mlx.models.source import (
     BY_LAYER,
     CONFIG,
@@ -27,26 +26,27 @@ from dflash_mlx.models.source import (
     Source,
     Weights,
     check_weights,
+    quantisation,
     too_large,
     wrong_number,
 )
 from dflash_mlx.verifier.mixers import UNTRIED
 from dflash_mlx.verifier.model import ONE_OFFSET, Target
+from dflash_mlx.verifier.reading import (
+    CHOOSE_TARGET,
+    CONTEXT_LENGTHS,
+    context_length,
+    language_model,
+    loading,
+)
 
-CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 TOKENIZER = "tokenizer.json"
-CHOOSE_TARGET = "choose a complete model folder of a family that mlx-lm supports"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
 _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
 )  # fmt: skip
-# Draft models that no family reads, by class or model_type
-_OTHER_KINDS = re.compile(
-    r"medusa|assistant|speculator|draft|eagle(?:model)?$|_mtp|mtp(?:model)?$",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,14 @@ class Report(Checked):
 
 def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     """A target alone, whatever is in its folder. name: what to call it, if not by its place."""
-    source, raw, found = _open(folder, False)
+    source, raw, found, _ = _open(folder, False)
     config = language_model(raw)
     if raw:
         found.add(check_numbers(source, config))
+        if not context_length(config):
+            step = f"add {CONTEXT_LENGTHS[0]} to it, or choose another model"
+            what = f"{source.place(CONFIG)} has no {CONTEXT_LENGTHS[0]}"
+            found.add([Finding("error", what, step)])
     weights = check_weights(source, raw, found, CHOOSE_TARGET, instead_of(source.name))
     if raw and not found.errors:  # mlx-lm makes lists of as many layers as it is told
         found.attempt(found.add, check_family(source, raw))
@@ -106,37 +110,51 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
 
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
     """A drafter alone; arguments as of `check_target`."""
-    source, raw, found = _open(folder, True)
-    readable, config, family = not found.errors, None, format_as_drafter(raw) or formats()[0]
-    weights = check_weights(source, raw, found, DOWNLOAD_AGAIN, instead_of(source.name))
-    if readable and not any(too_large(source, raw, weights)):  # which would take long to build
+    source, raw, found, known = _open(folder, True)
+    readable, config, family = not found.errors, None, known or formats()[0]
+    sizes = family.own_sizes(raw)
+    weights = check_weights(source, sizes, found, DOWNLOAD_AGAIN, instead_of(source.name))
+    own = family.own_tensors(raw, weights.tensors)
+    weights = replace(weights, tensors={name: weights.tensors[name] for name in own})
+    if readable and not any(too_large(source, sizes, weights)):  # which would take long to build
         config = found.attempt(family.parse_config, raw, source.name, weights.tensors)
     if config is not None:
         step = "if nothing is accepted, compare it with how the drafter was trained"
         found.add(Finding("note", note, step) for note in config.notes)
+        if config.quantization is not None:
+            words = quantisation({"quantization": asdict(config.quantization)})
+            weights = replace(weights, quantisation=words[0], group_size=words[1])
         if weights.tensors or not found.errors:
             found.attempt(found.add, family.check_tensors(weights.tensors, config, source.name))
+        if source.whole_model and not found.errors:
+            found.add(check_numbers(source, language_model(raw)))
+            found.attempt(list, check_family(source, raw))  # its notes are for targets
     return ModelFacts(found.result(), name or source.name, source, weights, config, family)
 
 
-def _open(folder: Path | Source, as_drafter: bool) -> tuple[Source, dict[str, Any], Collector]:
-    """The source, its config.json, {} where it has none, and what is wrong with that."""
+def _open(
+    folder: Path | Source, as_drafter: bool
+) -> tuple[Source, dict[str, Any], Collector, FileFormat | None]:
+    """The source, its config.json, {} where it has none, what is wrong with that, and its family.
+
+    Of a target's folder that is given as a drafter's, only what a family reads stays wanted.
+    """
     option = DRAFTER if as_drafter else MODEL
     source = Source.of(folder, option) if isinstance(folder, Path) else folder
     found = Collector()
-    raw = found.attempt(source.read_json, CONFIG) or {}
-    find = format_as_drafter if as_drafter else format_of
-    if raw and (find(raw) is not None) != as_drafter:
+    raw = found.attempt(read_config, source) or {}
+    family = limited(source, raw) if as_drafter else format_of(raw)
+    if raw and (family is not None) != as_drafter:
         found.add([_misplaced(source, raw, as_drafter)])
+    source.whole_model = family is not None and family.whole_models
     found.add(check_code(source, raw))
-    return source, raw, found
+    return source, raw, found, family
 
 
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
     """Of a target in a drafter's place, the reverse, or a draft model that no family reads."""
-    kinds = [str(kind)[:80] for kind in (architecture(raw), raw.get("model_type"))]
-    if as_drafter and (known := [kind for kind in kinds if _OTHER_KINDS.search(kind)]):
-        what = f"{source.name} is a draft model of a kind that is not supported, {known[0]!r}"
+    if as_drafter and (kind := other_kind(raw)):
+        what = f"{source.name} is a draft model of a kind that is not supported, {kind!r}"
         return Finding("error", what, OTHER_DRAFTER)
     option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
     is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
@@ -154,22 +172,67 @@ def fetched(facts: ModelFacts) -> ModelFacts:
     return again
 
 
+def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
+    """The drafter in `source`: as a whole, where a head in it is of another target than this.
+
+    A head of this target that is damaged or cannot be read is refused for that.
+    """
+    drafter = check_drafter(source, name)
+    is_head = drafter.source is not None and drafter.source.part
+    if is_head and (drafter.config is None or any(_misfits(target, drafter))):
+        whole = check_drafter(replace(source, part=(), whole_model=True), name)
+        if not check_pair(target, whole).errors:
+            return whole
+    return drafter
+
+
 def check_pair(target: ModelFacts, *drafters: ModelFacts) -> Report:
     """A target with drafters: everything found in each, and whether they fit."""
     found = Collector()
     for drafter in drafters:
-        if drafter.format is not None and drafter.config is not None and target.config:
-            names = target.name, drafter.name
-            found.add(drafter.format.misfits(drafter.config, target.config, *names))
+        found.add(_misfits(target, drafter))
     for part in (target, *drafters):
         found.add(part.findings)
     for drafter in drafters:
         if target.source is not None and drafter.source is not None and not found.errors:
-            found.attempt(found.add, _check_tokenizers(target.source, drafter.source))
+            found.attempt(found.add, _check_tokenizers(target.source, drafter))
+    if not found.errors:
+        found.add(note for drafter in drafters for note in larger(target, drafter))
     return Report(found.result(), target, drafters)
 
 
-def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
+def _misfits(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
+    """What keeps a drafter from a target; also an error for one that would draft for itself."""
+    if drafter.format is None or drafter.config is None or not target.config:
+        return
+    yield from drafter.format.misfits(drafter.config, target.config, target.name, drafter.name)
+    own, theirs = cast(Source, drafter.source), target.source
+    if own.whole_model and theirs is not None and own.name == theirs.name:
+        lacks = next(filter(None, (each.lacking(target.config) for each in formats())), "")
+        why = lacks or "is the target itself, so its drafts would save nothing"
+        yield Finding("error", f"the drafter {drafter.name} {why}", CHOOSE_ANOTHER)
+
+
+def larger(target: ModelFacts, drafter: ModelFacts) -> Iterator[Finding]:
+    """A note where a pass of the drafter reads as much as one of the target."""
+    own, theirs = drafter.weights.stored_bytes, target.weights.stored_bytes
+    if target.file is not None:
+        theirs = target.file.stat().st_size
+    if 0 < theirs <= own:
+        sizes = f"{amount(own)} of weights, and {target.name} {amount(theirs)}"
+        what = (
+            f"the drafter {drafter.name} has {sizes}, so its drafts may take longer than they save"
+        )
+        yield Finding("note", what, "name a smaller one with --drafter")
+
+
+def _check_tokenizers(target: Source, facts: ModelFacts) -> Iterator[Finding]:
+    drafter = cast(Source, facts.source)
+    if drafter.whole_model:
+        if TOKENIZER in target.files or TOKENIZER not in drafter.files:
+            ours = _vocabulary(target) if TOKENIZER in drafter.files else {}
+            yield from check_vocabulary(facts, ours, target.place(TOKENIZER))
+        return
     if TOKENIZER not in target.files or TOKENIZER not in drafter.files:
         return
     theirs, ours = _vocabulary(drafter), _vocabulary(target)
@@ -180,6 +243,32 @@ def _check_tokenizers(target: Source, drafter: Source) -> Iterator[Finding]:
         what = f"token {token[:40]!r} has the id {has} in {drafter.place(TOKENIZER)}"
         what += f", but {wanted} in {target.place(TOKENIZER)}"
         yield Finding("error", what, CHOOSE_ANOTHER)
+
+
+def check_vocabulary(
+    drafter: ModelFacts, tokens: Mapping[str, int], place: str
+) -> Iterator[Finding]:
+    """Whether a language model that drafts has these tokens, under the same ids.
+
+    tokens: all of its target's, which are from `place`. Either may have more, of other ids.
+    """
+    source, size = cast(Source, drafter.source), drafter.config.vocab_size
+    if TOKENIZER not in source.files:
+        what = f"{drafter.name} has no {TOKENIZER} to compare with {place}"
+        yield Finding("error", what, CHOOSE_ANOTHER)
+        return
+    theirs = _vocabulary(source)
+    own_id = {index: token for token, index in theirs.items()}
+    differ = {i for t, i in tokens.items() if own_id.get(i, t) != t or theirs.get(t, i) != i}
+    if differ:
+        first = min(differ)
+        token = next(token for token, index in tokens.items() if index == first)
+        has = f"{own_id[first][:40]!r}" if first in own_id else "none"
+        what = f"token {first} is {token[:40]!r} in {place}, but {has} in "
+        yield Finding("error", what + source.place(TOKENIZER), CHOOSE_ANOTHER)
+    elif (last := max(tokens, key=lambda token: tokens[token])) and tokens[last] >= size > 0:
+        what = f"the drafter {drafter.name} has {size} tokens, but token {tokens[last]} of "
+        yield Finding("error", f"{what}{place} is {last[:40]!r}", CHOOSE_ANOTHER)
 
 
 def _vocabulary(source: Source) -> dict[str, int]:
@@ -198,18 +287,6 @@ def _vocabulary(source: Source) -> dict[str, int]:
     if named := {str(token): index for token, index in pairs if type(index) is int}:
         return named
     raise DFlashError(f"{place} names no token", _REPLACE)
-
-
-def language_model(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with the language model's part, where it has one, on top."""
-    part = raw.get("text_config")
-    return {**raw, **part} if isinstance(part, dict) else dict(raw)
-
-
-def context_length(config: Mapping[str, Any]) -> int:
-    """The most tokens that a target takes; 0 where its configuration does not say."""
-    lengths = (config.get(key) for key in CONTEXT_LENGTHS)
-    return next((length for length in lengths if type(length) is int and length > 0), 0)
 
 
 def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
@@ -234,7 +311,7 @@ def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Sizes that are no whole numbers from 1 on, a missing context length, head counts."""
+    """Sizes that are no whole numbers from 1 on, and head counts that do not divide."""
     for field in _POSITIVE:
         value = config.get(field)
         values = value if field == BY_LAYER and isinstance(value, list) and value else [value]
@@ -244,9 +321,6 @@ def check_numbers(source: Source, config: Mapping[str, Any]) -> Iterator[Finding
     if type(kv_heads) is int and type(heads) is int and (kv_heads < 1 or heads % kv_heads):
         wanted = f"a divisor of its {heads} attention heads"
         yield wrong_number(source, "num_key_value_heads", kv_heads, wanted)
-    if not context_length(config):
-        step = f"add {CONTEXT_LENGTHS[0]} to it, or choose another model"
-        yield Finding("error", f"{source.place(CONFIG)} has no {CONTEXT_LENGTHS[0]}", step)
 
 
 def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
@@ -278,14 +352,3 @@ def check_built(folder: Path) -> None:
 
     with loading(str(folder), _CHOOSE):
         Target(load_model(folder, lazy=True)[0], 1, str(folder))
-
-
-@contextmanager
-def loading(name: str, next_step: str = CHOOSE_TARGET) -> Iterator[None]:
-    """Says of the model `name` what libraries cannot do with it, as a DFlashError."""
-    try:
-        yield
-    except DFlashError:
-        raise
-    except Exception as error:  # of three libraries, one of which raises plain ones
-        raise DFlashError(f"{name} cannot be loaded ({in_one_line(error)})", next_step) from None

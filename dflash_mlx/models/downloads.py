@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing i
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 _SCALES = 0.5  # bits that quantisation adds to each weight: a scale and an offset of 16 bits for 64
 _BITS = re.compile(
-    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q)(\d+)e?)(?![a-z0-9])"
+    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q|mixed[-_])(\d+)e?)(?![a-z0-9])"
 )
 _BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])")
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
@@ -121,7 +120,7 @@ def needed_by(names: Names, machines: int = 1) -> int:
 def needed(source: Source) -> int:
     """Bytes that a model takes when loaded, 0 for a folder that does not tell."""
     if source.folder is None:
-        stored = sum(s for file, s in source.files.items() if fnmatch(file, source.weights))
+        stored = sum(s for file, s in source.files.items() if source.is_weights(file))
         return loaded_bytes(stored, bits_of(source.name), on_cpu())
     with suppress(DFlashError):
         raw = source.read_json(CONFIG)

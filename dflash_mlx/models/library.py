@@ -19,7 +19,7 @@ from huggingface_hub.errors import CacheNotFound
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.models.check import check_drafter, check_pair, describe_target, language_model
+from dflash_mlx.models.check import check_drafter, check_pair, describe_target
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
@@ -30,10 +30,12 @@ from dflash_mlx.models.downloads import (
     stored_bytes,
     weights_of,
 )
+from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
     Entry,
+    Names,
     entries,
     find_names,
     is_pair_folder,
@@ -45,6 +47,7 @@ from dflash_mlx.models.source import CONFIG, DRAFTER, INDEX, MODEL, Source, is_w
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.files import is_locked
 from dflash_mlx.system.machine import model_of
+from dflash_mlx.verifier.reading import language_model
 
 TO_DOWNLOAD = "to download"
 KINDS = {
@@ -94,8 +97,8 @@ def available_models(here: Path) -> list[AvailableModel]:
     folders = [*local_folders(here), *cached_folders()]
     drafters = [folder for folder in folders if folder.option == DRAFTER]
     models = [folder for folder in folders if folder.option == MODEL]
-    names = {drafter.name for drafter in drafters}
-    found = [on_this_machine(model, drafters) for model in models]
+    names = {folder.name for folder in folders}  # a small model that drafts is a target as well
+    found = [on_this_machine(model, drafters, models) for model in models]
     here_already = {registered(folder.name) for folder in models}
     public = [
         _public(entry, names)
@@ -124,21 +127,28 @@ def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
     return AvailableModel(name, config, place, needs)
 
 
-def on_this_machine(model: Source, drafters: Sequence[Source]) -> AvailableModel:
-    """The model with the registry's drafter, or else the first of `drafters` that fits it."""
+def on_this_machine(
+    model: Source, drafters: Sequence[Source], others: Sequence[Source] = ()
+) -> AvailableModel:
+    """The model with the registry's drafter, or else the first of `drafters` that fits it.
+
+    others: models, small ones of which the registry has as drafters.
+    """
     needs, notes, verified = needed(model), "", True
     place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
     if (entry := registered(model.name) or parent_of(model)) is not None:
         config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
         verified = entry.verified
-        there = next((d for d in drafters if d.name == drafter), None)
+        there = next((d for d in (*drafters, *others) if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
     else:
         there = next((d for d in drafters if _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
+        has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
         words = f"drafter {there.name}" if there else "no drafter"
+        words = "drafter in its own folder" if has_head and not there else words
     needs += needed(there) if there and needs else 0
     return AvailableModel(model.name, config, place, needs, words, notes, verified=verified)
 

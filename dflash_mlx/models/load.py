@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,18 +22,24 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
+    TOKENIZER,
     ModelFacts,
     Report,
     check_built,
-    check_drafter,
+    check_for,
     check_pair,
+    check_vocabulary,
     fetched,
+    larger,
 )
+from dflash_mlx.models.choice import Choice
+from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     Names,
     find_names,
     find_source,
     inherited,
+    is_here,
     registered,
     target_names,
 )
@@ -76,7 +82,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = names_for(config, uses)
-    facts, choice = find(names, uses)
+    facts, choice, names = find(names, uses)
     facts.raise_first()
     reader.check(facts)
     _check_settings(choice, names, config, uses)
@@ -93,6 +99,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     target.use_kernels(cast(Mode, config.kernels))
     left = choice.left(names)
     notes = [*choice.notes, *_on_packing(drafters, config)]
+    notes += [note.what for drafter in drafters for note in larger(facts, drafter)]
     notes += [names.lineage] * bool(names.lineage and drafters)
     notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
     return Pair(
@@ -139,6 +146,8 @@ class _Bench:
         for drafter in drafters:
             assert drafter.format is not None and drafter.source is not None
             folder = drafter.source.here
+            if drafter.format.whole_models:
+                self._check_tokens(drafter)
             model = drafter.format.load(folder, drafter.config, self.target, self.config)
             notes += fit_drafter(model, self.target)
             tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
@@ -150,12 +159,19 @@ class _Bench:
             models.append(model)
         return models, notes
 
+    def _check_tokens(self, drafter: ModelFacts) -> None:
+        """DFlashError for other tokens than a target's that brings no tokenizer.json."""
+        if self.facts.source is None or TOKENIZER not in self.facts.source.files:
+            tokens, place = self.tokenizer.get_vocab(), self.facts.name
+            for finding in check_vocabulary(drafter, tokens, place):
+                raise DFlashError(finding.what, finding.next_step)
+
     def read_family(self, known: Sequence[tuple[str, str]], family: str) -> list[DraftModel]:
         """Load what is of `family` among the known drafters, listed by family, "" if not known."""
         models = []
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
-            drafter = check_drafter(find_source(name, DRAFTER), name)
+            drafter = check_for(self.facts, find_source(name, DRAFTER), name)
             if drafter.format is None or family_of(drafter.format) != family:
                 continue
             check_pair(self.facts, drafter).raise_first()
@@ -190,6 +206,8 @@ def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str
 
 def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
     """How many tokens it may draft; DFlashError for that and a window that do not fit it."""
+    if drafter.format is not None:
+        drafter.format.check_settings(drafter.config, config, drafter.name)
     window, block = config.draft_window, drafter.config.block_size
     if window is not None and window < block:
         problem = f"draft_window is {window}, below the drafter's block of {block}"
@@ -210,47 +228,6 @@ def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) 
 # Which drafters
 
 
-@dataclass
-class Choice:
-    """The drafters of a pair, the first one first."""
-
-    names: dict[str, str] = field(default_factory=dict)  # by option, of further families by family
-    asked: set[str] = field(default_factory=set)  # so that going without is an error
-    missing: str = ""  # why there is none
-    drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
-    notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
-
-    def each(self, read: Callable[[str], ModelFacts]) -> None:
-        """Keep what `read` tells of each drafter, without those that it refuses if unasked for."""
-        for option in list(self.names):
-            try:
-                if option in self.names:
-                    self.drafters[option] = read(option)
-            except DFlashError as error:
-                if option in self.asked:
-                    raise
-                self._leave_out(option, error.what)
-
-    def _leave_out(self, option: str, why: str) -> None:
-        self.drafters.pop(option, None)
-        name = f"the {option.replace('-', ' ')} {self.names.pop(option)}"
-        reason = f"{name} cannot be used ({why})"
-        if option == DRAFTER:
-            for options in (self.names, self.drafters):
-                options.pop(SECOND_DRAFTER, None)
-            self.missing = reason
-        else:
-            self.notes = [f"{reason}, so the first one drafts alone"]
-
-    def left(self, names: Names) -> list[tuple[str, str]]:
-        """Known drafters that are not loaded, by family, "" where that is not known yet."""
-        if self.missing:
-            return []
-        first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
-        left = [(family, name) for family, name in names.others if family not in self.drafters]
-        return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
-
-
 def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     """The drafters that `uses` need, or without any use all that are known."""
     unknown = Capabilities((None, None), preset=names.preset)
@@ -264,7 +241,7 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
         return Choice(further, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
-        return Choice(missing=f"no drafter {known}")
+        return Choice(missing=names.headless or f"no drafter {known}")
     asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
     choice = Choice({DRAFTER: names.drafter, **further}, wanted)
     if names.asks_first or any(map(needs_drafter, asked_methods)):
@@ -278,30 +255,40 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
 
 def find(
     names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
-) -> tuple[ModelFacts, Choice]:
+) -> tuple[ModelFacts, Choice, Names]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    update: as of `find_source`; without it a drafter stays that was asked for and cannot be used.
+    Last come the names with the head that was found in the target's folder, if any. update: as of
+    `find_source`; without it a drafter stays that was asked for and cannot be used.
     """
-    choice, target = _choose(names, uses), target_facts(names, update)
+    target = target_facts(names, update)
+    if target.source is not None and _want_drafters(uses):
+        names = with_own_head(names, target.source)
+    choice = _choose(names, uses)
 
     def checked(option: str) -> ModelFacts:
         name, place = choice.names[option], option if option == SECOND_DRAFTER else DRAFTER
-        drafter = check_drafter(find_source(name, place, update), name)
+        drafter = check_for(target, find_source(name, place, update), name)
         for finding in check_pair(target, drafter).errors:
             if finding not in target.findings and (update or option not in choice.asked):
                 raise DFlashError(finding.what, finding.next_step)
         return drafter
 
+    wanted = DRAFTER in choice.names
     choice.each(checked)
-    return target, choice
+    if wanted and not choice.drafters:
+        choice.stand_in((name for _, name in names.others if is_here(name, DRAFTER)), checked)
+    return target, choice, names
 
 
 def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
     """The parts of the pair, with drafters of the target's parent where these uses want any."""
-    wanted = not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
     names = find_names(config)
-    return inherited(names) if wanted else names
+    return inherited(names) if _want_drafters(uses) else names
+
+
+def _want_drafters(uses: Sequence[DecodeConfig]) -> bool:
+    return not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
 
 
 # A pair told without loading it
@@ -310,7 +297,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
 def check_named(config: PairConfig) -> Report:
     """What `load` would load; no weight is read. Raises DFlashError for names of no model."""
     names = names_for(config)
-    target, choice = find(names, update=False)
+    target, choice, names = find(names, update=False)
     report, found = check_pair(target, *choice.drafters.values()), Collector()
     found.add(report.findings)
     left_out = list(choice.notes)
@@ -326,6 +313,8 @@ def check_named(config: PairConfig) -> Report:
 def _on_drafters(names: Names, has_some: bool) -> Iterator[Finding]:
     if names.lineage and has_some:
         yield Finding("note", names.lineage, "name another one with --drafter")
+    if names.headless and not has_some:
+        yield Finding("note", names.headless, "give that folder with --drafter")
     entry = registered(names.made_from or names.shown)
     if entry is None or names.drafter is None:
         return

@@ -29,6 +29,7 @@ else:
 from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Preset
+from dflash_mlx.models.parts import cached_head
 from dflash_mlx.models.source import (
     CARD,
     DRAFTER,
@@ -48,10 +49,12 @@ VERSION = 1  # of a pair folder's layout
 _FILE = Path(__file__).parent / "models.toml"
 _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
 _BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|oq\d+(?:\.\d+)?e?|qx\d+(?:-hi)?|jang[-_]\d[a-z]?"
-_FLOATS = r"b?float(?:16|32)|bf16|fp\d+"
-_BLOCKS = r"(?:q\d|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?"
-_RECIPES = r"mlx|gs\d+|dwq(?:-\d{6})?|awq|gptq|optiq|qat|ud"
+_FLOATS = r"b?float(?:16|32)|bf16|fp\d+|unquantized"
+_BLOCKS = r"(?:q\d(?:[-_][01])?|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?|mixed[-_]\d[-_]\d"
+_RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{6}|v\d))?|awq|gptq|optiq|qat|ud"
+_HEAD = r"mtp|mtplx(?:-optimized-[a-z]+)?"  # a target whose folder has its head for drafts as well
 _QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
+_OF_TARGET = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")
 _CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
 _MAX_CARD = 2**20  # bytes
 _RELATIONS = ("finetune", "merge", "quantized", "adapter", None)  # to a base model
@@ -106,9 +109,10 @@ def _entry(**row: Any) -> Entry:
 def registered(name: str) -> Entry | None:
     """The entry of a target, by its Hugging Face id or folder; None where it has none.
 
-    The last part counts, whatever its case and what names a quantisation or a dtype at its end.
+    The last part counts, whatever its case and what names a quantisation, a dtype or a head for
+    drafts at its end. A head alone may be called so too, which its config.json tells.
     """
-    wanted = _normalised(name)
+    wanted = _normalised(name, _OF_TARGET)
     return next((e for e in entries() if wanted in map(_normalised, e.targets)), None)
 
 
@@ -119,7 +123,7 @@ def instead_of(drafter: str) -> str | None:
 
 
 def same_weights(one: str, other: str) -> bool:
-    """Whether two names differ in owner, case and quantisation alone, as of `registered`."""
+    """Whether two names differ in owner, case and quantisation alone."""
     return _normalised(one) == _normalised(other)
 
 
@@ -135,11 +139,11 @@ def preset_for(target: str, drafter: str) -> Preset:
     return entry.preset if entry is not None and is_its else Preset()
 
 
-def _normalised(name: str) -> str:
+def _normalised(name: str, endings: re.Pattern[str] = _QUANTISED) -> str:
     parts = [part for part in re.split(r"[/\\]", name) if part]
     cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)
     last = cached or (parts[-1] if parts else "")
-    return _QUANTISED.sub("", last.lower().replace("_", "-"))
+    return endings.sub("", last.lower().replace("_", "-"))
 
 
 # The parts of a pair
@@ -159,6 +163,7 @@ class Names:
     asks_second: bool = False
     made_from: str = ""  # the name of a pair folder's target before it was converted
     lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
+    headless: str = ""  # a sentence, where the target's files lack the head that it was made with
 
     @property
     def parts(self) -> list[tuple[str, str]]:
@@ -222,7 +227,8 @@ def find_source(name: str, option: str = MODEL, update: bool = True) -> Source:
     """
     if (folder := shipped_folder(name, option) or local_folder(name, option)) is not None:
         return Source.of(folder, option)
-    there, copy = Source(name, option=option), whole_copy(name, option)
+    copy = whole_copy(name, option)
+    there = Source(name, option=option, part=copy.part if copy else ())
     if not update:
         return copy or there
     return there if copy is None and there.answers() else there.fetch()
@@ -243,7 +249,14 @@ def existing(name: str) -> Path | None:
 def whole_copy(name: str, option: str = MODEL) -> Source | None:
     """A repository in the Hugging Face cache, None where it is not whole; asks no network."""
     found = Source(name, option=option).cached()
+    if found is None and option != MODEL:
+        found = cached_head(name)
     return found if found is not None and is_whole(found) else None
+
+
+def is_here(name: str, option: str = MODEL) -> bool:
+    """Whether `name` is shipped, a folder, or a whole repository in the Hugging Face cache."""
+    return bool(shipped_folder(name, option) or existing(name) or whole_copy(name, option))
 
 
 def local_folder(name: str, option: str = MODEL) -> Path | None:

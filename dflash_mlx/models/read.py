@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import DraftModel
-from dflash_mlx.models.check import ModelFacts, check_target, describe_target, loading
+from dflash_mlx.models.check import ModelFacts, check_target, describe_target
 from dflash_mlx.models.default_model import DEFAULT_CONFIG, fetch
 from dflash_mlx.models.names import Names, find_source, gguf_file
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.reading import loading, prepared, read_model
 
 LIKELY_TOKENS = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent first
 MARGIN = 2.0  # other tokens may have larger states than the few that are tried
@@ -71,19 +73,6 @@ def read_target(
     share: leaves of a model the part that this process computes, before weights are read. make:
     the target, of model, context length and name. DFlashError for what mlx-lm cannot load.
     """
-
-    def begin(model: nn.Module) -> nn.Module:
-        if on_cpu():
-            from mlx_lm.utils import dequantize_model  # takes seconds
-
-            model.set_dtype(mx.float32)  # before, so that no product of scales is rounded
-            model = dequantize_model(model)
-            model.set_dtype(mx.float32)  # of formats whose scales are no floats
-        if share is not None:
-            share(model)
-        mx.async_eval(model.parameters())
-        return model
-
     if facts.source is None:
         from dflash_mlx.models.gguf_target import load_gguf
 
@@ -91,18 +80,15 @@ def read_target(
         if on_cpu() and share is None:
             model, tokenizer, config = load_plain(file)
         else:
+            begin = partial(prepared, change=share)
             model, tokenizer, config = load_gguf(file, mx.float32 if on_cpu() else None, begin)
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
-    from mlx_lm.utils import load_model, load_tokenizer
+    from mlx_lm.utils import load_tokenizer
 
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
-        model, config = load_model(folder, lazy=share is not None)
+        model, config = read_model(folder, share)
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
-        if share is None:
-            mx.eval(model(mx.array([[0]])))  # here, where it can be said, not in the first answer
-        model = begin(model)
-        mx.eval(model.parameters())
     return make(model, facts.context_length, facts.name), tokenizer
 
 

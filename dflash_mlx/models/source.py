@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,8 @@ class Source:
     name: str  # a repository's id, or the folder's path
     folder: Path | None = None  # None where the files are on the hub
     option: str = ""  # the command-line option that names such a model, "" where none does
+    part: tuple[str, ...] = ()  # its weight files, where not all of them are wanted
+    whole_model: bool = False  # read by mlx-lm, whatever it is given as
 
     @classmethod
     def of(cls, folder: Path, option: str = "") -> Source:
@@ -95,7 +97,15 @@ class Source:
     @property
     def weights(self) -> str:
         """What its weight files are called; mlx-lm reads no others of a target."""
-        return "model*.safetensors" if self.option == MODEL else "*.safetensors"
+        as_target = self.whole_model or self.option == MODEL
+        return "model*.safetensors" if as_target else "*.safetensors"
+
+    def is_weights(self, file: str) -> bool:
+        return file in self.part if self.part else fnmatch(file, self.weights)
+
+    @property
+    def _wanted(self) -> list[str]:
+        return [*BESIDE, *(self.part or (self.weights,))]
 
     @property
     def here(self) -> Path:
@@ -143,7 +153,7 @@ class Source:
     def cached(self) -> Source | None:
         """What the Hugging Face cache has of the repository; None where files are known to lack."""
         try:  # where the hub's listing was kept, this compares with it
-            found = self._snapshot([*BESIDE, self.weights], local_files_only=True)
+            found = self._snapshot(self._wanted, local_files_only=True)
             return Source.of(Path(found), self.option)
         except HUB_ERRORS:
             return None
@@ -153,8 +163,8 @@ class Source:
         if self.folder is not None:
             return self
         with self._asking():
-            found = self._snapshot([*BESIDE, *LICENCES, CARD, self.weights])
-        return Source.of(Path(found), self.option)
+            found = self._snapshot([*LICENCES, CARD, *self._wanted])
+        return replace(self, name=str(found), folder=Path(found))
 
     def missing(self) -> int:
         return sum(self.to_come().values())
@@ -163,7 +173,7 @@ class Source:
         """Files that `fetch` would download and their bytes, the small ones first."""
         if self.folder is not None:
             return {}
-        wanted = [*BESIDE, *LICENCES, CARD, self.weights]
+        wanted = [*LICENCES, CARD, *self._wanted]
         with self._asking():
             files = self._snapshot(wanted, dry_run=True, tqdm_class=NoBar)
         sizes = {file.filename: file.file_size or 0 for file in files if file.will_download}
@@ -277,8 +287,8 @@ def check_weights(
     there = found.attempt(lambda: source.files)
     if there is None:
         return Weights({})
-    files = [name for name in there if fnmatch(name, source.weights)]
-    if not files:
+    files = [name for name in there if source.is_weights(name)]
+    if not files and not source.part:
         found.add([_no_weights(source, next_step, other)])
         return Weights({})
     headers = {f: found.attempt(source.header, f, next_step) or {} for f in files}
@@ -332,7 +342,7 @@ def is_whole(source: Source) -> bool:
     """Whether config.json is there, and of the weight files all shards and all of the index."""
     try:
         source.read_json(CONFIG)
-        files = {name: Headers() for name in source.files if fnmatch(name, source.weights)}
+        files = {name: Headers() for name in source.files if source.is_weights(name)}
         return bool(files) and not any(_misplaced(source, files))
     except DFlashError:
         return False
@@ -356,7 +366,7 @@ def _misplaced(source: Source, headers: Mapping[str, Headers]) -> Iterator[str]:
     """Files that names or the index ask for and are not there; tensors in no file or in two."""
     where: dict[str, str] = {}
     for file, tensors in headers.items():
-        if match := _SHARD.fullmatch(file):
+        if (match := _SHARD.fullmatch(file)) and not source.part:
             stem, _, count = match.groups()
             names = (f"{stem}-{i:05}-of-{count}.safetensors" for i in range(1, int(count) + 1))
             if missing := next((name for name in names if name not in source.files), None):
@@ -374,7 +384,7 @@ def _against_index(source: Source, headers: Mapping[str, Headers]) -> Iterator[s
         yield f"{source.place(INDEX)} has no weight_map"
         return
     for file in dict.fromkeys(map(str, weight_map.values())):
-        if file not in source.files:
+        if file not in source.files and (file in source.part or not source.part):
             yield f"{source.name} lacks {file[:200]}, which {INDEX} belongs with"
     for tensor, file in weight_map.items():
         if (held := headers.get(str(file))) and tensor not in held:

@@ -72,12 +72,14 @@ def judge(
     try:
         found = {name: _tensor(name, entry) for name, entry in entries.items()}
         for name, tensor in found.items():
+            if len(tensor.offsets) != 2:
+                raise ValueError(f"{name[:80]!r} has offsets {tensor.offsets}, not two")
             if 8 * tensor.nbytes != READ_BY_MLX[tensor.dtype] * tensor.size:
                 raise ValueError(f"{name[:80]!r} has {tensor.nbytes} bytes for {tensor.shape}")
         if not 8 < size - sum(tensor.nbytes for tensor in found.values()) <= 8 + MAX_HEADER:
             raise ValueError(f"it is truncated, or longer than it says, with {size} bytes")
         return found
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise DFlashError(f"{place} is damaged ({in_one_line(error)})", next_step) from None
 
 
@@ -112,4 +114,6 @@ def _tensor(name: str, entry: dict[str, Any]) -> TensorHeader:
     if max(shape, default=0) > MAX_DIMENSION or len(shape) > _MAX_DIMENSIONS:
         wanted = f"up to {_MAX_DIMENSIONS} numbers up to {MAX_DIMENSION}"
         raise ValueError(f"shape {where} {reprlib.repr(shape)}, not {wanted}")
-    return TensorHeader(dtype, tuple(shape), tuple(entry["data_offsets"]))
+    if len(offsets := tuple(entry["data_offsets"])) != 2:  # the hub's client lets any through
+        raise ValueError(f"data_offsets {where} {reprlib.repr(offsets)}, not two numbers")
+    return TensorHeader(dtype, tuple(shape), offsets)

@@ -61,7 +61,7 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
         check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
-    texts = read_texts(data, pair, trainee.config.aux_layers)
+    texts = read_texts(data, pair, trainee.aux_layers)
     train, held_out = texts.split(config.held_out)
     trainer = Trainer(trainee, train, config, crew)
     if ranks is not None:

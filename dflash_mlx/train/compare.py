@@ -24,6 +24,7 @@ from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.data import Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.mtp import HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.verifier.model import Target
@@ -34,6 +35,7 @@ TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
     "variable-prefix": DFlashTrainee,
     "specdiff": SpecDiffTrainee,
     "eagle3": EagleTrainee,
+    "mtp": HeadTrainee,
 }
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
@@ -136,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     pair = load_target(cli.read_pair_config(arguments).model)
     folders = {name: resolve_folder(name, "drafter") for name in arguments.drafter}
     drafters = {name: read_trainee(folder, pair.target) for name, folder in folders.items()}
-    aux_layers = {drafter.config.aux_layers for drafter in drafters.values()}
+    aux_layers = {drafter.aux_layers for drafter in drafters.values()}
     if len(aux_layers) > 1:
         raise DFlashError("the drafters read different layers", "compare them one by one")
     texts = read_texts(data, pair, aux_layers.pop())

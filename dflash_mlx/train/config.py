@@ -11,7 +11,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import ABOVE_0, check_values, option
 
 ENDLESS = float("inf")
-TRAIN_MODES = ("dflash", "variable-prefix", "specdiff", "eagle3")
+TRAIN_MODES = ("dflash", "variable-prefix", "specdiff", "eagle3", "mtp")
 
 
 def _count(default: int | None, help: str, least: int = 1, most: int | None = None) -> Any:
@@ -71,8 +71,8 @@ class TrainConfig(StepConfig):
         "a new drafter starts as the target's last layers, or random",
         choices=("target", "random"),
     )
-    layers: int | None = _count(None, "layers of a new drafter (default: 3; eagle3: 1)")
-    taps: int | None = _count(None, "target layers it reads (default: 5; eagle3: 3)")
+    layers: int | None = _count(None, "layers of a new drafter (default: 3; eagle3 and mtp: 1)")
+    taps: int | None = _count(None, "target layers it reads (default: 5; eagle3: 3; mtp: the last)")
     block_size: int | None = _count(
         None, "tokens per block, the anchor included (default: 8, or those of --init)", 2, MOST_ROWS
     )

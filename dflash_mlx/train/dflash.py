@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.checkpoint import FILES, VERSION_1
+from dflash_mlx.drafters.dflash.checkpoint import FILES
+from dflash_mlx.drafters.dflash.layouts import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.model import embedding_scale
 from dflash_mlx.engine.pair import Pair

@@ -32,6 +32,8 @@ _UNTRAINABLE = {  # by what a config has then
     "quantization": "quantised weights",
     "sample_from_anchor": "drafts from its anchor's row",
     "markov": "DSpark's heads",
+    "domino": "Domino's head",
+    "mask_hidden": "drafts of one pass, as P-EAGLE's are",
     "logits_shifted": "shifted logits",
     "offset_norms": "norms of 1 + w",
     "gemma_layers": "Gemma's layers",
@@ -127,6 +129,11 @@ class Trainee(ABC):
     def drafts(self, states: mx.array, before: Array) -> Array:
         """[S, A, n] greedy tokens from final states [S, A, n, d]; before: those that precede."""
         return np.array(mx.argmax(self.logits(states), axis=-1))
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The layers that it reads of its target."""
+        return self.config.layers_read(self.target.num_layers)  # type: ignore[no-any-return]
 
     @property
     def softcap(self) -> float | None:

@@ -107,6 +107,10 @@ class LayerCache(Cache):
         """What `update_and_fetch` returned in this pass, for layers that share it."""
         return self._seen(slice(self._first, self._end + self.block.rows))
 
+    def committed(self) -> tuple[mx.array, mx.array]:
+        """Keys and values [1, heads, n, D] of the committed tokens that the next one sees."""
+        return self._seen(slice(self._first, self.slots))
+
     def _seen(self, places: slice) -> tuple[mx.array, mx.array]:
         seen, bits = [stored[:, :, places] for stored in self._stored], self.kv_bits
         if bits is None:

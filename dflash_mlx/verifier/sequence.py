@@ -92,7 +92,13 @@ class SequenceCache(Several):
         return length
 
     def fork(self) -> SequenceCache:
-        parts = [part.fork() for part in self.parts]
+        return self._with([part.fork() for part in self.parts])
+
+    def beside(self) -> SequenceCache:
+        """The same keys and values, and copies of recurrent states, which go on by themselves."""
+        return self._with([part.fork() if part.tail else part for part in self.parts])
+
+    def _with(self, parts: Sequence[Any]) -> SequenceCache:
         layers = [[*chain.from_iterable(p.parts for p in side)] for side in (self.parts, parts)]
         copies = dict(zip(*layers, strict=True))
         return SequenceCache(tree_map(copies.__getitem__, self.layers), parts)

@@ -140,7 +140,7 @@ REFUSED: list[tuple[Any, ...]] = [  # the options, and what the sentence says
     ),
     # pairs that do not serve
     ([*PROMPT, "--drafter", "wide"], "hidden_size 128, but"),
-    ([*PROMPT, "--drafter", "model"], "is a target, not a drafter"),
+    ([*PROMPT, "--drafter", "model"], "model is the target itself"),
     ([*PROMPT, "--model", "bare"], "this model has no chat template; add --raw"),
     ([*PROMPT, "--model", "strict", "--system", "be brief"], "System role not supported"),
     # options that would change nothing

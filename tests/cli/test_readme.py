@@ -16,6 +16,8 @@ from dflash_mlx.cli import doctor, generate
 from dflash_mlx.cli import options as cli
 from dflash_mlx.convert import __main__ as convert
 from dflash_mlx.core.option import option
+from dflash_mlx.models.downloads import stored_bytes, weights_of
+from dflash_mlx.models.names import registered
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
 
@@ -51,6 +53,23 @@ def test_a_percent_sign_in_a_help_text_is_only_that():
 
 
 # The README
+
+
+def test_the_table_of_targets_has_the_registry_s_drafters_and_sizes():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ GB", line)]
+    assert len(rows) > 20
+    for _, targets, four, eight, drafters in rows[1:]:  # behind the built-in pair
+        known = [registered(target) for target in targets.split(", ")]
+        assert None not in known, targets
+        for size, bits in ((four, 4), (eight, 8)):
+            computed = stored_bytes(weights_of(known[0].name, known[0].billions), bits) / 1e9
+            assert float(size.removesuffix(" GB")) == pytest.approx(computed, rel=0.04), targets
+        for shown in re.findall(r"`([^`]+)`", drafters):
+            assert any(entry.drafter.endswith(shown.lstrip(".")) for entry in known), shown
+    needs = [float(row[2].removesuffix(" GB")) for row in rows]
+    room = [float(row[0].split()[0]) for row in rows]
+    assert room == sorted(room) and all(n < 2 / 3 * r for n, r in zip(needs, room, strict=True))
 
 
 @pytest.mark.real

@@ -37,7 +37,7 @@ def test_every_node_of_a_tree_has_the_logits_of_the_reference(drafting, name):
     text = subject.text(9)
     drafted, parents = random_tree(np.random.default_rng(5), 14, VOCAB_SIZE)
     tree = tree_of([7, *drafted], [-1, *parents])
-    draft, row_of, worst = subject.model.begin(subject.context(text)), {}, 0.0
+    draft, row_of, worst = subject.model.begin(subject.state(7, text)), {}, 0.0
     paths, depths = [[7, *path] for path in paths_of(tree)], tree.depths
     assert max(depths) >= 3 and len(depths) > 10
     for depth in range(max(depths) + 1):
@@ -100,11 +100,11 @@ def test_trees_through_emulated_kernels_are_those_of_stock_mlx(wide):
 
 
 def test_rows_behind_more_of_the_draft_than_kernels_take_go_through_stock_mlx(wide):
-    context = wide.behind(0, 7).context
+    state = wide.behind(0, 7)
 
     def logits() -> mx.array:
         """Of 40 rows behind 1,000 and of 3 behind these: more than kernels see of one draft."""
-        draft = wide.model.begin(context)
+        draft = wide.model.begin(state)
         for parents in ([-1], [0] * 999, [5] * 40, [7] * 3):
             found = draft.logits(mx.arange(len(parents)) % VOCAB_SIZE, parents)
         return found

@@ -18,7 +18,7 @@ from dflash_mlx import DFlashError, PairConfig, load_pair
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.eagle3.model import usual_layers
-from dflash_mlx.drafters.methods import family_of, format_of
+from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import (
     KEPT,
     Quantization,
@@ -61,7 +61,7 @@ def lacking(raw: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def files_of(name: str) -> Any:
-    return format_of(CASES[name][1][0])
+    return format_as_drafter(*CASES[name][1])
 
 
 def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
@@ -241,10 +241,10 @@ def test_another_target_is_refused_with_both_values(raw, target, said):
 @pytest.mark.parametrize("name", CASES)
 def test_every_format_is_recognised_and_converted_to_the_same_drafter(tmp_path, name):
     source, files = write_drafter_folder(tmp_path / "source", *CASES[name][1]), files_of(name)
-    family = name.partition(", ")[0]
-    assert family_of(files) == (family if family in ("eagle3", "specdiff") else "dflash")
+    family = name.partition(", ")[0].partition(" of ")[0]
+    assert family_of(files) == (family if family in ("eagle3", "mtp", "specdiff") else "dflash")
     assert not check_drafter(source).errors
-    converted = convert(source, tmp_path / "ours")
+    converted = convert(source, tmp_path / "ours", *["--mtp"] * (family == "mtp"))
     before, after = files.read_drafter(source), files.read_drafter(converted)
     assert replace(before.config, notes=()) == replace(after.config, notes=())
     assert set(before.config.notes) == set(after.config.notes)
@@ -335,7 +335,7 @@ def test_the_shipped_drafters_are_complete_and_small(name):
 
 PACKED = [
     "version 2", HALVES, "dspark, draft vocabulary", "eagle3, raw", "eagle3, ours, 3.1",
-    "specdiff, ours", "specdiff, a2d-qwen2",
+    "specdiff, ours", "specdiff, a2d-qwen2", "mtp, ours", "mtp, qwen3_5_moe, split",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.drafters.paper import IN_ORDER, THRESHOLD
 from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding, reference_dflash2
@@ -32,7 +33,7 @@ from support.configs import config_with
 from support.decoding import feed, paths_of, start, tokens_in
 from support.drafter_formats import drafter_folder, written
 from support.families import POSITION_DEPENDENT, make_model
-from support.pairs import full_pair
+from support.pairs import assistant_pair, full_pair
 from support.toys import prompt_of
 
 CASES = {
@@ -66,12 +67,23 @@ CASES = {
     "eagle3, as many as pay": {},
     "eagle3, wide": {"branches": 6, "block_size": 3},
     "eagle3, a chain": {"block_size": 5},
+    "assistant": {"budget": 12, "branches": 3},
+    "assistant, as many as pay": {},
+    "assistant, a chain": {"block_size": 5},
+    "mtp": {"budget": 12, "branches": 3},
+    "mtp, as many as pay": {},
+    "mtp, a chain": {"block_size": 5},
+    "lm": {"budget": 12, "branches": 3},
+    "lm, as many as pay": {},
+    "lm, wide": {"branches": 6, "block_size": 3},
+    "lm, a chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1, a fixed block": {"block_size": 5},
 }
 BLOCK = 8  # of the tiny drafters
 TOKENS = 28  # of an answer
-TREES = [n for n in CASES if n.startswith(("ddtree", "d2sd", "specdiff", "eagle3", "resample"))]
+GROWN = ("ddtree", "d2sd", "specdiff", "eagle3", "assistant", "mtp", "lm", "resample")
+TREES = [name for name in CASES if name.startswith(GROWN)]
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +97,13 @@ def known_times(monkeypatch):
 def pair(tmp_path_factory):
     target = Target(make_model("llama"), 200, "tiny")
     return full_pair(tmp_path_factory.mktemp("pair"), target)
+
+
+@pytest.fixture(scope="module")
+def pair_of(pair, tmp_path_factory):
+    """By the method that a case is of: assistants draft for one family of targets alone."""
+    gemma = assistant_pair(tmp_path_factory.mktemp("gemma"))
+    return lambda name: gemma if name.startswith("assistant") else pair
 
 
 def config_of(name, **changes):
@@ -124,6 +143,16 @@ KINDS = [
     ("eagle3", FIXED, Chain, None),
     ("eagle3", {**FIXED, "branches": 3}, GrownTree, None),
     ("eagle3", DRAWN, DrawnChain, None),
+    ("assistant", {}, BatchBudget, GrownTree),
+    ("assistant", {"budget": 9}, GrownTree, None),
+    ("assistant", FIXED, Chain, None),
+    ("assistant", DRAWN, DrawnChain, None),
+    ("mtp", {}, BatchBudget, GrownTree),
+    ("mtp", FIXED, Chain, None),
+    ("mtp", DRAWN, DrawnChain, None),
+    ("lm", {}, BatchBudget, GrownTree),
+    ("lm", FIXED, Chain, None),
+    ("lm", DRAWN, DrawnChain, None),
     ("specdiff", {}, BatchBudget, SpecDiff),
     ("specdiff", {"branches": 4}, BatchBudget, SpecDiff),
     ("specdiff", {"budget": 9}, SpecDiff, None),
@@ -142,8 +171,9 @@ KINDS = [
 
 @pytest.mark.parametrize(("name", "given", "kind", "within"), KINDS)
 def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
-    pair, drafting, name, given, kind, within
+    pair_of, drafting, name, given, kind, within
 ):
+    pair = pair_of(name)
     if "version 2" in name:
         pair = replace(pair, drafters=(drafting("version 2").model,))
     drafter = make_drafter(pair, config_with(name.partition(",")[0], **given))
@@ -152,11 +182,11 @@ def test_chains_are_drawn_where_they_can_be_and_what_is_fixed_is_whole(
 
 
 @pytest.mark.parametrize("given", [{"budget": 9}, {"branches": 3}], ids=str)
-@pytest.mark.parametrize("name", ["specdiff", "eagle3"])
-def test_trees_are_not_rejected(pair, name, given):
+@pytest.mark.parametrize("name", ["specdiff", "eagle3", "assistant", "mtp", "lm"])
+def test_trees_are_not_rejected(pair_of, name, given):
     ((option, value),) = given.items()
     with pytest.raises(DFlashError, match=f"{option} is {value}, but acceptance is reject"):
-        make_drafter(pair, config_with(name, **given, **REJECT))
+        make_drafter(pair_of(name), config_with(name, **given, **REJECT))
 
 
 # Answers
@@ -173,17 +203,27 @@ def changes_at(temperature):
 
 
 @pytest.fixture(scope="module")
-def plain(pair):
-    """Of plain decoding, by temperature."""
-    return {t: tokens_in(rounds(pair, "none", PROMPT, **changes_at(t))) for t in (0.0, 0.8)}
+def plain(pair_of):
+    """Of plain decoding of the target that a method has, at a temperature."""
+
+    @cache
+    def answer(target, temperature):
+        pair = Pair(target, None)
+        return tokens_in(rounds(pair, "none", PROMPT, **changes_at(temperature)))
+
+    return answer
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_method_gives_the_answer_of_plain_decoding(pair, plain, name, temperature):
+def test_every_method_gives_the_answer_of_plain_decoding(pair_of, plain, name, temperature):
     """From trees that are no larger or deeper than allowed, without equal siblings."""
-    found = rounds(pair, name, PROMPT, **changes_at(temperature))
-    assert tokens_in(found) == plain[temperature] and len(plain[temperature]) == TOKENS
+    pair = pair_of(name)
+    found, usual = (
+        rounds(pair, name, PROMPT, **changes_at(temperature)),
+        plain(pair.target, temperature),
+    )
+    assert tokens_in(found) == usual and len(usual) == TOKENS
     config, left = config_of(name), TOKENS
     blocks = [config.block_size or 16]
     if config.method == "d2sd":

@@ -19,10 +19,10 @@ from dflash_mlx.drafters.autoregressive import Chain, GrownTree
 from dflash_mlx.drafters.block_diffusion import BlockDiffusion, SelectedPath
 from dflash_mlx.drafters.dflash.block_model import Ask, FeatureContext
 from dflash_mlx.drafters.networks.model import MOST_WAITING
+from dflash_mlx.drafters.networks.tokens import CHUNK
 from dflash_mlx.drafters.specdiff.drafter import Denoising, SpecDiff, likeliest
-from dflash_mlx.drafters.specdiff.model import CHUNK
 from dflash_mlx.verifier.model import Target
-from support import drafter_formats, masked_formats, reference_eagle3
+from support import drafter_formats, masked_formats, reference_eagle3, reference_mtp
 from support.decoding import behind, open_with, start
 from support.drafter_formats import HALVES, TAPS, WINDOWS, version_1
 from support.drafting import CASES, TOLERANCE, cut, difference, grow, joined
@@ -32,8 +32,16 @@ from support.toys import prompt_of
 FIRST = ["version 1", *WINDOWS]
 CONVOLVED = ["version 2", "version 2, three taps", "version 2, sliding"]
 EAGLES = ["eagle3, raw", "eagle3, 3.1, norms per layer", "eagle3, speculators, sliding"]
+EAGLES += ["eagle3, parallel, raw", "eagle3, parallel, speculators, sliding"]
 MASKED = ["specdiff, ours", "specdiff, ours, sliding", "specdiff, fast-dllm"]
-ONE_OF_EACH = ["version 1", "eagle3, ours", "specdiff, ours"]
+HEADS = [
+    "mtp, ours",
+    "mtp, ours, all variants",
+    "mtp, qwen3_5_moe",
+    "mtp of deepseek",
+    "mtp of nemotron",
+]
+ONE_OF_EACH = ["version 1", "eagle3, ours", "mtp, ours", "specdiff, ours"]
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def made(tmp_path):
 def test_a_draft_has_the_logits_of_the_reference(
     drafting, name, splits, rows, anchor, prefix, seed
 ):
-    assume(splits or not name.startswith("eagle3"))  # which drafts behind a token
+    assume(splits or not name.startswith(("eagle3", "mtp")))  # which drafts behind a token
     subject = drafting(name)
     text, shown = subject.text(sum(splits), seed), prefix[: rows - 2]
     assert subject.error(subject.context(text, *splits), text, anchor, rows, shown) < TOLERANCE
@@ -77,7 +85,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", [*FIRST, *EAGLES, *MASKED, "specdiff, dream"])
+@pytest.mark.parametrize("name", [*FIRST, *EAGLES, *HEADS, *MASKED, "specdiff, dream"])
 @pytest.mark.parametrize("splits", LONG.values(), ids=LONG)
 def test_a_draft_behind_a_long_text_has_the_logits_of_the_reference(drafting, name, splits):
     subject = drafting(name)
@@ -110,6 +118,7 @@ def test_logits_are_of_the_head_s_precision_where_the_network_computes_in_anothe
 WIDE = {  # heads that can be packed
     "version 1": drafter_formats.case(version_1(head_dim=32)),
     "eagle3, ours": reference_eagle3.case(reference_eagle3.ours(head_dim=32)),
+    "mtp, ours": reference_mtp.case(reference_mtp.ours({**reference_mtp.LLAMA, "head_dim": 32})),
     "specdiff, ours": masked_formats.case(masked_formats.ours(head_dim=32)),
 }
 
@@ -147,7 +156,7 @@ def test_a_head_of_the_target_s_can_be_limited_to_likely_tokens_and_those_of_the
 # The context
 
 
-@pytest.mark.parametrize("name", [*FIRST, *EAGLES, *MASKED])
+@pytest.mark.parametrize("name", [*FIRST, *EAGLES, *HEADS, *MASKED])
 @pytest.mark.parametrize(
     ("length", "drafts"),
     [(0, True), (1, False), (13, True), (16, False), (17, True), (18, False), (29, True), (30, 0)],
@@ -165,7 +174,7 @@ def test_a_trimmed_context_that_grows_again_equals_a_fresh_one(drafting, name, l
     assert subject.error(context, joined(cut(text, 0, length), more), 7, 6) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*FIRST, *EAGLES, *MASKED])
+@pytest.mark.parametrize("name", [*FIRST, *EAGLES, *HEADS, *MASKED])
 def test_drafts_leave_the_context_as_it_is(drafting, name):
     subject = drafting(name)
     text = subject.text(30)
@@ -177,10 +186,10 @@ def test_drafts_leave_the_context_as_it_is(drafting, name):
     assert subject.error(context, text, 7, 5) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*ONE_OF_EACH, "eagle3, raw"])
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, "eagle3, raw", "eagle3, parallel, raw"])
 def test_a_draft_window_is_a_window_of_every_layer(drafting, made, name):
     subject, window = made(name, draft_window=8), ["sliding_attention"]
-    windows = window * subject.raw["num_hidden_layers"]
+    windows = window * subject.raw.get("num_hidden_layers", 1)
     subject.raw = {**subject.raw, "layer_types": windows, "sliding_window": 8, "is_causal": False}
     text = subject.text(600)
     context = subject.context(text, 300, 300)
@@ -215,6 +224,10 @@ DRAFTERS = [
     ("version 2", SelectedPath),
     ("eagle3, raw", Chain),
     ("eagle3, raw", lambda *of: GrownTree(*of, 2, 200)),
+    ("eagle3, parallel, raw", Chain),
+    ("eagle3, parallel, raw", lambda *of: GrownTree(*of, 2, 200)),
+    ("domino", SelectedPath),
+    ("mtp, ours", Chain),
     ("specdiff, ours", denoising),
 ]
 

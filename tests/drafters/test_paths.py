@@ -1,6 +1,7 @@
-"""Drafters that know the token before each: DFlash 2's selector, and DSpark's heads.
+"""Drafters that know the token before each: DFlash 2's selector, DSpark's and Domino's heads.
 
-Their walks, greedy and drawn, and what DSpark's heads add; the selector's trees: test_selector.
+Their walks, greedy and drawn, and what DSpark's heads add; the selector's trees: test_selector;
+what Domino's GRU reads: test_domino.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dflash_mlx.train.dflash import DFlashTrainee
 from support import reference_dflash2, reference_dspark
 from support.decoding import answer, linked_of, paths_of
 from support.drafter_formats import (
+    DOMINO,
     DRAFT_IDS,
     DSPARK,
     FORMATS,
@@ -39,7 +41,7 @@ from support.drafting import TOLERANCE, Blocks
 from support.families import VOCAB_SIZE
 from support.law import chi_square
 
-LINKED = ["version 2", *DSPARK]
+LINKED = ["version 2", *DSPARK, *DOMINO]
 
 
 @pytest.mark.parametrize("name", LINKED)
@@ -58,8 +60,9 @@ def test_the_greedy_walk_and_d2sd_s_first_draft_are_those_of_the_reference(draft
     assert detours > 3, "the token before changes most paths, so that the walk is seen"
 
 
-def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
-    subject = drafting("dspark")
+@pytest.mark.parametrize("name", ["dspark", *DOMINO])
+def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting, name):
+    subject = drafting(name)
     both = DualDiffusion(subject.model, None, PaperGrowth(3))
     for seed in range(4):
         anchor = seed * 11 % VOCAB_SIZE
@@ -71,7 +74,7 @@ def test_second_drafts_follow_the_walk_behind_their_prefixes(drafting):
             assert list(path) == block.greedy() and len(path) == 5 - len(prefix)
 
 
-@pytest.mark.parametrize("name", ["version 2", "dspark"])
+@pytest.mark.parametrize("name", ["version 2", "dspark", *DOMINO])
 @pytest.mark.parametrize("remaining", [1, 2, 3, 50])
 def test_a_path_fits_the_room_and_a_tree_is_no_deeper_than_the_block(drafting, name, remaining):
     subject = drafting(name)
@@ -143,7 +146,7 @@ def test_q_is_the_law_after_the_tokens_drawn_before_and_trees_know_the_walk_s_co
 # Decoding
 
 
-@pytest.mark.parametrize("name", ["version 2", "dspark", "dspark, draft vocabulary"])
+@pytest.mark.parametrize("name", ["version 2", "dspark", "dspark, draft vocabulary", "domino"])
 @pytest.mark.parametrize("method", ["dflash", "ddtree", "d2sd"])
 @pytest.mark.parametrize("budget", [None, 12])
 def test_greedy_answers_are_the_target_s_own(drafting, name, method, budget):

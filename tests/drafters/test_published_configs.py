@@ -12,37 +12,47 @@ import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.methods import family_of, format_of
+from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import check_drafter
+from support import published_mtp, published_sizes
 from support.converted import assert_same_tensors
 from support.drafter_formats import FORMATS, NATIVE_35, body, specforge, speculators
 from support.drafter_formats import version_1 as first
-from support.published_configs import DEEPSPEC, MUSE, READ, REFUSED, WINDOW, without
+from support.published_configs import (
+    DEEPSPEC,
+    MUSE,
+    READ,
+    REFUSED,
+    WINDOW,
+    expected_of,
+    value_of,
+    without,
+)
 from support.reference_dflash import random_drafter, write_drafter_folder
 from support.reference_dflash2 import tiny_config as second
+from support.reference_domino import tiny_config as domino
 from support.reference_dspark import tiny_config as dspark
 from support.reference_eagle3 import random_tensors
 from support.reference_eagle3 import raw as eagle
 from support.reference_eagle3 import speculators as speculators_3
+from support.reference_peagle import raw as peagle
+from support.reference_peagle import speculators as speculators_p
 
 
 def parsed(raw: dict[str, Any], stored: Any = ()) -> Any:
-    files = format_of(raw)
+    files = format_as_drafter(raw)
     assert files is not None
     return files.parse_config(raw, "it", stored)
 
 
-def value_of(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+READ = {**READ, **published_mtp.READ, **published_sizes.READ}
+REFUSED = {**REFUSED, **published_mtp.REFUSED, **published_sizes.REFUSED}
 
 
 @pytest.mark.parametrize("name", READ)
 def test_what_matters_is_read_wherever_it_is_published(name):
-    raw, expected = READ[name]
-    config, fields = parsed(raw), dict(expected)
+    config, fields = parsed(READ[name][0]), dict(expected_of(*READ[name]))
     notes = " ".join(config.notes)
     if (note := fields.pop("notes", None)) is not None:
         assert re.search(note, notes) if note else not notes
@@ -55,6 +65,8 @@ def test_what_is_not_supported_is_refused_by_its_name_with_the_next_step(tmp_pat
     with pytest.raises(DFlashError, match=said) as failure:
         parsed(raw)
     assert failure.value.next_step
+    if format_of(raw) is None:  # a target's, in whose folder there would have to be a head
+        return
     tensors = {
         "norm.weight": np.zeros(64, np.float32),
         "lm_head.weight": np.zeros((97, 64), np.float32),
@@ -72,7 +84,10 @@ PARTS = {  # a configuration, and the part of it in which a field is planted, ""
     "dflash_config": (first(), "dflash_config"),
     "dflash_config of DFlash 2": (second(), "dflash_config"),
     "dflash_config of SpecForge's": (specforge(), "dflash_config"),
+    "dflash_config of Domino": (domino(), "dflash_config"),
     "eagle_config": (eagle(), "eagle_config"),
+    "eagle_config of P-EAGLE": (peagle(), "eagle_config"),
+    "speculators' P-EAGLE": (speculators_p(), ""),
     "speculators": (speculators(), ""),
     "speculators' DSpark": (speculators("dspark"), ""),
     "speculators' EAGLE-3": (speculators_3(), ""),
@@ -103,7 +118,10 @@ def test_one_that_asks_for_nothing_is_noted(part, value):
 LAYERS = {  # a configuration, and the part of it in which its network's fields are
     "DFlash": (first(), ""),
     "DSpark": (dspark(), ""),
+    "Domino": (domino(), ""),
     "EAGLE-3": (eagle(), ""),
+    "P-EAGLE": (peagle(), ""),
+    "speculators' P-EAGLE": (speculators_p(), "transformer_layer_config"),
     "speculators": (speculators(), "transformer_layer_config"),
     "speculators' EAGLE-3": (speculators_3(), "transformer_layer_config"),
 }
@@ -152,7 +170,7 @@ def test_sizes_of_domino_s_head_in_a_dflash_without_one_are_noted():
     raw, tensors = FORMATS["speculators"]
     found = parsed({**raw, "projector_type": "dflash", "shift_label": False, **sizes}, tensors)
     assert all(name in " ".join(found.notes) for name in sizes)
-    with pytest.raises(DFlashError, match="emb_dim is 256, Domino"):
+    with pytest.raises(DFlashError, match="emb_dim is 256, of Domino"):
         parsed({**raw, **sizes}, {**tensors, "prefix_gru.weight_hh_l0": None})
 
 

@@ -129,7 +129,7 @@ REFUSED: list[tuple[Any, str]] = [
     # what it describes
     (version_1(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
     (version_1(architectures=["DFlash2DraftModel"]), "lacks.*conv_kernel_size"),
-    (speculators(speculators_model_type="mtp"), "'mtp'.*; dflash, dflash2, dspark, eagle3 are"),
+    (speculators(speculators_model_type="mtp"), "'mtp'.*; dflash, .*, eagle3, peagle are"),
     ({**speculators(), "transformer_layer_config": [1]}, r"transformer_layer_config is \[1\]"),
     ({**speculators_3(), "transformer_layer_config": 3}, "transformer_layer_config is 3"),
     (version_1(dflash_config={}) | {"dflash_config": None}, "dflash_config is None"),
@@ -142,9 +142,9 @@ REFUSED: list[tuple[Any, str]] = [
     # what our networks do not do
     *((raw, "hidden_act is 'gelu'.*'silu'") for raw in (
         version_1(hidden_act="gelu"), eagle(hidden_act="gelu"), ours(hidden_act="gelu"))),
-    (method(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
-    (speculators(projector_type="domino"), "projector_type is 'domino'.*'dflash'"),
-    (dspark(projector_type="domino"), "projector_type is 'domino'.*'dspark'"),
+    (method(projector_type="causal_v1"), "projector_type is 'causal_v1'.*'dflash'"),
+    (speculators(projector_type="causal_v1"), "projector_type is 'causal_v1'.*'dflash'"),
+    (dspark(projector_type="causal_v1"), "projector_type is 'causal_v1'.*'dspark'"),
     (method(shift_label=True), "shift_label is true"),
     (dspark(sample_from_anchor=False, shift_label=True), "shift_label is true"),
     (dspark(markov_head_type="rnn"), "markov_head_type is 'rnn'.*'vanilla'"),

@@ -32,7 +32,8 @@ from support.pairs import full_pair
 from support.toys import Letters, prompt_of
 
 ROOT = Path(__file__).parents[2]
-RESTARTS = [("llama", method) for method in ("none", "dflash", "d2sd", "eagle3", "specdiff")]
+STEPPING = ("eagle3", "mtp", "lm")
+RESTARTS = [("llama", m) for m in ("none", "dflash", "d2sd", *STEPPING, "specdiff")]
 RESTARTS += [("llama_sliding", "d2sd"), ("falcon_h1", "d2sd")]
 LIMIT = 10**9
 pytestmark = pytest.mark.usefixtures("interpreted")

@@ -40,6 +40,8 @@ METHODS = {
     "ddtree": {"budget": 12},
     "d2sd": {"budget": 12},
     "eagle3": {"budget": 12},
+    "mtp": {"budget": 12},
+    "lm": {"budget": 12},
     "specdiff": {"budget": 12},
 }
 PLENTY = 10**9  # bytes
@@ -124,7 +126,7 @@ def test_a_state_is_for_its_own_target_and_its_own_drafter_alone(tmp_path):
         return next(deltas).statistics.reused_tokens
 
     said_by(Session(pair, config_of("dflash"), prefixes), prompt)
-    expected = {"dflash": 39, "ddtree": 39, "d2sd": 0, "eagle3": 0, "none": 0}
+    expected = {"dflash": 39, "ddtree": 39, "d2sd": 0, "eagle3": 0, "mtp": 0, "lm": 0, "none": 0}
     assert {method: reused(pair, method) for method in expected} == expected
     drafter = make_drafter(pair, config_of("dflash"))
     target.kv_bits = 8

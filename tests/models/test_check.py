@@ -142,8 +142,8 @@ def test_a_tokenizer_that_the_hub_refuses_keeps_the_hubs_sentence(model, drafter
 @pytest.mark.parametrize(
     ("kind", "model_type", "named"),
     [
-        ("Gemma4AssistantForCausalLM", "gemma4_assistant", "Gemma4AssistantForCausalLM"),
-        ("Qwen3_5ForCausalLM", "qwen3_5_mtp", "qwen3_5_mtp"),
+        ("Gemma5AssistantForCausalLM", "gemma5_assistant", "Gemma5AssistantForCausalLM"),
+        ("Step3p5ForCausalLM", "step3p5_mtp", "step3p5_mtp"),
         ("MiMoMTPModel", None, "MiMoMTPModel"),
         (None, "medusa", "medusa"),
         ("LlamaForCausalLMEagle", "llama", "LlamaForCausalLMEagle"),
@@ -271,3 +271,11 @@ def test_nothing_is_found_twice_and_all_is_found_at_once(tmp_path):
     edit_config(folder, num_hidden_layers=1, intermediate_size=32)
     found = check_drafter(folder).errors
     assert len(found) == len(set(found)) > 10
+
+
+@pytest.mark.parametrize("kind", [[], {}, ["llama"]])
+def test_a_model_type_that_is_no_name_is_refused_wherever_it_is(model, drafter, kind):
+    for folder in (model, drafter):
+        edit_config(folder, model_type=kind)
+    assert f"model_type in {model}/config.json is {kind}" in check_target(model).errors[0].what
+    assert not check_drafter(drafter).errors, "of a drafter its class counts"

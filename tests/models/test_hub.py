@@ -112,6 +112,10 @@ HEADS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         with_head(b'{"a": {"dtype": "F32", "shape": "4", "data_offsets": [0, 16]}}'),
         "",
     ),
+    "no offsets": (
+        with_head(b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": []}}'),
+        "data_offsets of its tensor 'a' is ()",
+    ),
 }
 
 
@@ -233,7 +237,6 @@ def set_to(**changes: Any) -> Damage:
 # What is damaged and how, the drafter that is asked for, and what is said
 REFUSED: dict[str, tuple[str, Damage, str | None, str]] = {
     "a drafter of another target": ("drafter", set_to(), "owner/wide", "hidden_size 128"),
-    "a target as drafter": ("drafter", set_to(), "owner/model", "is a target, not a drafter"),
     "a tensor too much": ("drafter", set_to(num_hidden_layers=1), "owner/drafter", "layers.1"),
     "an unknown family": ("model", set_to(model_type="nonesuch"), None, "nonesuch"),
     "code": ("model", ask_for_code, None, "owner/model .*'model.py'"),

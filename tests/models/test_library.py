@@ -88,6 +88,19 @@ def listed(here):
     return {candidate.name: candidate for candidate in available_models(here)}
 
 
+def test_a_small_model_that_drafts_is_on_this_machine_though_it_is_a_target(
+    tmp_path, folders, cached
+):
+    name = "mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit"
+    cached.append(Source(name, Path(folders["model"]), "model"))
+    public = listed(tmp_path)["Qwen/Qwen2.5-Coder-32B-Instruct"]
+    assert f"drafter {name} (on this machine)" in line(public, 10**12)
+    local = str(link(folders["model"], tmp_path, "Qwen2.5-Coder-32B-Instruct-4bit"))
+    candidate = listed(tmp_path)[local]
+    assert "to download" not in line(candidate, 10**12)
+    assert candidate.needs == 2 * needed(folders["model"])
+
+
 @pytest.mark.usefixtures("cached")
 def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
     model = str(link(folders["model"], tmp_path / "models"))

@@ -67,6 +67,13 @@ def test_a_folder_is_offered_its_parent_s_drafter_and_told_so(tmp_path):
 
 
 @pytest.mark.usefixtures("no_hub")
+def test_a_parent_may_be_named_with_its_quantisation_or_its_head(tmp_path):
+    for i, parent in enumerate(("mlx-community/Qwen3-8B-4bit-dwq-v2", "owner/Qwen3-8B-oQ4e-mtp")):
+        folder = str(tuned(tmp_path / str(i), CARD.replace(PARENT, parent)))
+        assert inherited(find_names(PairConfig(folder))).drafter == DRAFTER
+
+
+@pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize("card", [None, "", "# Title", CARD.replace(PARENT, "owner/unknown")])
 def test_a_folder_without_a_known_parent_stays_as_it_is_and_the_hub_is_not_asked(tmp_path, card):
     names = find_names(PairConfig(str(tuned(tmp_path / "tuned", card))))

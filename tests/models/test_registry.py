@@ -32,6 +32,7 @@ from dflash_mlx.models.names import (
     is_pair_folder,
     read_pair,
     registered,
+    same_weights,
     write_pair,
 )
 from dflash_mlx.session.session import generate
@@ -41,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 DRAFTER = "z-lab/Qwen3-4B-DFlash-b16"
 MADE_FROM = {"target": "Qwen/Qwen3-4B", "drafter": DRAFTER}
 UNTHINKING = Preset("auto", (("enable_thinking", False),))
+RANKS = {"dflash": 0, "eagle3": 1, "specdiff": 1, "mtp": 2, "assistant": 2, "lm": 3, "": 4}
 ENTRIES = entries()
 TARGETS = [target for entry in ENTRIES for target in entry.targets]
 OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "/home/me/models/")
@@ -48,11 +50,16 @@ QUANTISATIONS = (
     "4bit", "8-bit", "6.5bit", "3bits", "MLX-4bit", "mlx-8bit", "bf16", "fp16", "float32", "FP8",
     "MXFP4", "MXFP4-Q8", "mxfp8", "nvfp4", "int4", "4bit-DWQ", "4bit-DWQ-053125", "4bit-AWQ",
     "8bit-gs32", "OptiQ-4bit", "MLX", "oQ4", "oQ3.5e-fp16", "UD-MLX-4bit", "UD-Q4_K_XL-mlx",
-    "UD-MXFP4_K_XL", "Q4_K_M", "qat", "qat-4bit", "qx86-hi-mlx", "JANG_4D",
+    "UD-MXFP4_K_XL", "Q4_K_M", "qat", "qat-4bit", "qx86-hi-mlx", "JANG_4D", "qat-q4_0-unquantized",
+    "4bit-dwq-v2", "MLX-4bit-g128", "mlx-mixed_4_6",
+)  # fmt: skip
+HEADS = (  # beside a target's own tensors, as people name such folders
+    "MTP-4bit", "MLX-MTP-mxfp4", "oQ4e-mtp", "MTP", "MTPLX-4bit", "4bit-MTPLX",
+    "MTPLX-Optimized-Speed", "MTP-NVFP4",
 )  # fmt: skip
 OTHERS = (
     "Instruct-2507", "Thinking-2507", "Base", "Instruct-2507-4bit", "VL", "Coder", "abliterated",
-    "heretic-8bit", "distill-mlx-4bit", "MTP", "2507", "v2", "LoRA-fp16", "reasoning-4bit", "4b",
+    "heretic-8bit", "distill-mlx-4bit", "MTPx", "2507", "v2", "LoRA-fp16", "reasoning-4bit", "4b",
 )  # fmt: skip
 
 
@@ -76,11 +83,19 @@ def test_every_pair_is_complete_and_named_once():
             assert drafter.count("/") == 1 or FILES.read_config(SHIPPED / drafter)
         further = [*dict(entry.others).values(), *entry.alternatives, *dict(entry.pickled)]
         assert len({entry.drafter, *further}) == 1 + len(further)
-        assert dict(entry.others).keys() <= {method.family for method in METHODS.values()}
+        families = list(dict(entry.others))
+        assert families == sorted(families, key=RANKS.__getitem__), "a worse one stands in"
         shipped = [drafter for drafter in further if "/" not in drafter]
         assert all(format_of(read_json(SHIPPED / drafter)) for drafter in shipped)
         assert set(dict(entry.pickled).values()) <= {entry.drafter, *further}
         assert entry.verified == ("/" not in entry.drafter), "only files in the package were tried"
+
+
+def test_auto_prefers_loaded_families_in_the_order_of_the_registry():
+    """Of equal ones the first in the table."""
+    found = sorted(METHODS.values(), key=lambda method: -method.preference)
+    ranks = [RANKS[method.family] for method in found if method.preference]
+    assert ranks == sorted(ranks) and len(ranks) > 5
 
 
 def test_drafters_of_further_families_and_others_are_known_for_a_target():
@@ -89,7 +104,7 @@ def test_drafters_of_further_families_and_others_are_known_for_a_target():
     more = registered("Qwen3-8B").more
     assert "AngelSlim/Qwen3-8B_eagle3 (eagle3)" in more
     assert "deepseek-ai/dspark_qwen3_8b_block7" in more
-    assert registered("Qwen/Qwen3.5-4B").more == ""
+    assert registered("Qwen/Qwen3.5-0.8B").more == ""
 
 
 @pytest.mark.parametrize("place", ["yuhuili--EAGLE3-LLaMA3.1-Instruct-8B", "my-drafter"])
@@ -109,9 +124,21 @@ def test_a_target_is_found_under_every_owner_and_quantisation_but_no_model_named
     target, name = data.draw(st.composite(spelled)())
     found = registered(name)
     assert found is not None and target in found.targets
-    assert registered(f"{name}-{data.draw(st.sampled_from(OTHERS))}") is None
+    other = registered(f"{name}-{data.draw(st.sampled_from(OTHERS))}")
+    assert other is None or target not in other.targets
     before = data.draw(st.sampled_from(["my-", "Deep", "x"]))
     assert registered(before + name.split("/")[-1]) is None
+
+
+@given(st.sampled_from(TARGETS), st.sampled_from(HEADS), st.sampled_from(OWNERS))
+def test_a_target_whose_folder_has_its_head_too_is_that_target_and_no_quantisation_of_it(
+    target, head, owner
+):
+    name = f"{owner}{target.split('/')[1]}-{head}"
+    found = registered(name)
+    assert found is not None and target in found.targets
+    assert not same_weights(name, target), "offered as a target, while it may be a head alone"
+    assert registered(f"{name}-tuned") is None
 
 
 @pytest.mark.parametrize(
@@ -122,7 +149,10 @@ def test_a_target_is_found_under_every_owner_and_quantisation_but_no_model_named
         ("C:\\models\\qwen3.5-9b-mlx-4bit", "Qwen/Qwen3.5-9B"),
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-8bit", "meta-llama/Llama-3.1-8B-Instruct"),
         (DEFAULT_MODEL, "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        ("Qwen/Qwen3-4B-Instruct-2507", None),
+        ("Qwen/Qwen3-4B-Thinking-2507", None),
+        ("mlx-community/Qwen3-4B-Instruct-2507-4bit", "Qwen/Qwen3-4B-Instruct-2507"),
+        ("Jundot/Qwen3.8-27B-oQ4e-mtp", "Qwen/Qwen3.8-27B"),
+        ("./models/Qwen3.6-35B-A3B-VL-MTP-mxfp8", None),
         ("Qwen/Qwen3-16B", None),
         ("Qwen3-4B/other", None),
         ("", None),
@@ -145,6 +175,8 @@ def test_names_that_are_folders_or_close_to_a_target(name, target):
         ("./gemma-4-12B-it-float32/", 12e9, 32),
         ("someone/Qwen3.5-27B-oQ4e", 27e9, 4),
         ("someone/Qwen3.6-27B-UD-Q6_K_XL-mlx", 27e9, 6),
+        ("someone/gemma-4-31B-it-qat-q4_0", 31e9, 4),
+        ("someone/Qwen3.5-9B-mlx-mixed_4_6", 9e9, 4),
     ],
 )
 def test_a_name_tells_how_many_weights_there_are_and_their_bits(name, weights, bits):
@@ -247,6 +279,33 @@ def test_a_drafter_is_done_without_unless_it_was_asked_for(hub, tmp_path, drafte
     ):
         with pytest.raises(DFlashError):
             load_pair(config, use)
+
+
+def test_a_known_drafter_on_the_disk_stands_in_for_one_that_cannot_be_had(
+    hub, tmp_path, monkeypatch
+):
+    misfit = str(write_drafter(tmp_path / "misfit", hidden_size=128))
+    there = str(write_drafter(tmp_path / "there"))
+    hub["owner/away"] = write_drafter(tmp_path / "away")  # to be downloaded
+    others = ("eagle3", "owner/away"), ("mtp", misfit), ("lm", there)
+    monkeypatch.setattr(
+        names, "entries", lambda: (Entry(("Qwen/Qwen3-4B",), DRAFTER, None, others),)
+    )
+    monkeypatch.setattr(names, "whole_copy", lambda name, option: None)
+    for uses in ((), (DecodeConfig(),)):
+        pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
+        assert (pair.drafter_name, len(pair.drafters), pair.undrafted) == (there, 1, "")
+        (note,) = pair.notes
+        assert DRAFTER in note and f"so {there} drafts" in note
+    for config, *uses in (
+        (PairConfig("Qwen/Qwen3-4B"), DecodeConfig("ngram")),
+        (PairConfig("Qwen/Qwen3-4B", "none"),),
+    ):
+        assert not load_pair(config, *uses).drafters
+    with pytest.raises(DFlashError, match=DRAFTER):
+        load_pair(PairConfig("Qwen/Qwen3-4B"), DecodeConfig("dflash"))
+    (tmp_path / "there" / "config.json").unlink()
+    assert DRAFTER in load_pair(PairConfig("Qwen/Qwen3-4B")).undrafted, "the one that was wanted"
 
 
 SECONDS = (None, {"hidden_size": 128})  # missing, and of another target

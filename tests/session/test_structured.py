@@ -28,7 +28,7 @@ from support.drafter_formats import drafter_folder
 from support.families import make_model
 from support.grammars import SCHEMA, tiny_tokenizer
 from support.models import EOS
-from support.pairs import full_pair
+from support.pairs import assistant_pair, full_pair
 from support.toys import Letters, prompt_of
 
 DATES = 'start: day " " month\nday: /[1-9]/ | "30"\nmonth: "May" | "June" | "July"\n'
@@ -49,6 +49,12 @@ CASES = {
     "specdiff, chain": {"block_size": 5},
     "eagle3": {},
     "eagle3, chain": {"block_size": 5},
+    "assistant": {},
+    "assistant, chain": {"block_size": 5},
+    "mtp": {},
+    "mtp, chain": {"block_size": 5},
+    "lm": {},
+    "lm, chain": {"block_size": 5},
     "resample": {"branches": 3},
     "dflash1": {"block_size": 5},
 }
@@ -60,6 +66,13 @@ def pair(tmp_path_factory):
     new = tmp_path_factory.mktemp
     target = Target(make_model("llama"), 200, "tiny")
     return full_pair(new("pair"), target, tiny_tokenizer(new("words")))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """The target of an assistant, which drafts for no other."""
+    new = tmp_path_factory.mktemp
+    return assistant_pair(new("gemma"), "dense", tiny_tokenizer(new("words")))
 
 
 def config_of(method="none", structure="schema", temperature=0.0, **options):
@@ -85,11 +98,20 @@ def check(structure, text):
     assert len(value["tags"]) <= 3 and {*value["tags"]} <= {"red", "green"}
 
 
-@pytest.fixture(scope="module")
-def plain(pair):
-    """Plain answers by structure and temperature."""
+def plain_answers(pair):
+    """By structure and temperature."""
     keys = [(s, t) for s in STRUCTURES for t in (0.0, 1.0)]
     return {key: said(pair, config_of("none", *key)) for key in keys}
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    return plain_answers(pair)
+
+
+@pytest.fixture(scope="module")
+def plain_of_gemma(gemma):
+    return plain_answers(gemma)
 
 
 def test_there_is_a_case_for_every_method():
@@ -107,7 +129,9 @@ def test_plain_answers_are_what_was_asked_for_and_end_by_themselves(plain, struc
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_method_gives_the_plain_answer_in_fewer_rounds(pair, plain, name, temperature):
+def test_every_method_gives_the_plain_answer_in_fewer_rounds(request, name, temperature):
+    fixtures = ("gemma", "plain_of_gemma") if "assistant" in name else ("pair", "plain")
+    pair, plain = map(request.getfixturevalue, fixtures)
     for structure in STRUCTURES:
         options = {"temperature": temperature, **CASES[name]}
         answer = said(pair, config_of(name.partition(",")[0], structure, **options))
@@ -117,8 +141,9 @@ def test_every_method_gives_the_plain_answer_in_fewer_rounds(pair, plain, name, 
         assert answer.statistics.rounds < len(answer.tokens) - 1
 
 
-@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3"])
-def test_rejection_gives_what_was_asked_for(pair, name):
+@pytest.mark.parametrize("name", ["dflash", "specdiff", "eagle3", "assistant", "lm"])
+def test_rejection_gives_what_was_asked_for(request, name):
+    pair = request.getfixturevalue("gemma" if name == "assistant" else "pair")
     for seed in range(3):
         for structure in STRUCTURES:
             options = {"acceptance": "reject", "temperature": 1.0, "seed": seed, "block_size": 5}

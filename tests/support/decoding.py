@@ -178,6 +178,11 @@ def open_with(state: State, anchor: int) -> None:
     state.begin(Accepted(Tree.chain(), (0,), anchor))
 
 
+def state_with(context: Any) -> State:
+    """A state with a drafter's context, and nothing of its target."""
+    return State(ToyCache(), context)
+
+
 def behind(drafter: Any, anchor: int, *features: Any) -> State:
     """A state for drafts behind an anchor; the drafter took these features in, part by part."""
     state = State(ToyCache(), drafter.new_context())

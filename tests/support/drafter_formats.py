@@ -12,10 +12,16 @@ from safetensors.numpy import save_file
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.drafters.dflash.block_model import BlockModel
-from dflash_mlx.drafters.methods import format_of
+from dflash_mlx.drafters.methods import format_as_drafter
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.verifier.model import Target
-from support import reference_dflash, reference_dflash2, reference_dspark, reference_gemma
+from support import (
+    reference_dflash,
+    reference_dflash2,
+    reference_domino,
+    reference_dspark,
+    reference_gemma,
+)
 from support.families import VOCAB_SIZE
 from support.family_configs import sliding
 from support.reference_dflash import (
@@ -128,7 +134,7 @@ def written(
 
 def loaded(folder: Path, target: Target, **settings: Any) -> Any:
     """The draft model of `target` in a folder."""
-    files = format_of(read_json(folder))
+    files = format_as_drafter(read_json(folder))
     assert files is not None
     return files.load(folder, files.read_drafter(folder).config, target, PairConfig(**settings))
 
@@ -137,6 +143,11 @@ def is_dspark(config: Config) -> bool:
     """Whether the drafter can draft from its anchor's row, and have DSpark's heads."""
     is_one = "DSpark" in config["architectures"][0]
     return is_one or bool(reference_dspark.field(config, "sample_from_anchor", False))
+
+
+def is_domino(config: Config) -> bool:
+    """Whether the drafter has Domino's head."""
+    return config.get("dflash_config", {}).get("projector_type") in ("domino", "causal_v5")
 
 
 def specforge(**changes: Any) -> dict[str, Any]:
@@ -159,7 +170,12 @@ def lfm2() -> dict[str, Any]:
 def reference_block(
     config: Config, tensors: Mapping[str, Array], tables: tuple[Array, Array], *block: Any
 ) -> LinkedBlock:
-    """What NumPy says of a block of DFlash 2 or DSpark. block: features, anchor, rows, prefix."""
+    """What NumPy says of a block of DFlash 2, DSpark or Domino.
+
+    block: features, anchor, rows, prefix.
+    """
+    if is_domino(config):
+        return reference_domino.Block(config, tensors, tables, *block)
     if is_dspark(config):
         return reference_dspark.Block(config, tensors, tables, *block)
     return reference_dflash2.Block(as_version_1(config), tensors, tables, *block)
@@ -170,7 +186,7 @@ def expected_logits(
 ) -> Array:
     """[n, V] over the target's vocabulary, in NumPy, without what a linking head adds."""
     raw = as_version_1(config)
-    if is_dspark(config) or "conv_kernel_size" in raw["dflash_config"]:
+    if is_dspark(config) or {"conv_kernel_size", "emb_dim"} & {*raw["dflash_config"]}:
         logits = reference_block(config, tensors, tables, *block).logits
     else:
         own = zip(("embed_tokens.weight", "lm_head.weight"), tables, strict=True)
@@ -188,7 +204,9 @@ SCALES = {
 
 
 def body(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random tensors of the network itself, with DSpark's heads."""
+    """Random tensors of the network itself, with DSpark's or Domino's heads."""
+    if is_domino(config):
+        return reference_domino.random_tensors(config)
     if is_dspark(config):
         size = config.get("draft_vocab_size", VOCAB_SIZE)
         return reference_dspark.random_tensors(config, 0 if size == VOCAB_SIZE else size)
@@ -269,6 +287,22 @@ FORMATS = {
     ),
 }
 
+DOMINO = {  # in the layouts of SpecForge, the published checkpoints and NVIDIA's Automodel
+    "domino": case(reference_domino.tiny_config()),
+    "domino, published": case(
+        reference_domino.tiny_config(
+            architectures=["DFlashDraftModel"], dflash_config={"pure_draft_prefix_len": 0}
+        )
+    ),
+    "domino, from masks": case(
+        reference_domino.tiny_config(
+            architectures=["Qwen3DFlashDraftModel"],
+            block_size=6,
+            dflash_config={"shift_label": False, "pure_draft_prefix_len": 2},
+        )
+    ),
+}
+FORMATS |= DOMINO
 HALVES = "speculators, draft vocabulary"
 DSPARK = [name for name in FORMATS if name.startswith("dspark") and "no heads" not in name]
 SURE = [name for name in DSPARK if "no confidence" not in name]

@@ -12,8 +12,14 @@ import numpy as np
 
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.model import Target
-from support import masked_formats, reference_eagle3
-from support.decoding import open_with
+from support import (
+    masked_formats,
+    published_heads,
+    reference_eagle3,
+    reference_mtp,
+    reference_peagle,
+)
+from support.decoding import open_with, state_with
 from support.drafter_formats import (
     FORMATS,
     WINDOWS,
@@ -136,7 +142,8 @@ class Steps(Drafting):
         return [*known, *[(anchor + 31 * i) % VOCAB_SIZE for i in range(len(known), rows)]]
 
     def found(self, context: Any, anchor: int, rows: int, prefix: tuple[int, ...] = ()) -> Array:
-        draft, path = self.model.begin(context), self.path(anchor, rows, prefix)
+        draft = self.model.begin(state_with(context))
+        path = self.path(anchor, rows, prefix)
         return np.stack([draft.logits(mx.array([t]), [i - 1])[0] for i, t in enumerate(path)])
 
     def expected(self, text: Text, anchor: int, rows: int, prefix: tuple[int, ...] = ()) -> Array:
@@ -146,6 +153,36 @@ class Steps(Drafting):
     def after(self, text: Text, path: list[int]) -> Array:
         """[V] for what follows a path."""
         return reference_eagle3.logits(self.tensors, self.raw, self.tables, *text, path)
+
+
+class Parallel(Steps):
+    """P-EAGLE: all rows in one pass, whatever tokens led to them."""
+
+    def after(self, text: Text, path: list[int]) -> Array:
+        given = self.tensors, self.raw, self.tables, *text, path[0], len(path)
+        return np.asarray(reference_peagle.logits(*given)[-1])
+
+
+class Heads(Steps):
+    """Heads for multi-token prediction, which read the outputs of the target's last layer."""
+
+    def after(self, text: Text, path: list[int]) -> Array:
+        tables = (*self.tables, last_norm(self.target))
+        return reference_mtp.logits(self.tensors, self.raw, tables, *text, path)
+
+
+class PublishedHeads(Steps):
+    """Those of other publishers."""
+
+    def after(self, text: Text, path: list[int]) -> Array:
+        head = published_heads.head_of(self.raw, self.tensors)
+        return head.logits((*self.tables, last_norm(self.target)), *text, path)
+
+
+def last_norm(target: Target) -> Array:
+    """The weight of the norm behind a tiny target's last layer."""
+    model = getattr(target.model, "language_model", target.model)
+    return np.array(model.model.norm.weight)
 
 
 class Masks(Drafting):
@@ -166,5 +203,8 @@ class Masks(Drafting):
 CASES: dict[str, tuple[type[Drafting], Any]] = {
     **{name: (Blocks, case) for name, case in {**FORMATS, **WINDOWS}.items()},
     **{f"eagle3, {name}": (Steps, case) for name, case in reference_eagle3.FORMATS.items()},
+    **{f"eagle3, parallel, {n}": (Parallel, c) for n, c in reference_peagle.FORMATS.items()},
+    **{f"mtp, {name}": (Heads, case) for name, case in reference_mtp.FORMATS.items()},
+    **{f"mtp of {name}": (PublishedHeads, case) for name, case in published_heads.FORMATS.items()},
     **{f"specdiff, {name}": (Masks, case) for name, case in masked_formats.FORMATS.items()},
 }

@@ -41,8 +41,9 @@ from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import PAIR_FILE, write_pair
 from dflash_mlx.models.read import load_plain
 from dflash_mlx.models.source import Source
-from support import gguf_files, reference_eagle3
+from support import gguf_files, reference_eagle3, reference_peagle
 from support.drafter_formats import FORMATS, HALVES, version_1, write_shards
+from support.families import FAMILIES, make_model
 from support.hub_server import serve
 from support.models import write_drafter, write_model, write_tokenizer
 from support.mutations import mutate_bytes, mutate_json, mutate_safetensors
@@ -229,11 +230,12 @@ def _same(model: Any, folder: Path) -> None:
 def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     """All that is damaged, made in `root`. repositories: those of a hub."""
     model, drafter = write_model(root / "model"), write_drafter(root / "drafter")
-    formats = [FORMATS[name] for name in ("version 1", "version 2", HALVES, "dspark")]
-    names = ("DFlash", "DFlash 2", "speculators", "DSpark", "EAGLE-3")
+    formats = [FORMATS[name] for name in ("version 1", "version 2", HALVES, "dspark", "domino")]
+    formats += [reference_eagle3.FORMATS["raw"], reference_peagle.FORMATS["raw"]]
+    names = ("DFlash", "DFlash 2", "speculators", "DSpark", "Domino", "EAGLE-3", "P-EAGLE")
     drafters = {
         name: write_drafter_folder(root / name, *given)
-        for name, given in zip(names, [*formats, reference_eagle3.FORMATS["raw"]], strict=True)
+        for name, given in zip(names, formats, strict=True)
     }
     shards = write_shards(root / "shards", version_1(), random_drafter(version_1()))
     gguf_files.write(root / "model.gguf")
@@ -242,6 +244,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     described = {PAIR_FILE: (root / PAIR_FILE).read_bytes()}
     tokenizer = write_drafter(root / "with a tokenizer")
     write_tokenizer(tokenizer)
+    small = write_model(root / "small", make_model("qwen3"), **FAMILIES["qwen3"])
     as_drafter = partial(load, model=model)
     found = [
         Subject(f"{name} {damaged}", _files(folder), damaged, as_drafter)
@@ -250,6 +253,7 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     ]
     return [
         *found,
+        *(Subject(f"small {f}", _files(small), f, as_drafter) for f in (CONFIG, WEIGHTS, TOKENS)),
         Subject("drafter tokenizer.json", _files(tokenizer), TOKENS, as_drafter),
         Subject(
             "drafter on the hub", _files(drafter), WEIGHTS, partial(check_on_hub, repositories)

@@ -17,7 +17,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.dflash.block_model import FeatureContext
 from dflash_mlx.drafters.growth.grow import Ranked, follow, follow_links, rank
 from dflash_mlx.drafters.none import NoContext
-from dflash_mlx.drafters.specdiff.model import TokenContext
+from dflash_mlx.drafters.specdiff.model import TextContext
 from dflash_mlx.engine.grammar import Constraint
 from support import decoding
 from support.toys import ToyTarget
@@ -123,7 +123,7 @@ class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
     kernels = None
-    is_linked = False
+    is_linked = is_parallel = False
     family = "dflash"
     aux_layers: tuple[int, ...] = ()
 
@@ -164,8 +164,20 @@ class ToyEagle(ToyDrafter):
 
     family = "eagle3"
 
-    def begin(self, context):
+    def begin(self, state):
         return ToyRows(self)
+
+
+class ToyAssistant(ToyEagle):
+    """Stands for one of Gemma 4, which goes token by token as well."""
+
+    family = "assistant"
+
+
+class ToyHead(ToyEagle):
+    """Likewise for a head for multi-token prediction."""
+
+    family = "mtp"
 
 
 class ToyRows:
@@ -190,7 +202,7 @@ class ToyRows:
         return rank(self.logits(tokens, parents), k)
 
 
-class ToyMaskedContext(ToyContext, TokenContext):
+class ToyMaskedContext(ToyContext, TextContext):
     """Remembers nothing."""
 
 

@@ -7,15 +7,24 @@ from typing import Any
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier.model import Target
-from support import masked_formats
+from support import assistants, masked_formats, reference_mtp
 from support.drafter_formats import drafter_folder, written
+from support.language_models import language_model
 from support.reference_eagle3 import FORMATS
 
 
 def full_pair(place: Path, target: Target, tokenizer: Any = None) -> Pair:
-    """Two DFlash drafters that read other layers, a masked diffusion model, and EAGLE-3."""
+    """Two DFlash drafters that read other layers, one of every other family."""
     first = drafter_folder(place / "first", [0, 2], 1, target)
     second = drafter_folder(place / "second", [1], 2, target)
     masked = masked_formats.small(place / "masked", target)
     eagle = written(place / "eagle", *FORMATS["raw"], target)
-    return Pair(target, tokenizer, (first, second, masked, eagle), "tiny")
+    head = written(place / "head", *reference_mtp.FORMATS["ours"], target)
+    models = first, second, masked, eagle, head, language_model("qwen3", target)
+    return Pair(target, tokenizer, models, "tiny")
+
+
+def assistant_pair(place: Path, name: str = "dense", tokenizer: Any = None) -> Pair:
+    """A tiny target of Gemma 4 with its assistant."""
+    target = assistants.make_target(name, 4096)
+    return Pair(target, tokenizer, (assistants.assistant(place, name, target),), "tiny")

@@ -53,6 +53,8 @@ METHODS: tuple[dict[str, Any], ...] = (
     {"method": "d2sd", "budget": 12, "branches": 3},
     {"method": "eagle3"},
     {"method": "eagle3", "budget": 9, "branches": 3},
+    {"method": "mtp"},
+    {"method": "mtp", "budget": 9, "branches": 3},
     {"method": "specdiff"},
     {"method": "specdiff", "block_size": 5},
 )

@@ -26,11 +26,13 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.mtp import HeadTrainee
 from dflash_mlx.train.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
+from support import reference_mtp
 from support.decoding import answer_rounds as answer
 from support.families import VOCAB_SIZE, make_model
 from support.masked_formats import tensors as masked_tensors
@@ -105,6 +107,27 @@ def eagle_of(block_size: int = 5, **changes: Any) -> EagleTrainee:
     return trainee
 
 
+def head_of(block_size: int = 5, **changes: Any) -> HeadTrainee:
+    """With random weights, for the tiny target's last layer."""
+    raw = reference_mtp.ours(block_size=block_size, **changes)
+    trainee = HeadTrainee.of(raw, tiny_target())
+    weights = reference_mtp.random_head(reference_mtp.text_of(raw))
+    trainee.network.load_weights([(name, mx.array(array)) for name, array in weights.items()])
+    return trainee
+
+
+class OfLastLayer(Texts):
+    """Texts with the features of the last layer that was read alone."""
+
+    def features(self, *which: Any) -> mx.array:
+        return super().features(*which)[..., -WIDTH:]
+
+
+def seen_by(trainee: Trainee, texts: Texts) -> Texts:
+    """`texts`, with features of TAPS, as a drafter reads them."""
+    return OfLastLayer(**vars(texts)) if isinstance(trainee, HeadTrainee) else texts
+
+
 def masked_of(raw: dict[str, Any]) -> SpecDiffTrainee:
     """The masked diffusion drafter of a config.json with random weights."""
     trainee = SpecDiffTrainee.of(raw, tiny_target())
@@ -115,7 +138,8 @@ def masked_of(raw: dict[str, Any]) -> SpecDiffTrainee:
 def trainer_of(trainee: Trainee, texts: Texts, **settings: Any) -> Trainer:
     """`settings` are TrainConfig's."""
     given = {"steps": 10, "sequences": 2, "anchors": 4, "draft_vocabulary": VOCAB_SIZE, "warmup": 2}
-    mode = {EagleTrainee: "eagle3", SpecDiffTrainee: "specdiff"}.get(type(trainee), "dflash")
+    modes = {EagleTrainee: "eagle3", HeadTrainee: "mtp", SpecDiffTrainee: "specdiff"}
+    mode = modes.get(type(trainee), "dflash")
     return Trainer(trainee, texts, TrainConfig(**{"mode": mode, **given, **settings}))
 
 

@@ -27,10 +27,11 @@ from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.mtp import HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee, mask_token, spread_aux_layers, take_layers
 from dflash_mlx.verifier.model import Target
-from support import masked_formats
+from support import masked_formats, reference_mtp
 from support.drafter_formats import loaded
 from support.families import FAMILIES, make_model
 from support.masked_formats import ours as masked
@@ -45,9 +46,11 @@ from support.tiny_training import (
     drafter_config,
     eagle_of,
     greedy_rows,
+    head_of,
     make_trainee,
     masked_of,
     sampled_row,
+    seen_by,
     texts_of,
     tiny_target,
     trainer_of,
@@ -86,6 +89,11 @@ LEARNERS: dict[str, tuple[Callable[[], Trainee], dict[str, Any], float]] = {
         {"steps": 60, "learning_rate": 1e-2, "warmup": 5, "anchors": 8, "short_share": 0.0},
         3,
     ),
+    "mtp": (
+        lambda: head_of(6),
+        {"steps": 60, "learning_rate": 1e-2, "warmup": 5, "anchors": 8, "short_share": 0.0},
+        3,
+    ),
     "specdiff": (
         lambda: masked_of(masked()),
         {"steps": 90, "learning_rate": 8e-3, "warmup": 10, "anchors": 16, "seed": 3},
@@ -101,7 +109,7 @@ def test_a_drafter_learns_answers_by_heart_and_decoding_accepts_what_was_measure
 ):
     monkeypatch.setattr(compare, "_CHUNK", 24)  # a text takes several passes
     make, settings, least = LEARNERS[method]
-    known = greedy_texts(KNOWN) if method == "specdiff" else texts
+    known = greedy_texts(KNOWN) if method == "specdiff" else seen_by(make(), texts)
     assert measure(make(), known).tokens_per_round < 1.5
     trainee = learn(make(), known, **settings) if settings else trained
     trainee.save(tmp_path)
@@ -154,6 +162,27 @@ def test_a_new_eagle_is_the_targets_last_layer_behind_its_last_tap():
     assert mx.array_equal(own.input_layernorm.weight, mx.ones(d))
     assert mx.array_equal(trainee.network.norm.weight, target.model.model.norm.weight)
     assert mx.array_equal(trainee.network.fc.weight[:, -d:], mx.eye(d))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_new_head_is_the_targets_last_layer_behind_its_last_states(name):
+    target = Target(make_model(name), 512, name)
+    trainee = HeadTrainee.new(TrainConfig(mode="mtp", steps=1), pair_of(target))
+    assert trainee.aux_layers == (target.num_layers - 1,)
+    assert not (trainee.config.hidden_normed or trainee.config.feeds_normed)
+    own = dict(tree_flatten(trainee.network.parameters()))
+    theirs = dict(tree_flatten(target.model.layers[-1].parameters()))
+    mine = {n.removeprefix("layers.0."): a for n, a in own.items() if "layers.0." in n}
+    assert mine.keys() == theirs.keys(), "norms of heads and biases where it has them"
+    assert all(mx.array_equal(mine[key], theirs[key]) for key in mine)
+    assert mx.array_equal(own["norm.weight"], target.model.model.norm.weight)
+    embedding, state = mx.split(own["fc.weight"], 2, axis=-1)
+    assert mx.array_equal(state, mx.eye(len(state))) and 0 < mx.abs(embedding).max() < 0.2
+    rows = target.model.model.embed_tokens(mx.arange(64)[None])
+    for layer in target.model.layers:
+        rows = layer(rows, "causal", None)
+    sizes = np.sqrt(np.square(np.array(rows[0])).mean(axis=-1))
+    assert np.allclose(own["pre_fc_norm_hidden.weight"], np.sort(sizes)[32], rtol=1e-5)
 
 
 def test_taps_of_a_new_eagle_are_the_usual_ones_or_as_many_as_asked_for():
@@ -303,6 +332,8 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
 
 OTHERS = {**FORMATS, **masked_formats.FORMATS}
 OTHERS["convolutions"] = tiny_config(), random_tensors(tiny_config())
+OTHERS["head, apart"] = reference_mtp.FORMATS["ours, attends_drafts"]
+OTHERS["head, own tables"] = reference_mtp.FORMATS["ours, own tables"]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +345,8 @@ OTHERS["convolutions"] = tiny_config(), random_tensors(tiny_config())
         ("raw, own embedding", "an embedding of its own and a head of its own"),
         ("a2d-qwen3", "an embedding of its own"),
         ("ours, shifted", "shifted logits"),
+        ("head, apart", "sees no drafted tokens"),
+        ("head, own tables", "an embedding of its own and a head of its own"),
     ],
 )
 def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, name, said):
@@ -330,7 +363,11 @@ def test_drafters_that_cannot_be_trained_here_are_refused(tmp_path, name, said):
 
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [("eagle3", "LlamaForCausalLMEagle3"), ("specdiff", "MaskedDiffusionDraftModel")],
+    [
+        ("eagle3", "LlamaForCausalLMEagle3"),
+        ("mtp", "MTPDraftModel"),
+        ("specdiff", "MaskedDiffusionDraftModel"),
+    ],
 )
 def test_a_run_is_resumed_and_compared_and_its_drafter_drafts(place, mode, kind, capsys):
     for steps in (2, 4):

@@ -17,9 +17,10 @@ from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.loss import cross_entropy
+from dflash_mlx.train.mtp import HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
-from support import masked_formats, reference_eagle3
+from support import masked_formats, reference_eagle3, reference_mtp
 from support.families import VOCAB_SIZE
 from support.family_configs import sliding
 from support.masked_formats import ours as masked
@@ -28,9 +29,11 @@ from support.tiny_training import (
     drafter_config,
     eagle_of,
     greedy_rows,
+    head_of,
     make_trainee,
     masked_of,
     sampled_row,
+    seen_by,
     texts_of,
     tiny_target,
     trainer_of,
@@ -57,6 +60,11 @@ EAGLES: dict[str, dict[str, Any]] = {
     "eagle, sliding": sliding("S", 4),
     "eagle 3.1": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
 }
+HEADS: dict[str, dict[str, Any]] = {
+    "head": {"hidden_normed": False, "feeds_normed": False},
+    "head, normed and hidden first": {"hidden_first": True},
+    "head of qwen3_5": {"text": reference_mtp.QWEN},
+}
 MASKED = {
     "masked": masked(),
     "masked, head norms and biases": masked(head_norms=True, attention_bias=True),
@@ -72,7 +80,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # of which drafter, and with w
     "dpace, hard labels": ("full", {"soft": 0.0, "alpha": 0.2}),
     "a small draft vocabulary": ("full", {"draft_vocabulary": 20, "soft": 0.7}),
     "capped": ("mixed, scaled and capped", {"mode": "variable-prefix"}),
-    **{name: (name, {"loss": "decay"}) for name in ("eagle", "eagle 3.1", "masked, sliding")},
+    **{
+        name: (name, {"loss": "decay"})
+        for name in ("eagle", "eagle 3.1", *HEADS, "masked, sliding")
+    },
     "biased": ("masked, head norms and biases", {}),
 }
 
@@ -86,6 +97,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 def trainee_of(kind: str) -> Trainee:
     if kind in EAGLES:
         return eagle_of(**EAGLES[kind])
+    if kind in HEADS:
+        return head_of(**HEADS[kind])
     return masked_of(MASKED[kind]) if kind in MASKED else make_trainee(LAYERS[kind])
 
 
@@ -128,6 +141,11 @@ class Loss:
             known = *given, tables, before, features
             steps = range(1, len(tokens))
             return np.stack([reference_eagle3.logits(*known, tokens[:n]) for n in steps])
+        if isinstance(self.trainee, HeadTrainee):
+            norm = np.array(tiny_target().model.model.norm.weight)
+            known = *given, (*tables, norm), before, features
+            steps = range(1, len(tokens))
+            return np.stack([reference_mtp.logits(*known, tokens[:n]) for n in steps])
         x = self.table[self.blocks.inputs(dflash["mask_token_id"])[s, a]]
         hidden = hidden_states(*given, x * dflash.get("input_embedding_scale", 1.0), features)
         logits = hidden[1:] @ self.table.T * dflash.get("output_multiplier", 1.0)
@@ -198,6 +216,7 @@ def gradients(
 def test_gradients_are_the_slopes_of_the_loss(texts, case, monkeypatch):
     kind, settings = CASES[case]
     trainee = trainee_of(kind)
+    texts = seen_by(trainee, texts)
     blocks = blocks_of(texts, trainee, SOME if "mode" in settings else NONE)
     value, found = gradients(trainee, texts, blocks, **settings)
     loss = Loss(trainee, texts, blocks, **settings)
@@ -217,9 +236,10 @@ def test_gradients_are_the_slopes_of_the_loss(texts, case, monkeypatch):
         assert np.abs(gradient - other[name]).max() < 1e-4 * np.abs(gradient).max(), name
 
 
-@pytest.mark.parametrize("kind", [*LAYERS, *EAGLES, *MASKED])
+@pytest.mark.parametrize("kind", [*LAYERS, *EAGLES, *HEADS, *MASKED])
 def test_blocks_in_one_pass_have_the_logits_that_each_has_alone(texts, kind):
     trainee = trainee_of(kind)
+    texts = seen_by(trainee, texts)
     size, prefixes = (8, SOME) if kind in LAYERS else (6, NONE)
     blocks = blocks_of(texts, trainee, prefixes, size)
     states = trainee.states(*trainee.inputs(texts, blocks))

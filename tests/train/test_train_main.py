@@ -246,6 +246,8 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     ),
     "taps where none are read": ({"mode": "specdiff", "taps": 5}, "--taps is 5, .* no layers"),
     "two layers of EAGLE-3": ({"mode": "eagle3", "layers": 2}, "--layers is 2, .* has one"),
+    "two layers of a head": ({"mode": "mtp", "layers": 2}, "--layers is 2, .* has one"),
+    "three taps of a head": ({"mode": "mtp", "taps": 3}, "--taps is 3, .* has one"),
     "a drafter of another family": (
         lambda p: {"mode": "eagle3", "init": p.drafter()},
         "'DFlashDraftModel', supported are LlamaForCausalL",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
-from dflash_mlx.drafters.dflash.paths import Candidates, Links
+from dflash_mlx.drafters.dflash.network import Links, Network, NetworkConfig
+from dflash_mlx.drafters.dflash.paths import Candidates
 from dflash_mlx.drafters.growth.grow import Array, Choices, Linked, Ranked, follow, follow_links
 from dflash_mlx.drafters.networks.model import BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block
@@ -51,7 +51,7 @@ class BlockModel(BoundModel[FeatureContext]):
         super().__init__(network, config, target)
         self._scale *= config.input_embedding_scale
         # What knows the token before each draft, see `candidates` and `choices`
-        self.links: Links | None = network.links
+        self.links: Links | None = network.links(self.embed)
         if self.links is not None:
             self.least_vocabulary = self.links.top_k
 
@@ -117,8 +117,8 @@ class BlockModel(BoundModel[FeatureContext]):
 
         found = []
         for prefix, part in zip(ask.prefixes, ask.parts, strict=True):
-            before = mx.array([*prefix[-1:]], ask.anchor.dtype) if prefix else ask.anchor
-            found.append(links.linked(states[part], logits[part], before, known, rank))
+            shown = mx.concatenate([ask.anchor, mx.array([*prefix], ask.anchor.dtype)])
+            found.append(links.linked(states[part], logits[part], shown, known, rank))
         return found
 
     def _states(self, ask: Ask) -> mx.array:
@@ -135,7 +135,7 @@ class BlockModel(BoundModel[FeatureContext]):
             (ask.context.cache, Block(tokens.size, branches=len(ask.prefixes)))
             for ask, (tokens, _) in zip(asks, rows, strict=True)
         ]
-        x = self._table(mx.concatenate([tokens for tokens, _ in rows])[None]) * self._scale
+        x = self.embed(mx.concatenate([tokens for tokens, _ in rows])[None])
         states = self.module(x, blocks).astype(x.dtype)[0]
         ends = [*accumulate(tokens.size for tokens, _ in rows)]
         parts = mx.split(states, ends[:-1]) if len(asks) > 1 else [states]

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 
 from dflash_mlx.drafters.networks.fields import (
     Fields,
+    architecture,
     flag,
     layer_windows,
     named,
@@ -38,13 +39,16 @@ from dflash_mlx.drafters.networks.known_fields import (
 )
 
 METHOD = "dflash_config"
+DOMINO = "domino"
+_PROJECTORS = (DOMINO, "causal_v5")
+_OF_DOMINO = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "dspark_bonus_anchor")
 CAUSAL = ("is_causal", "causal", "dflash_query_causal", "causal_head")
 BESIDE = (  # what may be beside `dflash_config`
     "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "selector_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
     "projector_type", "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "use_confidence_head", *ANCHOR, *CAUSAL,
+    "confidence_head_with_markov", "use_confidence_head", *_OF_DOMINO, *ANCHOR, *CAUSAL,
 )  # fmt: skip
 WINDOWS = (  # what vLLM takes beside `transformer_layer_config` too
     "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",
@@ -54,12 +58,8 @@ NATIVE = "qwen3_5"  # model_type of drafters with Qwen3.5's own layers, others h
 _PARTIAL = "partial_rotary_factor"
 _QUERIES = "layers.0.self_attn.q_proj.weight"
 
-_DOMINO = Refused("Domino's correction head, which is not supported", tensor="prefix_gru")
 _REFUSED = {
     **NETWORK_REFUSED,
-    "emb_dim": _DOMINO,
-    "gru_hidden_dim": _DOMINO,
-    "pure_draft_prefix_len": _DOMINO,
     "fc_layernorm": Refused("but norms of each layer that is read are not supported"),
     "log_snr_conditioning": Refused("but embeddings of the noise are not supported"),
     "xpress_block_size": Refused("XPress's, which is not supported"),
@@ -71,6 +71,8 @@ _TRAINING = frozenset({  # of SpecForge's and of several versions of speculators
     "auf", "ce_loss_alpha", "confidence_head_alpha", "l1_loss_alpha", "lambda_base_decay_ratio",
     "lambda_base_start", "loss_decay_gamma", "max_anchors", "num_anchors", "training_mode",
 })  # fmt: skip
+_NO_DOMINO = Refused("of Domino's head, but projector_type is not 'domino'", tensor="prefix_gru")
+_NOT_ITS = Part(read=(), refused=dict.fromkeys(_OF_DOMINO, _NO_DOMINO))
 _IN_METHOD = Part(
     read={
         *BESIDE, "block_size", "draft_vocab_size", "layer_ids", "num_target_layers",
@@ -101,7 +103,10 @@ def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[s
 
 
 def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
-    yield from _IN_METHOD.review(part(raw, METHOD), METHOD, names)
+    method = part(raw, METHOD)
+    if not is_domino(raw):
+        yield from review_others({**raw, **method}, _NOT_ITS, names)
+    yield from _IN_METHOD.review(method, METHOD, names)
     if is_speculators:
         yield from _IN_SPECULATORS.review(raw, names=names)
         layers = raw.get("transformer_layer_config")
@@ -110,6 +115,12 @@ def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterat
     yield from (
         place for place in review_others(raw, _AROUND, names) if not (is_read and place == _PARTIAL)
     )
+
+
+def is_domino(raw: Fields) -> bool:
+    """Whether a file is of a drafter with Domino's head, by its class or its projector."""
+    kind = {**raw, **part(raw, METHOD)}.get("projector_type")
+    return kind in _PROJECTORS or (kind is None and architecture(raw).startswith("Domino"))
 
 
 def has_anchor(fields: Fields) -> bool:

@@ -1,4 +1,4 @@
-"""The DFlash drafter network (arXiv 2602.06036, section 3), also of DFlash 2 and of DSpark.
+"""The DFlash drafter network (arXiv 2602.06036, section 3), also of DFlash 2, DSpark and Domino.
 
 A few decoder layers whose queries come from the block only. The target's features enter every
 layer as extra keys and values and never pass through the residual stream. Embedding and output
@@ -12,18 +12,23 @@ each tap group by group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.drafters.dflash.domino import (
+    DominoConfig,
+    DominoLinks,
+    PrefixGRU,
+    correction,
+)
 from dflash_mlx.drafters.dflash.gemma import GemmaLayer
 from dflash_mlx.drafters.dflash.paths import (
     CandidateSelector,
     ConfidenceHead,
-    Links,
     MarkovConfig,
     MarkovHead,
     MarkovLinks,
@@ -35,6 +40,8 @@ from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.verifier.block import Block, Forest
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
+
+Links = CandidateSelector | MarkovLinks | DominoLinks
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,7 @@ class NetworkConfig(DraftConfig):
     # masks draft their own tokens.
     sample_from_anchor: bool = stored(flag, False)
     markov: MarkovConfig | None = None  # of DSpark
+    domino: DominoConfig | None = None
     offset_norms: bool = stored(flag, False)  # whether files have w for norms that scale by 1 + w
     gemma_layers: bool = stored(flag, False)  # else Qwen3's or Qwen3.5's
     attention_k_eq_v: bool = stored(flag, False)  # of Gemma's: values are the keys' projection
@@ -125,10 +133,13 @@ class NetworkConfig(DraftConfig):
         drafts = None if selector is None else selector.vocab_size
         layers = self.num_target_layers or max(*read, 0, 0) + 1
         groups = max(1, width // conv.group_size)
+        domino, drafts_of_block = self.domino or DominoConfig(0, 0), max(0, self.block_size - 1)
         products = {
             f"{len(read)} tapped layers of hidden_size {width}": len(read) * width,
             f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups":
                 2 * conv.kernel_size * groups,
+            f"three gates of gru_hidden_dim {domino.state}": 3 * domino.state,
+            f"hidden_size {width} and gru_hidden_dim {domino.state}": width + domino.state,
         }  # fmt: skip
         return {
             **super().problems(),
@@ -141,6 +152,10 @@ class NetworkConfig(DraftConfig):
                 own is not None and not self.own_head,
             f"draft_vocab_size is {own}, but the selector needs the vocabulary of {vocabulary}":
                 own is not None and selector is not None,
+            f"draft_vocab_size is {own}, but Domino's head needs the vocabulary of {vocabulary}":
+                own is not None and self.domino is not None,
+            f"pure_draft_prefix_len is {domino.pure}, more than the {drafts_of_block} drafts of a "
+            "block": domino.pure > drafts_of_block,
             f"hidden_size {width} does not divide by conv_group_size {conv.group_size}":
                 width % conv.group_size,
             f"conv_kernel_size is {conv.kernel_size}, more than the block_size {self.block_size}":
@@ -199,10 +214,18 @@ class Network(DraftNetwork):
             self.markov_head = MarkovHead(config.vocab_size, config.drafted, markov)
             if markov.confidence:
                 self.confidence_head = ConfidenceHead(d, markov)
+        if (domino := config.domino) is not None:
+            self.prefix_gru = PrefixGRU(d, domino.state)
+            self.embed_proj = correction(d, config.vocab_size, domino)
+            self._pure = domino.pure
 
-    @property
-    def links(self) -> Links | None:
-        """What knows the token before each position, None where nothing does."""
+    def links(self, embed: Callable[[mx.array], mx.array]) -> Links | None:
+        """What knows the token before each position, None where nothing does.
+
+        embed: tokens [...] to [..., d].
+        """
+        if "prefix_gru" in self:
+            return DominoLinks(self.prefix_gru, self.embed_proj, self._pure, embed)
         if "markov_head" in self:
             return MarkovLinks(self.markov_head, self.get("confidence_head"), self.get("d2t"))
         return self.get("candidate_selector")

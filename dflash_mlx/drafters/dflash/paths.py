@@ -11,15 +11,17 @@ c_t(a) = sigmoid(w [h_t; A[a]] + w_0). It was trained for the mass that the draf
 target's have in common.
 
 Both have `candidates` for chains, drawn ones too, and `linked` for trees, with `top_k` tokens at
-every position, which waits for the pass. hidden: [n, d] final states of consecutive positions.
-logits: [n, v] of the same, before this head. anchor: [1] the token before the first. ids: [v] the
-tokens that logits are for, None for all of the vocabulary.
+every position, which waits for the pass; so has Domino's head, see `domino`. hidden: [n, d] final
+states of consecutive positions. logits: [n, v] of the same, before this head. shown: [1 + l] the
+anchor and l drafts that the block shows. ids: [v] the tokens that logits are for, None for all of
+the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,9 +36,10 @@ class Candidates:
     """What a path can go through."""
 
     tokens: mx.array  # [n, k] of each position
-    # The scores [k] at position t behind the candidate of index [] at the position before; at the
-    # first position that is the anchor, whatever the index.
-    after: Callable[[int, mx.array], mx.array]
+    # The scores [k] at position t behind the candidate of index [] at the position before, at the
+    # first position behind what is shown, whatever the index; and what is remembered of the path,
+    # as it was after the position before, None at first.
+    after: Callable[[int, mx.array, Any], tuple[mx.array, Any]]
     # How likely each position of a path [n] of indices is to be accepted, where a head says so
     confidences: Callable[[mx.array], mx.array] | None = None
 
@@ -45,11 +48,21 @@ class Candidates:
 
         choose(t, scores [k]): the index [] that it takes at position t. Nothing is evaluated.
         """
-        path, scores = [mx.array(0)], []
+        path, scores, memory = [mx.array(0)], [], None
         for t in range(self.tokens.shape[0]):
-            scores.append(self.after(t, path[-1]))
-            path.append(choose(t, scores[-1]))
+            found, memory = self.after(t, path[-1], memory)
+            scores.append(found)
+            path.append(choose(t, found))
         return mx.stack(path[1:]), mx.stack(scores)
+
+    def changed(self, change: Callable[[mx.array], mx.array]) -> Candidates:
+        """The same with other scores [k] at each position."""
+
+        def after(t: int, before: mx.array, memory: Any) -> tuple[mx.array, Any]:
+            scores, memory = self.after(t, before, memory)
+            return change(scores), memory
+
+        return replace(self, after=after)
 
     def likeliest(self) -> tuple[mx.array, mx.array]:
         """The walk that takes the best next candidate every time."""
@@ -67,6 +80,11 @@ def predecessors(tokens: mx.array, anchor: mx.array) -> mx.array:
     """[n, k] what may precede each position: the anchor, then the candidates of the one before."""
     first = mx.repeat(anchor, tokens.shape[1])[None].astype(tokens.dtype)
     return mx.concatenate([first, tokens[:-1]])
+
+
+def behind(anchor: mx.array, tokens: mx.array) -> mx.array:
+    """[n] what precedes each of the tokens [n] of a path."""
+    return mx.concatenate([anchor, tokens[:-1].astype(anchor.dtype)])
 
 
 @dataclass(frozen=True)
@@ -94,21 +112,21 @@ class CandidateSelector(nn.Module):
         return min(self._top_k, MAX_K)
 
     def candidates(
-        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None = None
+        self, hidden: mx.array, logits: mx.array, shown: mx.array, ids: mx.array | None = None
     ) -> Candidates:
         k, logits = self._top_k, self._offer(logits, ids)
         tokens = mx.argpartition(logits, -k, axis=-1)[:, -k:]
         unary = mx.take_along_axis(logits, tokens, axis=-1).astype(mx.float32)
         tokens = tokens if ids is None else ids[tokens]
-        scores = unary[:, None] + self.edges(hidden, predecessors(tokens, anchor), tokens)
-        return Candidates(tokens, lambda t, before: scores[t, before])
+        scores = unary[:, None] + self.edges(hidden, predecessors(tokens, shown[-1:]), tokens)
+        return Candidates(tokens, lambda t, before, _: (scores[t, before], None))
 
     def linked(
-        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None, rank: Rank
+        self, hidden: mx.array, logits: mx.array, shown: mx.array, ids: mx.array | None, rank: Rank
     ) -> Linked:
         ranked = rank(self._offer(logits, ids))
         tokens = mx.array(ranked.tokens)
-        edges = self.edges(hidden, predecessors(tokens, anchor), tokens)
+        edges = self.edges(hidden, predecessors(tokens, shown[-1:]), tokens)
         return Linked(ranked, np.array(edges))
 
     def _offer(self, logits: mx.array, ids: mx.array | None) -> mx.array:
@@ -172,38 +190,39 @@ class MarkovLinks:
             self._rows = mx.array(rows)
 
     def candidates(
-        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None
+        self, hidden: mx.array, logits: mx.array, shown: mx.array, ids: mx.array | None
     ) -> Candidates:
         """All tokens that logits are for; scores are in float32."""
+        anchor = shown[-1:]
         tokens = mx.arange(logits.shape[1]) if ids is None else ids
         weight = self._after.weight
         after = weight if ids is None or self._rows is not None else weight[ids]
 
-        def scores(t: int, before: mx.array) -> mx.array:
+        def scores(t: int, before: mx.array, _: None) -> tuple[mx.array, None]:
             token = anchor if t == 0 else tokens[before][None]
             bias: mx.array = self._before(token) @ after.T
-            return logits[t].astype(mx.float32) + bias[0]
+            return logits[t].astype(mx.float32) + bias[0], None
 
         def sure(path: mx.array) -> mx.array:
-            return self.confidences(hidden, _behind(anchor, tokens[path])[:, None])[:, 0]
+            return self.confidences(hidden, behind(anchor, tokens[path])[:, None])[:, 0]
 
         whole = mx.broadcast_to(tokens, logits.shape)
         return Candidates(whole, scores, None if self._confidence is None else sure)
 
     def linked(
-        self, hidden: mx.array, logits: mx.array, anchor: mx.array, ids: mx.array | None, rank: Rank
+        self, hidden: mx.array, logits: mx.array, shown: mx.array, ids: mx.array | None, rank: Rank
     ) -> Linked:
         """The likeliest behind the walk that takes the best token every time.
 
         So that walk has the very law of this head. After other tokens, what they add instead is
         known for these candidates only; the others keep what the walk left them.
         """
-        candidates = self.candidates(hidden, logits, anchor, ids)
+        candidates, anchor = self.candidates(hidden, logits, shown, ids), shown[-1:]
         path, scores = candidates.likeliest()
         ranked = rank(scores)
         tokens = mx.array(ranked.tokens)
         before = predecessors(tokens, anchor)
-        walked = _behind(anchor, candidates.at(path))[:, None]
+        walked = behind(anchor, candidates.at(path))[:, None]
         edges = self.edges(before, tokens) - self.edges(walked, tokens)
         sure = None if self._confidence is None else np.array(self.confidences(hidden, before))
         return Linked(ranked, np.array(edges), sure)
@@ -221,11 +240,3 @@ class MarkovLinks:
         if self._confidence.proj.weight.shape[-1] > hidden.shape[-1]:
             given = mx.concatenate([given, self._before(before).astype(hidden.dtype)], axis=-1)
         return mx.sigmoid(self._confidence.proj(given)[..., 0].astype(mx.float32))
-
-
-def _behind(anchor: mx.array, tokens: mx.array) -> mx.array:
-    """[n] what precedes each of the tokens [n] of a path."""
-    return mx.concatenate([anchor, tokens[:-1].astype(anchor.dtype)])
-
-
-Links = CandidateSelector | MarkovLinks

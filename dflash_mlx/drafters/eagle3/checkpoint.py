@@ -11,14 +11,16 @@ Which layers are read, and in which numbering, is told by `fields`.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from dflash_mlx.drafters.eagle3 import fields as own
-from dflash_mlx.drafters.eagle3.model import EagleConfig, EagleModel, Network
+from dflash_mlx.drafters.eagle3.model import USUAL_TAPS, EagleConfig, EagleModel, Network
 from dflash_mlx.drafters.formats import (
     SPECULATORS,
     FileFormat,
     layers_of_speculators,
     left_by_training,
+    proposed_tokens,
 )
 from dflash_mlx.drafters.networks.fields import (
     Fields,
@@ -29,10 +31,12 @@ from dflash_mlx.drafters.networks.fields import (
     part,
     size,
     size_or_none,
+    stored_shape,
+    whole,
 )
 from dflash_mlx.drafters.networks.files import FLAGS, WHOLE, in_words
 
-RAW = "LlamaForCausalLMEagle3"
+RAW, PARALLEL = "LlamaForCausalLMEagle3", "PEagleDraftModel"
 DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be
 _FIRST = "LlamaForCausalLM"  # in the first uploads, which only draft_vocab_size tells apart
 LAYERS_READ = own.LAYERS_READ
@@ -44,20 +48,22 @@ _ALIASES = {  # classes of the same network, and whether theirs norm queries and
     "Eagle3Qwen2_5vlForCausalLM": False,
     "Eagle3Qwen3vlForCausalLM": False,
     "LlamaEagle3DraftModel": False,
+    PARALLEL: False,
 }
 _NORM = "self_attn.q_norm.weight"
 _TOLD = (  # what speculators has beside the layer, by the same names
     "draft_vocab_size", "target_hidden_size", "num_target_layers", "tie_word_embeddings",
-    *own.NORMS, LAYERS_READ, own.METHOD, "quantization", "quantization_config",
+    *own.NORMS, LAYERS_READ, own.METHOD, own.PARALLEL, own.DEPTHS, *own.MASKS, "quantization",
+    "quantization_config",
 )  # fmt: skip
 
 
 class EagleFiles(FileFormat):
-    """EAGLE-3 and EAGLE-3.1."""
+    """EAGLE-3, EAGLE-3.1 and P-EAGLE."""
 
     config, network, model = EagleConfig, Network, EagleModel
     known = (RAW, "Eagle3LlamaForCausalLM", _FIRST)
-    speculators = ("eagle3",)
+    speculators = ("eagle3", "peagle")
     classes = ((".*Eagle3.*|P[Ee]agle.*", ""), (_FIRST, "draft_vocab_size"))
 
     def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
@@ -69,34 +75,40 @@ class EagleFiles(FileFormat):
         layer = layers_of_speculators(raw)
         told = {name: raw[name] for name in _TOLD if raw.get(name) is not None}
         kind = layer.get("model_type", "qwen3")  # as the library has it
+        if raw[SPECULATORS] == "peagle":
+            told[own.PARALLEL], tokens = True, proposed_tokens(raw)
+            told |= {"block_size": tokens + 1} if tokens else {}
         return {**layer, **told, "architectures": [RAW], "qk_norm": kind == "qwen3"}
 
     def read_fields(self, told: Fields, names: Collection[str]) -> EagleConfig:
         method = part(told, "eagle_config")
-        _check_kind(told, method, names)
+        parallel = own.is_parallel({**method, **told}, names)
+        _check_kind(told, method, names, parallel)
         aux_layers, notes = own.aux_layers(told, method)
         vocabulary, width = size(told, "vocab_size"), size(told, "hidden_size")
         drafted = size(told, "draft_vocab_size", vocabulary)
         target_width = size(told, "target_hidden_size", width)
-        narrower, unknown = target_width != width, not names
-        first = (told.get("layer_types") or [])[:1]  # some have those of a target
+        narrower, unknown, ours = target_width != width, not names, {*map(_renamed, names)}
+        layers = size(told, "num_hidden_layers")
+        kinds = (told.get("layer_types") or [])[:layers]  # some have those of a target
         return EagleConfig.read(
             {**method, **told},
-            block_size=size(told, "block_size", DEFAULT_BLOCK),
+            block_size=size(told, "block_size", _drafted({**method, **told}) + 1),
             target_hidden_size=target_width,
             aux_layers=aux_layers,
             num_target_layers=size_or_none(told, "num_target_layers"),
-            layer_windows=layer_windows({**told, "layer_types": first}),
+            layer_windows=layer_windows({**told, "layer_types": kinds}),
             head_norms=flag(told, "qk_norm"),
             norm_output=flag({**method, **told}, "norm_output", flag(method, own.POST_NORM)),
             draft_vocab_size=None if drafted == vocabulary else drafted,
-            own_embedding="embed_tokens.weight" in names or (unknown and narrower),
-            own_head="lm_head.weight" in names or (unknown and (narrower or drafted != vocabulary)),
+            own_embedding="embed_tokens.weight" in ours or (unknown and narrower),
+            own_head="lm_head.weight" in ours or (unknown and (narrower or drafted != vocabulary)),
+            **(_masks({**method, **told}, names, target_width, aux_layers) if parallel else {}),
             notes=(*listed(told.get("notes") or [], "notes", str), *notes),
         )
 
     def our_names(self, names: Collection[str]) -> dict[str, str]:
-        return {n: n.replace("layers.0.", "midlayer.", 1) for n in names}  # speculators counts it
+        return {n: _renamed(n) for n in names}
 
     def optional(self, config: EagleConfig) -> dict[str, str]:
         found = left_by_training(config.target_hidden_size, config.drafted)
@@ -117,12 +129,33 @@ def _named(raw: Fields, names: Collection[str]) -> Fields:
     if (kind := architecture(raw)) not in _ALIASES:
         return raw
     normed = any(name.endswith(_NORM) for name in names) if names else _ALIASES[kind]
-    return {**raw, "architectures": [RAW], "qk_norm": flag(raw, "qk_norm", normed)}
+    told = {"architectures": [RAW], "qk_norm": flag(raw, "qk_norm", normed)}
+    return {**raw, **told, **({own.PARALLEL: True} if kind == PARALLEL else {})}
 
 
-def _check_kind(raw: Fields, method: Fields, names: Collection[str]) -> None:
+def _renamed(name: str) -> str:
+    """Our name of a tensor. NVIDIA's are below `model.`; some count the first layer."""
+    return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+
+
+def _drafted(fields: Fields) -> int:
+    """How many tokens a draft has where no block size is given: as deep as P-EAGLE was trained."""
+    return whole(fields, own.DEPTHS, default=0) or DEFAULT_BLOCK - 1
+
+
+def _masks(
+    fields: Fields, names: Collection[str], width: int, aux_layers: tuple[int, ...] | None
+) -> dict[str, Any]:
+    """What P-EAGLE's rows behind the anchor have; their vector is [1, m*D] or [1, 1, m*D]."""
+    features = width * (USUAL_TAPS if aux_layers is None else len(aux_layers))
+    shape = stored_shape(names, "mask_hidden")
+    known = shape if shape == (1, features) else (1, 1, features)
+    return {"mask_token_id": own.mask_token(fields), "mask_hidden": known}
+
+
+def _check_kind(raw: Fields, method: Fields, names: Collection[str], parallel: bool) -> None:
     """Raise ValueError for drafters that only look like this one."""
-    if (layers := size(raw, "num_hidden_layers")) != 1:
+    if (layers := size(raw, "num_hidden_layers")) != 1 and not parallel:
         raise ValueError(f"num_hidden_layers is {layers}, supported is 1")
     for name, value in own.SWITCHES.items():
         if method.get(name) not in (None, value):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dflash_mlx.drafters.eagle3.model import USUAL_TAPS
 from dflash_mlx.drafters.networks.fields import (
     Fields,
+    flag,
     layers_of_states,
     listed,
     named,
@@ -25,6 +26,7 @@ from dflash_mlx.drafters.networks.known_fields import (
     SPECULATORS_SILENT,
     Part,
     Refused,
+    Unsupported,
     note_of,
     review_others,
 )
@@ -43,25 +45,22 @@ SWITCHES = {  # of eagle_config: what only this network does
     "parallel_draft_step": 1,
 }
 
-_PARALLEL = "of P-EAGLE, which drafts all its tokens in one pass and is not supported"
-_TOKEN = Refused(f"a token {_PARALLEL}", (None,))
+PARALLEL, DEPTHS = "parallel_drafting", "num_depths"  # of P-EAGLE
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+_OF_PARALLEL = {PARALLEL, DEPTHS, *MASKS}
+
 _REFUSED = {
     **NETWORK_REFUSED,
-    "parallel_drafting": Refused(_PARALLEL),
-    "mask_token_id": _TOKEN,
-    "pard_token": _TOKEN,
-    "ptd_token_id": _TOKEN,
-    "num_depths": Refused(_PARALLEL, (None, 0, 1)),
     "eh_proj_before_attn": Refused("but a projection before attention is not supported"),
 }
 _IN_METHOD = Part(
-    read={LAYERS_READ, *NORMS, POST_NORM, *SWITCHES, *COUNTS},
+    read={LAYERS_READ, *NORMS, POST_NORM, *SWITCHES, *COUNTS, *_OF_PARALLEL},
     silent=("next_layer_regular", "parallel_draft_heads_num_layers"),  # of more steps and layers
     refused=_REFUSED,
 )
 _AROUND = Part(read=(), noted=(*COPIED, "partial_rotary_factor"), refused=_REFUSED)
 _IN_SPECULATORS = Part(
-    read={*SPECULATORS_READ, METHOD, LAYERS_READ, *NORMS},
+    read={*SPECULATORS_READ, METHOD, LAYERS_READ, *NORMS, *_OF_PARALLEL},
     silent=SPECULATORS_SILENT,
     refused=_REFUSED,
 )
@@ -103,6 +102,31 @@ def aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tup
         if given != count:
             raise ValueError(f"{name} is {given!r}, but {count} layers are read")
     return layers_read, notes
+
+
+def is_parallel(fields: Fields, names: Collection[str]) -> bool:
+    """Whether all rows of a draft go through in one pass, P-EAGLE's; ValueError for yes and no."""
+    signs = named(fields, MASKS)
+    if whole(fields, DEPTHS, default=0) > 1:
+        signs[DEPTHS] = fields[DEPTHS]
+    if fields.get(PARALLEL) is None:
+        return bool(signs) or any(name.endswith("mask_hidden") for name in names)
+    if signs and not flag(fields, PARALLEL):
+        raise ValueError(f"{PARALLEL} is false, but {signs} are P-EAGLE's")
+    return flag(fields, PARALLEL)
+
+
+def mask_token(fields: Fields) -> int:
+    """The token of rows that have none; Unsupported where a file does not say it."""
+    given = {name: whole(fields, name) for name in named(fields, MASKS)}
+    if not given:
+        raise Unsupported(
+            "a drafter of P-EAGLE does not say which token its masks are",
+            "add mask_token_id to it, the token that it was trained with",
+        )
+    if len(set(given.values())) > 1:
+        raise ValueError(f"{' and '.join(given)} contradict each other: {given}")
+    return next(iter(given.values()))
 
 
 def _layers(ids: object, name: str) -> tuple[int, ...]:

@@ -1,23 +1,29 @@
 """EAGLE-3 (arXiv 2503.01840, section 3): one decoder layer over pairs of inputs, and its drafts.
 
-Of committed tokens h is made of the features of three layers, see `networks/paired.py`.
+Of committed tokens h is made of the features of three layers, see `networks/paired.py`. P-EAGLE has
+more layers and drafts in one pass, see `parallel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.config import MOST_ROWS
+from dflash_mlx.drafters.eagle3.parallel import ParallelDraft, StackedContext
 from dflash_mlx.drafters.networks.fields import flag
 from dflash_mlx.drafters.networks.files import DraftConfig, stored, too_large
 from dflash_mlx.drafters.networks.layers import MLP, Attention, DraftNetwork
-from dflash_mlx.drafters.networks.paired import PairedModel
+from dflash_mlx.drafters.networks.layers import Layer as DeeperLayer
+from dflash_mlx.drafters.networks.model import Draft
+from dflash_mlx.drafters.networks.paired import PairedContext, PairedModel
+from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -50,6 +56,10 @@ class EagleConfig(DraftConfig):
     norm_before_fc: bool = stored(flag, False)  # whether features are normed all at once
     fc_norm: bool = stored(flag, False)  # ... layer by layer
     norm_output: bool = stored(flag, False)  # whether a drafted row's h is normed, too (EAGLE-3.1)
+    # Of P-EAGLE: the token of rows behind the anchor's, and the shape of what they have in place of
+    # features, [.., m*D]
+    mask_token_id: int | None = None
+    mask_hidden: tuple[int, ...] | None = None
 
     @property
     def target_width(self) -> int:
@@ -77,7 +87,7 @@ class EagleConfig(DraftConfig):
         }
         return {
             **super().problems(),
-            **self.block_problems(most=MOST_ROWS),
+            **self.block_problems(self.mask_token_id, most=MOST_ROWS),
             f"draft_vocab_size is {own}, more than the vocabulary of {vocabulary}":
                 own is not None and own > vocabulary,
             f"draft_vocab_size is {own} of {vocabulary} tokens, but there is no lm_head for them":
@@ -126,6 +136,12 @@ class Network(DraftNetwork):
         self._norm_output = config.norm_output
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(config.features * width, eps)
+        if config.mask_hidden is not None:
+            self.mask_hidden = mx.zeros(config.mask_hidden)
+        # P-EAGLE's layers, of Llama or Qwen3, are counted behind `midlayer`, so the first place is
+        # empty
+        more = [DeeperLayer(config, config.head_norms, True) for _ in config.layer_windows[1:]]
+        self.layers = [nn.Module(), *more]
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(width, eps) for _ in range(config.features)]
 
@@ -146,26 +162,77 @@ class Network(DraftNetwork):
         Nobody asks what a committed row says of the next token: its keys and values are enough.
         """
         cache.begin(Block(len(h)))
-        rows = self.midlayer.pair(x.astype(h.dtype)[None], h[None])
-        self.midlayer.self_attn.remember(rows, cache.layers[0])
-        cache.commit(range(len(h)))
+        x, h, first = x.astype(h.dtype)[None], h[None], cache.layers[0]
+        if more := self.layers[1:]:
+            y = self.midlayer(x, h, first.make_mask(h.shape[1]), first)
+            *before, (last, last_cache) = zip(more, cache.layers[1:], strict=True)
+            for layer, layer_cache in before:
+                y = layer(y, layer_cache.make_mask(h.shape[1]), layer_cache)
+            last.self_attn.remember(last.input_layernorm(y), last_cache)
+        else:
+            self.remember(x, h, first)
+        cache.commit(range(h.shape[1]))
+
+    def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
+        """Write the keys and values of rows [B, n, d] into `cache`."""
+        self.midlayer.self_attn.remember(self.midlayer.pair(x.astype(h.dtype), h), cache)
 
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: LayerCache
     ) -> tuple[mx.array, mx.array]:
         """Final states of rows, and their h for the rows behind them; all [..., n, d]."""
-        out = self.midlayer(x.astype(h.dtype), h, mask, cache)
-        final = self.norm(out)
-        return final, final if self._norm_output else out
+        return self._final(self.midlayer(x.astype(h.dtype), h, mask, cache))
 
     def step(self, x: mx.array, h: mx.array, cache: SequenceCache) -> tuple[mx.array, mx.array]:
-        layer: LayerCache = cache.layers[0]
-        final, states = self(x[None], h[None], layer.make_mask(len(x)), layer)
+        first, *others = cache.layers
+        y = self.midlayer(x.astype(h.dtype)[None], h[None], first.make_mask(len(x)), first)
+        for layer, layer_cache in zip(self.layers[1:], others, strict=True):
+            y = layer(y, layer_cache.make_mask(len(x)), layer_cache)
+        final, states = self._final(y)
         return final[0], states[0]
+
+    def _final(self, y: mx.array) -> tuple[mx.array, mx.array]:
+        final = self.norm(y)
+        return final, final if self._norm_output else y
 
 
 class EagleModel(PairedModel):
-    """An EAGLE-3 network bound to its target."""
+    """An EAGLE-3 or P-EAGLE network bound to its target."""
 
     family = FAMILY
     scales_embeddings = False  # the norm behind them undoes any scale
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.config.mask_token_id is not None
+
+    @cached_property
+    def _masked(self) -> mx.array:
+        """H [1, d] of rows without features."""
+        return self.module.fuse(self.module.mask_hidden.reshape(1, -1))  # type: ignore[no-any-return]
+
+    def context(self, *parts: Any) -> PairedContext:
+        stacked = len(self.config.layer_windows) > 1
+        return (StackedContext if stacked else PairedContext)(self.embed, *parts)
+
+    def begin(self, state: State) -> Draft:
+        if not self.is_parallel:
+            return super().begin(state)
+        context = cast(PairedContext, state.context)
+        return ParallelDraft(self, context, partial(self.block, context))
+
+    def tried(self, context: PairedContext) -> mx.array:
+        if not self.is_parallel:
+            return super().tried(context)
+        return self._head.whole(self.block(context, mx.zeros(1, mx.int32)), context.words)
+
+    def block(self, context: PairedContext, anchor: mx.array) -> mx.array:
+        """P-EAGLE's final states [block_size - 1, d] of all rows behind an anchor [1]."""
+        masks, cache = self.block_size - 2, context.cache
+        tokens = mx.full(masks, self.config.mask_token_id, anchor.dtype)
+        x = self.embed(mx.concatenate([anchor, tokens]))
+        h = mx.concatenate([context.last, mx.repeat(self._masked, masks, axis=0)])
+        cache.begin(Block(masks + 1))
+        final, _ = self.module.step(x, h, cache)
+        cache.discard()
+        return final.astype(x.dtype)  # type: ignore[no-any-return]

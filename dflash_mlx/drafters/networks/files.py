@@ -45,7 +45,8 @@ BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 _AT_LOAD = (64, 32)  # the largest that fits is taken where none is asked for
 # Small, and what they add decides between near candidates
-KEPT = ("candidate_selector", "markov_head", "confidence_head")
+KEPT = ("candidate_selector", "markov_head", "confidence_head", "embed_proj")
+_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")  # of experts, which they choose and weigh
 MAX_BLOCK = 1024  # tokens; published drafters have 4 to 32
 ACTIVATION = "silu"
 
@@ -184,10 +185,11 @@ class DraftConfig:
 def quantize_network(network: nn.Module, bits: int, group_size: int | None = None) -> None:
     """Pack the matrices of a drafter network in place, lazily.
 
-    Norms, DFlash 2's base kernels, its candidate selector and DSpark's heads keep their numbers; so
-    does what is packed already. bits: 4 or 8. group_size: numbers that share a scale and a bias,
-    32, 64 or 128; None for the larger of 64 and 32 that fits all of them. Raises DFlashError for
-    other values, and where a matrix has rows of a length that the groups do not divide.
+    Norms, routers of experts, DFlash 2's base kernels, its candidate selector, DSpark's and
+    Domino's heads keep their numbers; so does what is packed already. bits: 4 or 8. group_size:
+    numbers that share a scale and a bias, 32, 64 or 128; None for the larger of 64 and 32 that fits
+    all of them. Raises DFlashError for other values, and where a matrix has rows of a length that
+    the groups do not divide.
     """
     if bits not in BITS:
         raise DFlashError(f"bits of a quantised drafter is {bits!r}", f"choose one of {BITS}")
@@ -222,7 +224,8 @@ def _group_size(network: nn.Module, asked: int | None) -> int:
 
 
 def _is_packed(path: str, module: Any) -> bool:
-    return hasattr(module, "to_quantized") and not any(kept in path for kept in KEPT)
+    is_kept = path.endswith(_ROUTERS) or any(kept in path for kept in KEPT)
+    return hasattr(module, "to_quantized") and not is_kept
 
 
 def save_network(folder: Path, network: nn.Module, raw: dict[str, Any]) -> None:

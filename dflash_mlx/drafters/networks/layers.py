@@ -131,9 +131,13 @@ class DraftNetwork(nn.Module):
 class Layer(nn.Module):
     """Pre-norm decoder layer: Qwen3's with head_norms, Llama's and Qwen2's without."""
 
-    def __init__(self, config: DraftConfig, head_norms: bool = True) -> None:
+    def __init__(
+        self, config: DraftConfig, head_norms: bool = True, output_bias: bool | None = None
+    ) -> None:
+        """output_bias: of attention, None for as Qwen3 and Qwen2 have it."""
         super().__init__()
-        self.self_attn = Attention(config, head_norms=head_norms, output_bias=head_norms)
+        biased = head_norms if output_bias is None else output_bias
+        self.self_attn = Attention(config, head_norms=head_norms, output_bias=biased)
         self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

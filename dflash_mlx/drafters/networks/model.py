@@ -279,6 +279,7 @@ class BoundModel(Generic[_Context]):
     family: ClassVar[str]
     scales_embeddings: ClassVar[bool] = True  # as its target does, with the target's embedding
     least_vocabulary = 1  # tokens that its drafts need
+    takes_trees, prefers_chains = True, False  # where it goes token by token
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
@@ -296,6 +297,15 @@ class BoundModel(Generic[_Context]):
             config.output_multiplier,
         )
         target.tap(self.aux_layers)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether all rows of a draft go through in one pass."""
+        return False
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Tokens [...] to [..., d]."""
+        return self._table(tokens) * self._scale  # type: ignore[no-any-return]
 
     def own_head(self, network: Any) -> Callable[[mx.array], mx.array]:
         return network.lm_head  # type: ignore[no-any-return]

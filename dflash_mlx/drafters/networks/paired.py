@@ -8,12 +8,13 @@ target's features; a drafted token has none, so there h is what the network made
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.networks.model import BoundModel, Draft, DraftContext
+from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.block import Block, Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
@@ -99,18 +100,14 @@ class PairedContext(DraftContext):
 class PairedModel(BoundModel[PairedContext]):
     """Such a network bound to its target."""
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Tokens [n] to [n, d]."""
-        return self._table(tokens) * self._scale  # type: ignore[no-any-return]
-
     def context(self, *parts: Any) -> PairedContext:
         return PairedContext(self.embed, *parts)
 
     def tried(self, context: PairedContext) -> mx.array:
-        return self.begin(context).logits(mx.zeros(1, mx.int32), [-1])
+        return PairedDraft(self, context).logits(mx.zeros(1, mx.int32), [-1])
 
-    def begin(self, context: PairedContext) -> PairedDraft:
-        return PairedDraft(self, context)
+    def begin(self, state: State) -> Draft:
+        return PairedDraft(self, cast(PairedContext, state.context))
 
 
 class PairedDraft(Draft):

@@ -17,7 +17,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import TOP_K, Array, Ranked, best_first, follow
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
-from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TokenContext
+from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TextContext
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
@@ -82,7 +82,7 @@ class SpecDiff(BlockDrafter[MaskedModel]):
         self._how, self._grow, self._width = how, grow, width
 
     def draft_block(self, state: State, rows: int) -> Proposal:
-        context, model = cast(TokenContext, state.context), self._model
+        context, model = cast(TextContext, state.context), self._model
 
         def look(known: Known, masked: list[int]) -> Ranked:
             hidden = [known.get(place, model.mask) for place in range(1, rows)]
@@ -120,7 +120,7 @@ class DrawnSpecDiff(Drawn[MaskedModel]):
 
         sure: [rows - 1] the largest probabilities in the first pass.
         """
-        context, steps = cast(TokenContext, state.context), self._how.steps
+        context, steps = cast(TextContext, state.context), self._how.steps
         keys = mx.random.split(self.key(state), steps)
         tokens, q = mx.array([], state.anchor.dtype), []
         sure: mx.array | None = None

@@ -17,13 +17,13 @@ from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.fields import cap, flag, whole
 from dflash_mlx.drafters.networks.files import DraftConfig, stored
 from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
-from dflash_mlx.drafters.networks.model import MOST_WAITING, BoundModel, DraftContext
-from dflash_mlx.verifier.block import Block, Saved
+from dflash_mlx.drafters.networks.model import BoundModel
+from dflash_mlx.drafters.networks.tokens import TokenContext
+from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
 FAMILY = "specdiff"
-CHUNK = 512  # tokens of a pass over text alone
 
 Embed = Callable[[mx.array], mx.array]
 
@@ -94,70 +94,27 @@ class Network(DraftNetwork):
         return self.norm(x)  # type: ignore[no-any-return]
 
 
-class TokenContext(DraftContext):
-    """Keys and values of committed tokens, of which no features are read.
-
-    Tokens that wait take part in the first pass of a draft; many at once, as of a prompt, do not
-    wait. All tokens are remembered: where a window has passed on, they are read again without the
-    target.
-    """
+class TextContext(TokenContext):
+    """Keys and values of committed tokens."""
 
     def __init__(self, embed: Embed, *parts: Any) -> None:
         super().__init__(*parts)
         self._embed = embed
-        self._text = mx.array([], mx.int32)  # what waits
-        self._tokens: list[mx.array] = []  # all of them, part by part
 
-    @property
-    def _rows(self) -> int:
-        return int(self._text.size)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [*self._cache.arrays, self._text]
-
-    def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        tokens = tokens.astype(mx.int32)
-        self._tokens.append(tokens)
-        self._note(tokens)
-        self.take_in(tokens)
-
-    def take_in(self, tokens: mx.array, features: mx.array | None = None) -> None:
-        self._text = mx.concatenate([self._text, tokens])
-        while self._text.size > MOST_WAITING:
-            self._network.read(self._embed(self._text[:CHUNK]), self._cache)
-            self._text = self._text[CHUNK:]
+    def read(self, tokens: mx.array) -> None:
+        self._network.read(self._embed(tokens), self._cache)
 
     def run(self, block: mx.array) -> mx.array:
         """Final states [b, d] of a block [b] behind all tokens; what waited is then committed."""
-        rows, text = mx.concatenate([self._text, block]), self._text.size
-        self._text = self._text[:0]
-        return self._network(self._embed(rows), self._cache, text)[0, text:]  # type: ignore[no-any-return]
+        text = self.take_waiting()
+        rows = mx.concatenate([text, block])
+        return self._network(self._embed(rows), self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
 
-    def refill_from(self, length: int) -> int:
-        return length  # no token has to be appended again
-
-    def trim(self, length: int) -> None:
-        tokens = mx.concatenate([self._text[:0], *self._tokens])[:length]
-        mx.eval(tokens)  # or it would hold on to all parts
-        self._tokens = [tokens]
-        if length >= self._cache.length or self._cache.refill_from(length) == length:
-            self._text = self._text[: max(0, length - self._cache.length)]
-            self._cache.rewind(length)
-        else:
-            start = self._reached_from(length)
-            self._text = self._text[:0]
-            self._cache.rewind(start)
-            self.take_in(tokens[start:])
-
-    def fork(self) -> TokenContext:
-        other = super().fork()
-        other._tokens = list(self._tokens)
-        return other
-
-    def restore(self, saved: Saved, tokens: mx.array) -> None:
-        super().restore(saved, tokens)
-        self._tokens, self._text = [tokens], tokens[self._cache.length :]
+    def way_back(self, length: int) -> int:
+        length = min(length, self._cache.length)
+        if self._cache.refill_from(length) == length:
+            return length
+        return self._reached_from(length)
 
     def _reached_from(self, length: int) -> int:
         """The first token that rows at `length` see anything of, through all layers.
@@ -171,7 +128,7 @@ class TokenContext(DraftContext):
         return max(0, length - int(sum(windows) - len(windows)))
 
 
-class MaskedModel(BoundModel[TokenContext]):
+class MaskedModel(BoundModel[TextContext]):
     """A masked diffusion network bound to its target.
 
     Blocks [b] begin with the anchor; places are positions in them, from 1 on.
@@ -190,24 +147,24 @@ class MaskedModel(BoundModel[TokenContext]):
     def mask(self) -> int:
         return self.config.mask_token_id  # type: ignore[no-any-return]
 
-    def context(self, *parts: Any) -> TokenContext:
-        return TokenContext(self._embed, *parts)
+    def context(self, *parts: Any) -> TextContext:
+        return TextContext(self._embed, *parts)
 
-    def tried(self, context: TokenContext) -> mx.array:
+    def tried(self, context: TextContext) -> mx.array:
         masks = mx.full(self.block_size, self.mask, mx.int32)
         return self.logits(context, masks, range(1, self.block_size))
 
-    def logits(self, context: TokenContext, block: mx.array, places: Sequence[int]) -> mx.array:
+    def logits(self, context: TextContext, block: mx.array, places: Sequence[int]) -> mx.array:
         """[n, V] of n places in a block [b]; -inf for tokens that are never drafted."""
         return self._head.whole(self._states(context, block, places), context.words)
 
     def ranked(
-        self, context: TokenContext, block: mx.array, places: Sequence[int], k: int
+        self, context: TextContext, block: mx.array, places: Sequence[int], k: int
     ) -> Ranked:
         """The k likeliest tokens of n places in a block [b]; waits for the pass."""
         return self._head.ranked(self._states(context, block, places), context.words, k)
 
-    def _states(self, context: TokenContext, block: mx.array, places: Sequence[int]) -> mx.array:
+    def _states(self, context: TextContext, block: mx.array, places: Sequence[int]) -> mx.array:
         """[n, d] what logits of these places are computed from."""
         rows = [place - self.config.logits_shifted for place in places]
         states = context.run(block)[mx.array(rows)]

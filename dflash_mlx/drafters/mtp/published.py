@@ -1,0 +1,204 @@
+"""The heads of other publishers, as they lie in their targets' checkpoints.
+
+Their layers are those of mlx-lm's module of the family, which also arranges their tensors: it
+stacks experts, splits projections of latent keys and values, and unpacks DeepSeek's 8-bit floats.
+
+Embedding and head are the target's, whatever copies a checkpoint has beside its layer: that they
+are the same says DeepSeek's README_WEIGHTS.md, and SGLang (`deepseek_nextn.py`) and transformers
+(`MtpModel`) leave them out. vLLM (`deepseek_mtp.py`, `mimo_mtp.py`) sets the embedding of the row
+at position 0 to nothing, which neither these two nor the publishers' own modules do, nor do we.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from dflash_mlx.core.errors import in_one_line
+from dflash_mlx.drafters.mtp.kinds import Kind, model_type
+from dflash_mlx.drafters.networks.fields import Fields
+from dflash_mlx.drafters.networks.files import Arrays
+
+_OURS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_BLOCKS = {"full_attention": "*", "attention": "*", "moe": "E", "mlp": "-"}
+
+
+class Arranged(Kind):
+    """Tensors that mlx-lm's module of the family arranges."""
+
+    count = "num_nextn_predict_layers"
+    place: ClassVar[str] = "model."  # of the layers in a model of the family
+    around: ClassVar[tuple[str, ...]]  # what is named as in `_OURS` here, in that order
+    left: ClassVar[str] = r"rotary_emb\.inv_freq"  # what nobody reads
+
+    def refusal(self, text: Fields) -> str:
+        count = self.heads(text)
+        return f"{self.count} is {count}, supported is 1" if count > 1 else ""
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        """What the names of a head's tensors begin with."""
+        raise NotImplementedError
+
+    def our_name(self, name: str, text: Fields) -> str | None:
+        prefix = next((p for p in self.prefixes(text) if name.startswith(p)), None)
+        if prefix is None or re.search(self.left, name):
+            return None
+        module, _, tensor = (rest := name.removeprefix(prefix)).rpartition(".")
+        for theirs, ours in zip(self.around, _OURS, strict=True):
+            if f".{module}".endswith(f".{theirs}"):
+                return f"{ours}.{tensor}"
+        return self.in_layer(rest)
+
+    def in_layer(self, rest: str) -> str:
+        """Our name for a tensor of a layer, whose name goes on so behind the prefix."""
+        return f"layers.0.{rest}"
+
+    def arranged(self, tensors: Arrays, text: Fields) -> Arrays:
+        model = self.make_model(text)
+        try:
+            found = model.sanitize({self.place + name: array for name, array in tensors.items()})
+        except KeyError as error:
+            name = str(error.args[0]).removeprefix(self.place)
+            raise ValueError(f"tensor {name} is missing") from None
+        except Exception as error:  # of mlx-lm's classes, which check little
+            what = f"mlx-lm cannot arrange the tensors of the head ({in_one_line(error)})"
+            raise ValueError(what) from None
+        return {name.removeprefix(self.place): array for name, array in found.items()}
+
+
+class Glm(Arranged):
+    """GLM 4.5 to 4.7: a layer with experts behind the target's last one, as DeepSeek's.
+
+    SGLang (`deepseek_nextn.py`), transformers (`MtpModel`) and vLLM since it was mended
+    (`deepseek_mtp.py`) read the target's states behind its last norm, and feed what stands behind
+    the head's. That the layer has experts is from transformers' `get_mtp_config`.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+    one_layer: ClassVar[Mapping[str, Any]] = {"first_k_dense_replace": 0}
+    around = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    left = rf"{Arranged.left}|\.embed_tokens\.|\.shared_head\.head\."
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        return (f"model.layers.{text.get('num_hidden_layers')}.",)
+
+
+class DeepSeek(Glm):
+    """DeepSeek V3, and GLM-4-MoE-lite: as GLM's, with latent keys and values."""
+
+    model_types = ("deepseek_v3", "glm4_moe_lite")
+    array_masks = True
+    split: ClassVar[Mapping[str, str]] = {  # names in mlx-vlm's folders, `glm4_moe_lite_mtp`
+        **{f"model.{name}": ours for name, ours in zip(Glm.around[:3], _OURS[:3], strict=True)},
+        "model.shared_head_norm": _OURS[3],
+    }
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        return (*super().prefixes(text), "model.mtp_block.")
+
+    def our_name(self, name: str, text: Fields) -> str | None:
+        module, _, tensor = name.rpartition(".")
+        if module in self.split:
+            return f"{self.split[module]}.{tensor}"
+        return super().our_name(name, text)
+
+
+class MiMo(Arranged):
+    """MiMo: Qwen2's layer, read as the publisher's branch of vLLM does (`mimo_mtp.py`, `mimo.py`).
+
+    The state's half comes first, and it is the state before the target's last norm. One token is
+    drafted there; for more, what stands before the head's own norm is fed (exllamav3's MiMo).
+    """
+
+    model_types = ("mimo",)
+    variant: ClassVar[Mapping[str, Any]] = {
+        "hidden_first": True,
+        "hidden_normed": False,
+        "feeds_normed": False,
+        "block_size": 2,
+    }
+    around = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        return ("model.mtp_layers.0.",)
+
+
+class Exaone(Arranged):
+    """K-EXAONE: by the names of Qwen's (vLLM's `exaone_moe_mtp.py`), a dense layer that sees all.
+
+    That it is so says TensorRT-LLM (`modeling_exaone_moe.py`), and newer files `mtp_layer_types`.
+    Where the target has sliding windows, such a layer goes without positions.
+    """
+
+    model_types = ("exaone_moe",)
+    around = _OURS
+
+    def arguments(self, text: Fields) -> Fields:
+        kinds = ["full_attention", *(text.get("layer_types") or [])]
+        return {**super().arguments(text), "layer_types": kinds, "is_moe_layer": [False]}
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        return ("mtp.",)
+
+    def in_layer(self, rest: str) -> str:
+        return rest
+
+
+class NemotronH(Arranged):
+    """Nemotron-H: blocks by a pattern, of attention and experts (vLLM's `nemotron_h_mtp.py`)."""
+
+    model_types = ("nemotron_h",)
+    place = "backbone."
+    eps = ("layer_norm_epsilon",)
+    around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+
+    def pattern(self, text: Fields) -> str:
+        """The blocks of a head, a letter each."""
+        given = text.get("mtp_hybrid_override_pattern")
+        if given is None:
+            kinds = text.get("mtp_layers_block_type") or ["full_attention", "moe"]
+            given = "".join(_BLOCKS.get(kind, "?") for kind in kinds)
+        if not isinstance(given, str) or given[:1] != "*" or set(given[1:]) - set("E-"):
+            raise ValueError(
+                f"mtp_hybrid_override_pattern is {given!r}, supported is attention (*) with "
+                "experts (E) or an MLP (-) behind it"
+            )
+        return given
+
+    def arguments(self, text: Fields) -> Fields:
+        other = {"layers_block_type": None, "layer_types": None}
+        pattern = {"hybrid_override_pattern": list(self.pattern(text))}
+        return {**super().arguments(text), **other, **pattern}
+
+    def prefixes(self, text: Fields) -> tuple[str, ...]:
+        return ("mtp.",)
+
+    def in_layer(self, rest: str) -> str:
+        return rest
+
+    def keeps(self, layer: Any) -> bool:
+        return bool(layer.block_type == "*")
+
+
+class Unread(Kind):
+    """Heads that are known and not read, each with the reason."""
+
+    count = "num_nextn_predict_layers"
+    reasons: ClassVar[Mapping[str, str]] = {
+        "mimo_v2_flash": "they have sliding windows and attention sinks, one for each step",
+        "step3p5": "there is one for each step",
+        "ernie4_5_moe": "how their layer turns positions is not told",
+        "bailing_hybrid": "programs differ in the norms before its vocabulary matrix",
+        "bailing_moe_v3": "they were never tried",
+        "joyai_llm_flash": "they were never tried",
+        "mellum": "they have sliding windows",
+        "longcat_flash": "nor are their targets",
+        "deepseek_v32": "nor are their targets",
+        "glm_moe_dsa": "nor are their targets",
+    }
+    model_types = tuple(reasons)
+
+    def refusal(self, text: Fields) -> str:
+        own = model_type(text)
+        return f"model_type is {own}, whose heads are not read: {self.reasons[own]}"

@@ -1,0 +1,63 @@
+"""Which drafters a pair gets: those that can be used, and what stands in for one that cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.models.check import ModelFacts
+from dflash_mlx.models.names import Names
+from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
+
+
+@dataclass
+class Choice:
+    """The drafters of a pair, the first one first."""
+
+    names: dict[str, str] = field(default_factory=dict)  # by option, of further families by family
+    asked: set[str] = field(default_factory=set)  # so that going without is an error
+    missing: str = ""  # why there is none
+    drafters: dict[str, ModelFacts] = field(default_factory=dict)  # as far as they are found
+    notes: list[str] = field(default_factory=list)  # which was left out, a sentence each
+
+    def each(self, read: Callable[[str], ModelFacts]) -> None:
+        """Keep what `read` tells of each drafter, without those that it refuses if unasked for."""
+        for option in list(self.names):
+            try:
+                if option in self.names:
+                    self.drafters[option] = read(option)
+            except DFlashError as error:
+                if option in self.asked:
+                    raise
+                self._leave_out(option, error.what)
+
+    def stand_in(self, others: Iterator[str], read: Callable[[str], ModelFacts]) -> None:
+        """Take the first of these drafters that can be used in place of the one that cannot."""
+        missing = self.missing
+        for name in others:
+            self.names[DRAFTER], self.missing = name, ""
+            self.each(read)
+            if not self.missing:
+                self.notes = [f"{missing}, so {name} drafts"]
+                return
+        self.missing = missing
+
+    def _leave_out(self, option: str, why: str) -> None:
+        self.drafters.pop(option, None)
+        name = f"the {option.replace('-', ' ')} {self.names.pop(option)}"
+        reason = f"{name} cannot be used ({why})"
+        if option == DRAFTER:
+            for options in (self.names, self.drafters):
+                options.pop(SECOND_DRAFTER, None)
+            self.missing = reason
+        else:
+            self.notes = [f"{reason}, so the first one drafts alone"]
+
+    def left(self, names: Names) -> list[tuple[str, str]]:
+        """Known drafters that are not loaded, by family, "" where that is not known yet."""
+        if self.missing:
+            return []
+        first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
+        left = [(family, name) for family, name in names.others if family not in self.drafters]
+        return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
