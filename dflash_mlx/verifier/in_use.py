@@ -1,10 +1,12 @@
 """Kernels that a machine uses for the first time: marked on disk until some passes went well.
 
-A mark that a dead process has left says that it, or the machine, went down with them.
+A program that ends by itself takes its mark along. One that a dead process has left says that it,
+or the machine, went down with them.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ class InUse:
         self.cases: list[str] = []
         self._left = 0
         self._usual: dict[int, float] = {}
+        atexit.register(self.clear)
 
     def begin(self, case: str) -> None:
         """Mark a case, before its kernel runs in this process for the first time."""
