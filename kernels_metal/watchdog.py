@@ -85,7 +85,9 @@ class Trials:
         self._children, self._seconds, self._over = Children(command, wanted), seconds, False
 
     def __call__(self, given: str) -> str:
-        """What is wrong, "" for nothing. Raises Gone where `end` came between."""
+        """What is wrong, "" for nothing. Raises Gone from `end` on."""
+        if self._over:
+            raise Gone("the program ends")
         try:
             return str(self._children.ask(json.loads(given), self._seconds))
         except Gone as gone:
