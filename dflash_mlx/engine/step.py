@@ -53,6 +53,8 @@ class _Verify:
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
         state.commit(accepted, ids, features, self.proposal.forced)
+        if target.kernels.is_watched:
+            state.settle()
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -82,7 +84,10 @@ class _Prefill:
         if target.kernels.is_watched:
             mx.eval(logits)
         sequence.state.commit_prompt(sequence.prompt, self.length, features)
-        return None if sequence.is_reading else sequence.end_prompt(logits[-1:])
+        first = None if sequence.is_reading else sequence.end_prompt(logits[-1:])
+        if target.kernels.is_watched:
+            sequence.state.settle()
+        return first
 
 
 def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) -> list[Outcome]:
@@ -119,13 +124,16 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
 
     for each in decoding:
         each.state.delayed = bool(reading)
+    failed: RuntimeError | None = None  # of the GPU, which is told once for all of a pass
     for part, found in zip([*joined, *alone], passes, strict=True):
         commit = partial(_committed, target, part, len(joined) > 1, observer)
-        position = part.sequence.state.position
-        outcome = commit(found)
-        nothing_kept = part.sequence.state.position == position
-        if by_kernels and isinstance(outcome, RuntimeError) and nothing_kept:  # of the GPU
-            outcome = _by_stock(target, part, commit, outcome)
+        position, settled = part.sequence.state.position, part.sequence.state.settled
+        outcome = commit(failed or found)
+        nothing_kept = settled and part.sequence.state.position == position
+        if by_kernels and isinstance(outcome, RuntimeError) and nothing_kept:
+            again = _by_stock(target, part, commit, outcome)
+            failed = None if isinstance(again, Exception) else outcome
+            outcome = again
         outcomes[part.sequence] = outcome
     spent = time.perf_counter() - begin
     if by_kernels and verify and not reading:

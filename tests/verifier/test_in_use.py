@@ -16,7 +16,7 @@ import pytest
 from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.methods import make_drafter
-from dflash_mlx.engine import step
+from dflash_mlx.engine import step, verify
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.verifier import in_use, pass_times, routing
 from dflash_mlx.verifier.pass_times import PassTimes, noticed
@@ -24,7 +24,7 @@ from dflash_mlx.verifier.routing import Kernels, kernel_choices
 from kernels_metal import dispatch, watchdog
 from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import Run, emulated
-from support.decoding import scheduler_of, sequence_of
+from support.decoding import finish, scheduler_of, sequence_of
 from support.hybrids import changed_target
 from support.kernels import clock
 
@@ -118,6 +118,8 @@ def test_a_program_that_ends_leaves_no_verdict_of_what_it_was_trying(tmp_path):
     kernels = session(tmp_path)
     kernels.trials = trials
     taken(kernels)
+    again = mx.arange(ROWS * 9.0, dtype=mx.float16).reshape(ROWS, 9)
+    assert kernels.run(DRAFT_HEAD, again, 3) is None  # and another try waits behind the first
     dog = kernels._watchdog
     while trials._children._child is None:
         dog.wait(0.01)
@@ -196,6 +198,15 @@ def test_a_kernel_is_marked_before_it_races_and_no_longer_where_it_loses(tmp_pat
     assert seen == [1] and not marks(tmp_path) and not kernels.is_watched
 
 
+@pytest.mark.parametrize(("end", "left"), [("sys.exit(1)", 0), ("os._exit(1)", 1)])
+def test_a_program_that_ends_by_itself_takes_its_mark_along(tmp_path, end, left):
+    script = "import os, sys; from pathlib import Path; from dflash_mlx.verifier.in_use import InUse"
+    file = str(tmp_path / "model.json")
+    script += f"; InUse(Path({file!r})).begin('a case'); {end}"
+    subprocess.run([sys.executable, "-c", script], check=False)
+    assert len(marks(tmp_path)) == left == len([*in_use.left_behind(Path(file))])
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{}", "null"])
 def test_a_damaged_mark_turns_nothing_off(tmp_path, text):
     settled(tmp_path)
@@ -241,8 +252,8 @@ def test_a_cache_folder_that_cannot_be_written_costs_nothing_but_the_memory_of_i
 # A pass in which the GPU fails
 
 
-def answer(pair: Pair) -> list[int]:
-    config = DecodeConfig(method="ngram", max_tokens=12)
+def answer(pair: Pair, method: str = "ngram") -> list[int]:
+    config = DecodeConfig(method=method, max_tokens=12)
     drafter = make_drafter(pair, config)
     scheduler = scheduler_of(pair.target)
     scheduler.add(sequence_of(pair.target, drafter, [3, 1, 4, 1, 5, 9, 3, 1, 4, 1, 5], config))
@@ -317,6 +328,52 @@ def test_what_fails_by_stock_too_fails_as_before(pair, monkeypatch):
         with pytest.raises(RuntimeError, match="no"):
             answer(pair)
         assert pair.target.kernels.mode == mode
+
+
+def test_a_pass_behind_one_that_nobody_waited_for_is_not_done_again(pair, monkeypatch):
+    """The GPU's error may be that one's, whose token and keys are then no numbers to go on with."""
+    started = []
+
+    def starts(*arrays: mx.array) -> None:
+        started.append(arrays)
+        if len(started) == 3:
+            raise RuntimeError("GPU hang")
+
+    pair.target.kernels.trials = Tries("never")
+    pair.target.use_kernels("auto")
+    pair.target.kernels.wait()
+    monkeypatch.setattr(Kernels, "is_watched", False)
+    monkeypatch.setattr(verify.mx, "async_eval", starts)
+    with pytest.raises(RuntimeError, match="GPU hang"):
+        answer(pair, "none")
+
+
+def test_all_sequences_of_a_pass_in_which_the_gpu_fails_have_it_done_again(pair, monkeypatch):
+    """The error is told once, and what the others would read then is garbage."""
+    config = DecodeConfig(method="ngram", max_tokens=4)
+    again = []
+
+    def fails(*arrays: mx.array) -> None:
+        monkeypatch.setattr(step, "mx", mx)
+        raise RuntimeError("GPU hang")
+
+    def passes(target: object, parts: list, observer: object) -> list:
+        again.append((pair.target.kernels.active, len(parts)))
+        return forward(target, parts, observer)
+
+    forward = step.forward
+    pair.target.kernels.trials = Tries("never")
+    pair.target.use_kernels("auto")
+    monkeypatch.setattr(step, "forward", passes)
+    monkeypatch.setattr(Kernels, "is_watched", property(lambda self: self.active))
+    monkeypatch.setattr(step, "mx", SimpleNamespace(eval=fails, array=mx.array))
+    scheduler = scheduler_of(pair.target)
+    for prompt in ([3, 1, 4], [1, 5, 9]):
+        drafter = make_drafter(pair, config)
+        scheduler.add(sequence_of(pair.target, drafter, prompt, config))
+    said = finish(scheduler)
+    assert not any(isinstance(delta, Exception) for own in said.values() for delta in own)
+    assert again[:3] == [(True, 2), (False, 1), (False, 1)]
 
 
 # Times that no longer hold
