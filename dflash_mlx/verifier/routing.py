@@ -77,7 +77,7 @@ class Kernels:
             self._clock,
             lambda *call: self._watchdog.refusal(*call),
             self._faults.report,
-            lambda case: self._in_use.begin(case),
+            self._begin,
         )
         self._runs_on: Executor | None = None
         self.mode = mode
@@ -161,6 +161,11 @@ class Kernels:
         if cases:
             self._holding = object()
             self._keep()
+
+    def _begin(self, case: str) -> None:
+        """Mark a case; a model that no rounds are made of is not watched, and would stay marked."""
+        if self.trials is not None:
+            self._in_use.begin(case)
 
     def _keep(self) -> None:
         made = {"model": self._name, **self._dispatch.to_json()}

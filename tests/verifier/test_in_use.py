@@ -198,11 +198,18 @@ def test_a_kernel_is_marked_before_it_races_and_no_longer_where_it_loses(tmp_pat
     assert seen == [1] and not marks(tmp_path) and not kernels.is_watched
 
 
+def test_a_draft_model_whose_passes_nobody_watches_leaves_no_mark(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog.Trials, "__call__", lambda self, given: "")
+    kernels = session(tmp_path)
+    kernels.trials = None
+    assert taken(kernels) and not marks(tmp_path)
+
+
 @pytest.mark.parametrize(("end", "left"), [("sys.exit(1)", 0), ("os._exit(1)", 1)])
 def test_a_program_that_ends_by_itself_takes_its_mark_along(tmp_path, end, left):
-    script = "import os, sys; from pathlib import Path; from dflash_mlx.verifier.in_use import InUse"
+    script = "import os, sys, pathlib; from dflash_mlx.verifier.in_use import InUse"
     file = str(tmp_path / "model.json")
-    script += f"; InUse(Path({file!r})).begin('a case'); {end}"
+    script += f"; InUse(pathlib.Path({file!r})).begin('a case'); {end}"
     subprocess.run([sys.executable, "-c", script], check=False)
     assert len(marks(tmp_path)) == left == len([*in_use.left_behind(Path(file))])
 
