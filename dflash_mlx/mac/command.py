@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from dflash_mlx.mac.items import (
     attention_items,
     last_items,
     limit,
-    machine_items,
     product_items,
     variant_items,
 )
@@ -33,7 +31,6 @@ from kernels_metal.dispatch import fingerprint
 NAME = "dflash-mac-report"
 COMMAND = (sys.executable, "-m", "dflash_mlx.mac.measure")
 GONE_MOST = 10  # children in one report: a GPU that hangs again and again is not asked for more
-_EVERY = 2.0  # seconds between two writings
 _NEXT = "move it away, or name another with --report"
 
 
@@ -48,12 +45,8 @@ class Report:
 
     def keep(self, finished: bool = False) -> None:
         """Write it. DFlashError where that cannot be done."""
-        plain = {
-            "made with": self.made_with,
-            "finished": finished,
-            "facts": self.facts,
-            "found": self.found,
-        }
+        plain: dict[str, Any] = {"made with": self.made_with, "finished": finished}
+        plain |= {"facts": self.facts, "found": self.found}
         write_report(self.file, json.dumps(plain, indent=1))
         if finished:
             write_report(self.file.with_suffix(".md"), markdown(self.facts, self.found))
@@ -71,7 +64,7 @@ def opened(file: Path, rehearse: bool) -> Report:
             raise DFlashError(f"{path} is there already", _NEXT)
     if file.exists():
         kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["made with"] == report.made_with:
+        if kept.get("made with") == report.made_with:
             report.found = kept["found"]
     report.keep()
     return report
@@ -85,16 +78,11 @@ def _is_unfinished(file: Path) -> bool:
         return False
 
 
-def make(
-    file: Path,
-    rehearse: bool,
-    items: Callable[[Report], Iterable[list[Item]]] | None = None,
-    say: Callable[[str], None] = print,
-) -> bool:
+def make(file: Path, rehearse: bool, say: Callable[[str], None] = print) -> bool:
     """Do all that is not done yet, write both files, and say what to paste.
 
-    items: stage by stage, of which a later one may depend on what was found before. Returns whether
-    nothing was wrong. DFlashError where there is no Metal, and for a file that is there.
+    Returns whether nothing was wrong. DFlashError where there is no Metal, and for a file that is
+    there.
     """
     if not rehearse and not mx.metal.is_available():
         problem = "this machine has no Metal, so there is nothing to report"
@@ -102,11 +90,10 @@ def make(
     report = opened(file, rehearse)
     children = Children(COMMAND, wanted=True)
     try:
-        for stage in (items or stages)(report):
+        for stage in stages(report):
             _do([{**item, "rehearse": rehearse} for item in stage], report, children)
     finally:
         children.close()
-        report.keep()
     report.keep(finished=True)
     for line in summary(report.facts, report.found):
         say(line)
@@ -115,8 +102,8 @@ def make(
 
 
 def stages(report: Report) -> Iterable[list[Item]]:
-    """All items."""
-    yield [*machine_items()]
+    """All items; the last depend on what was found before."""
+    yield [{"name": "machine", "kind": "machine"}]
     yield [*variant_items()]
     yield [*product_items()]
     yield [*attention_items()]
@@ -126,7 +113,6 @@ def stages(report: Report) -> Iterable[list[Item]]:
 def _do(items: list[Item], report: Report, children: Children) -> None:
     """Ask a child for each, and keep what came of it."""
     left = [item for item in items if item["name"] not in report.found]
-    written = time.monotonic()
     for item in tqdm(left, desc=left[0]["kind"] if left else "", leave=False, disable=None):
         gone = sum("gone" in each for each in report.found.values())
         if gone >= GONE_MOST:
@@ -137,6 +123,4 @@ def _do(items: list[Item], report: Report, children: Children) -> None:
             except Gone as words:
                 found = {"wrong": str(words), "gone": True}
         report.found[item["name"]] = {"kind": item["kind"], **found}
-        if time.monotonic() - written > _EVERY:
-            report.keep()
-            written = time.monotonic()
+        report.keep()

@@ -7,23 +7,26 @@ in the emulator, and are not timed.
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
-from dflash_mlx.mac.host import host_cost
 from dflash_mlx.mac.items import Item, limit
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.children import answer
 from kernels_metal.dispatch import COLD_BYTES, chain, race
-from kernels_metal.factory import Kernel, Launch, executor, metal
-from kernels_metal.operation import Operation
+from kernels_metal.factory import executor, metal
+from kernels_metal.operation import Operation, dtype_name
 from kernels_metal.sweep import Trial, error
 from kernels_metal.variants import Call, arguments, launches, operation_of
 from kernels_metal.verify_qmm import VERIFY_QMM, Packing
@@ -31,17 +34,17 @@ from kernels_metal.verify_qmm import VERIFY_QMM, Packing
 Found = dict[str, Any]
 RUNS = 3  # of either side of a race: hundreds of them have to end
 LAYERS = 12  # that a chain goes through
+HOST = Path(__file__).parents[2] / "scripts" / "host_cost.py"
 _UNTIMED = ("error", "wrong", "refused", "bytes")  # what a rehearsal tells
 _SMALL = {"depth": 256, "columns": 64, "prefix": 40, "heads": 4, "kv_heads": 2}  # rehearsed
+_NUMBER = r"\((\d+)\)"
 _MANY_THREADS = 2048  # more than any GPU has: MLX refuses them, and says how many it would take
 
 
 def measured(item: Item) -> Found:
     """What came of an item."""
-    item = {
-        **item,
-        **{k: min(v, _SMALL[k]) for k, v in item.items() if k in _SMALL and rehearsed(item)},
-    }
+    if rehearsed(item):
+        item = {key: min(value, _SMALL.get(key, value)) for key, value in item.items()}
     try:
         return _KINDS[item["kind"]](item)
     except (RuntimeError, ValueError, MemoryError) as problem:
@@ -55,36 +58,30 @@ def rehearsed(item: Item) -> bool:
     return bool(item.get("rehearse"))
 
 
-def copy(item: Item) -> Found:
-    """Bytes that one kernel reads and writes in a second, of more than caches hold."""
-    count = 2**10 if rehearsed(item) else 2**26
-    x = mx.zeros(count)
+def machine(item: Item) -> Found:
+    """What bounds all else, by MLX's own operations.
+
+    GB/s: read and written by one kernel, of more than caches hold. us: of a launch that waits for
+    the last one. float32, float16: TFLOP/s of a product of large matrices.
+    """
+    small = rehearsed(item)
+    x = mx.zeros(2**10 if small else 2**26)
     mx.eval(x)
-    return {"GB/s": 8 * count / _best(item, lambda: mx.eval(x + 1)) / 1e9}
-
-
-def launch_gap(item: Item) -> Found:
-    """Microseconds of a launch that waits for the last one and does next to nothing."""
-    count = 10 if rehearsed(item) else 1000
+    launched, size = (10, 16) if small else (1000, 4096)
 
     def chained() -> None:
-        x = mx.zeros(1)
-        for _ in range(count):
-            x = x + 1
-        mx.eval(x)
+        y = mx.zeros(1)
+        for _ in range(launched):
+            y = y + 1
+        mx.eval(y)
 
-    return {"us": _best(item, chained) / count * 1e6}
-
-
-def float_products(item: Item) -> Found:
-    """TFLOP/s of MLX's own product of large matrices, float32 and float16."""
-    size = 16 if rehearsed(item) else 4096
-    found = {}
+    found = {"GB/s": 2 * x.nbytes / _best(item, lambda: mx.eval(x + 1)) / 1e9}
+    found["us"] = _best(item, chained) / launched * 1e6
     for dtype in (mx.float32, mx.float16):
-        x = mx.ones((size, size), dtype)
-        mx.eval(x)
-        seconds = _best(item, lambda x=x: mx.eval(x @ x))  # type: ignore[misc]
-        found[str(dtype).removeprefix("mlx.core.")] = 2 * size**3 / seconds / 1e12
+        matrix = mx.ones((size, size), dtype)
+        mx.eval(matrix)
+        seconds = _best(item, lambda matrix=matrix: mx.eval(matrix @ matrix))  # type: ignore[misc]
+        found[dtype_name(dtype)] = 2 * size**3 / seconds / 1e12
     return found
 
 
@@ -121,35 +118,25 @@ def variant(item: Item) -> Found:
 
 def threads(call: Call) -> dict[str, int]:
     """By kernel, the largest threadgroup that the GPU has registers for."""
-    found = {}
+    found: dict[str, int] = {}
     for kernel, inputs, plan in launches(call):
-        with suppress(TypeError):
-            found[kernel.name] = _ceiling(kernel, inputs, plan)
-    return {name: most for name, most in found.items() if most}
-
-
-def _ceiling(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> int:
-    wide = replace(plan, threadgroup=(_MANY_THREADS, 1, 1), grid=(_MANY_THREADS, 1, 1))
-    try:
-        mx.eval(metal(kernel, inputs, wide))
-    except ValueError as refusal:  # before anything is launched
-        numbers = re.findall(r"\((\d+)\)", str(refusal))
-        return int(numbers[-1]) if numbers else 0
-    return 0
+        wide = replace(plan, threadgroup=(_MANY_THREADS, 1, 1), grid=(_MANY_THREADS, 1, 1))
+        try:
+            mx.eval(metal(kernel, inputs, wide))
+        except (TypeError, ValueError) as refusal:  # before anything is launched
+            found.update((kernel.name, int(most)) for most in re.findall(_NUMBER, str(refusal)))
+    return found
 
 
 _held: dict[tuple[Any, ...], list[tuple[mx.array, ...]]] = {}  # of the newest matrix alone
 
 
 def product(item: Item) -> Found:
-    """A race of products; bytes: of the matrix."""
-    depth, columns, gated = item["depth"], item["columns"], item["gated"]
-    layers = _matrices(depth, columns, 1 if rehearsed(item) else LAYERS)
-    x = mx.random.normal((item["rows"], depth)).astype(mx.bfloat16)
-    packing = Packing(4, 64, gated=gated)
-    calls = [(x, *layer, packing) for layer in layers]
-    size = sum(array.nbytes for array in layers[0])
-    return {**_raced(item, VERIFY_QMM, calls), "bytes": size}
+    """A race of products."""
+    layers = _matrices(item["depth"], item["columns"], 1 if rehearsed(item) else LAYERS)
+    x = mx.random.normal((item["rows"], item["depth"])).astype(mx.bfloat16)
+    packing = Packing(4, 64, gated=item["gated"])
+    return _raced(item, VERIFY_QMM, [(x, *layer, packing) for layer in layers])
 
 
 def _matrices(depth: int, columns: int, most: int) -> list[tuple[mx.array, ...]]:
@@ -172,34 +159,31 @@ def _matrices(depth: int, columns: int, most: int) -> list[tuple[mx.array, ...]]
 
 
 def attention(item: Item) -> Found:
-    """A race of attention; bytes: of keys and values."""
+    """A race of attention."""
     _held.clear()
     sizes = {k: item[k] for k in ("heads", "kv_heads", "dim", "kv_bits", "prefix", "rows")}
     given = arguments(CASCADE_ATTENTION, "bfloat16", sizes)
-    parts = CASCADE_ATTENTION.copied(*given)[1] if CASCADE_ATTENTION.copied else []
     calls = [given] if rehearsed(item) else chain(CASCADE_ATTENTION, given, ())
-    return {
-        **_raced(item, CASCADE_ATTENTION, calls),
-        "bytes": sum(part.nbytes for part in parts),
-    }
+    return _raced(item, CASCADE_ATTENTION, calls)
 
 
 def _raced(item: Item, operation: Operation, calls: list[tuple[Any, ...]]) -> Found:
-    """Microseconds of each side; of stock alone where the kernel is refused."""
-    refused = ""
+    """Microseconds of each side, of stock alone where the kernel is refused; bytes: of a call."""
+    parts: Any = tree_flatten(list(calls[0][1:]))  # names and arrays
+    bytes_read = sum(part.nbytes for _, part in parts if isinstance(part, mx.array))
+    found: Found = {"us": {}, "bytes": bytes_read}
     ways: tuple[str, ...] = ()
     try:
         operation.check(*calls[0])
         ways = operation.ways(*calls[0])
     except ValueError as refusal:
-        refused = str(refusal)
-    said = {"refused": refused} if refused else {}
-    if rehearsed(item):
-        for way in ways:
-            mx.eval(operation.compared(operation.by(way)(*calls[0]), *calls[0]))
-        return {"us": {}, **said}
-    chained = [calls[i % len(calls)] for i in range(LAYERS)]
-    return {"us": race(operation, ways, chained, runs=RUNS), **said}
+        found["refused"] = str(refusal)
+    if not rehearsed(item):
+        chained = [calls[i % len(calls)] for i in range(LAYERS)]
+        return {**found, "us": race(operation, ways, chained, runs=RUNS)}
+    for way in ways:
+        mx.eval(operation.compared(operation.by(way)(*calls[0]), *calls[0]))
+    return found
 
 
 def sustained(item: Item) -> Found:
@@ -237,16 +221,20 @@ def _side(item: Item, depth: int, columns: int, way: str) -> Callable[[mx.array,
 
 
 def host(item: Item) -> Found:
-    """Microseconds of Python for a pass of Qwen3-4B's layers, ours and mlx-lm's, by rows."""
-    layers = 1 if rehearsed(item) else item["layers"]
-    rounds = 1 if rehearsed(item) else 30
-    return {str(rows): host_cost(rows, layers, rounds) for rows in item["rows"]}
+    """Microseconds of Python for a pass of Qwen3-4B's layers, ours and mlx-lm's: a table."""
+    if not HOST.is_file():
+        return {"refused": f"{HOST.name} is in a clone of the repository alone"}
+    given = ["--help"] if rehearsed(item) else []
+    done = subprocess.run(
+        [sys.executable, str(HOST), *given], capture_output=True, text=True, timeout=limit(item) - 5
+    )
+    if done.returncode:
+        return {"wrong": done.stderr}
+    return {"table": [line for line in done.stdout.splitlines() if line.startswith("|")]}
 
 
 _KINDS: dict[str, Callable[[Item], Found]] = {
-    "copy": copy,
-    "launch gap": launch_gap,
-    "float products": float_products,
+    "machine": machine,
     "variant": variant,
     "product": product,
     "attention": attention,

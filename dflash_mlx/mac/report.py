@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -49,11 +48,9 @@ def summary(facts: Mapping[str, str], found: Found) -> list[str]:
 
 
 def markdown(facts: Mapping[str, str], found: Found) -> str:
-    """The file: the summary, and every item in a line."""
+    """The file: the summary and the facts."""
     lines = ["# dflash-chat on a Mac", "", "```", *summary(facts, found), "```", "", "## Facts", ""]
     lines += [f"* {name}: {value}" for name, value in facts.items()]
-    lines += ["", "## All that was done", ""]
-    lines += [f"* {name}: `{json.dumps(result)}`" for name, result in found.items()]
     return "\n".join([*lines, ""])
 
 
@@ -78,17 +75,17 @@ def _us(found: Found, name: str) -> Mapping[str, float]:
 
 
 def _machine(found: Found) -> str:
-    copied, gap = found.get("copy", {}), found.get("launch gap", {})
-    products = found.get("float products", {})
+    copied, gap, *products = (
+        _number(found.get("machine", {}).get(what)) for what in ("GB/s", "us", "float32", "float16")
+    )
     return (
-        f"copy {_number(copied.get('GB/s'))} GB/s, a launch {_number(gap.get('us'))} us, products "
-        f"{_number(products.get('float32'))} (float32) and {_number(products.get('float16'))} "
-        "(float16) TFLOP/s"
+        f"copy {copied} GB/s, a launch {gap} us, products {products[0]} (float32) and "
+        f"{products[1]} (float16) TFLOP/s"
     )
 
 
 def _variants(found: Found) -> Iterator[str]:
-    tried = {name: each for name, each in found.items() if _is_variant(each)}
+    tried = {name: each for name, each in found.items() if each.get("kind") == "variant"}
     wrong = {name: each["wrong"] for name, each in found.items() if each.get("wrong")}
     refused = sum("refused" in each for each in tried.values())
     right = sum("error" in each and not each.get("wrong") for each in tried.values())
@@ -111,10 +108,6 @@ def _variants(found: Found) -> Iterator[str]:
     yield f"threads that have registers, at least: {', '.join(told) or 'not told'}"
 
 
-def _is_variant(each: Mapping[str, Any]) -> bool:
-    return each.get("kind") == "variant"
-
-
 def times(found: Found, model: Model, rows: int) -> tuple[float, float] | None:
     """Milliseconds of a pass's products: by stock, and by the fastest of each."""
     stock = best = 0.0
@@ -129,8 +122,7 @@ def times(found: Found, model: Model, rows: int) -> tuple[float, float] | None:
 
 def predicted(found: Found, model: Model, rows: int) -> float | None:
     """Milliseconds of a pass's products by bytes and by multiplications, whichever take longer."""
-    speed = float(found.get("copy", {}).get("GB/s", 0))
-    peak = float(found.get("float products", {}).get("float32", 0))
+    speed, peak = (float(found.get("machine", {}).get(what, 0)) for what in ("GB/s", "float32"))
     if not (speed and peak):
         return None
     share = next((share for most, share in SHARES.items() if rows <= most), SHARES[32])
@@ -149,9 +141,6 @@ def _products(found: Found) -> Iterator[str]:
         yield _row("", [_number(each and each[1]) for each in both])
     largest = MODELS[-1]
     yield _row("predicted", [_number(predicted(found, largest, rows)) for rows in ROWS])
-    narrow = [_us(found, product_name(largest.name, "48 columns", rows)) for rows in ROWS]
-    yield _row("48 cols, us", [_number(us.get(STOCK)) for us in narrow])
-    yield _row("", [_number(us.get((us and chosen(us)) or STOCK)) for us in narrow])
 
 
 def _attention(found: Found) -> Iterator[str]:
@@ -174,10 +163,7 @@ def _last(found: Found) -> Iterator[str]:
             f"a minute of passes (27B, 8 rows): {long['passes']}, {long['first']:.1f} ms at first, "
             f"{long['last']:.1f} at last, the longest {long['longest']:.1f}"
         )
-    for rows, costs in found.get("host", {}).items():
-        if isinstance(costs, dict):
-            told = ", ".join(f"{side} {us:.0f}" for side, us in costs.items())
-            yield f"host, us a pass of {rows} rows: {told}"
+    yield from found.get("host", {}).get("table", [])
 
 
 def _automatic(found: Found) -> Iterator[str]:
@@ -186,23 +172,11 @@ def _automatic(found: Found) -> Iterator[str]:
         one, eight = times(found, model, 1), times(found, model, 8)
         if one is None or eight is None:
             continue
-        taken = f"kernels at {_ranges(by_kernel)} rows" if by_kernel else "stock at all rows"
+        taken = f"kernels at {', '.join(map(str, by_kernel)) or 'no'} rows"
         yield (
             f"auto, {model.name}: {taken}; 8 rows cost {eight[1] / one[1]:.2f} x of one "
             f"(stock {eight[0] / one[0]:.2f} x)"
         )
-
-
-def _ranges(rows: Sequence[int]) -> str:
-    """As in "2 to 8, 12": neighbours in ROWS belong together."""
-    parts: list[list[int]] = []
-    for each in rows:
-        if parts and ROWS.index(each) == ROWS.index(parts[-1][-1]) + 1:
-            parts[-1].append(each)
-        else:
-            parts.append([each])
-    told = (f"{part[0]} to {part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
-    return ", ".join(told)
 
 
 def _row(name: str, cells: Sequence[str]) -> str:

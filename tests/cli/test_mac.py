@@ -11,7 +11,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.mac import command, facts, items, measure, report
 
 ITEMS = [
-    {"name": "copy", "kind": "copy"},
+    {"name": "machine", "kind": "machine"},
     {
         "name": "head",
         "kind": "variant",
@@ -47,7 +47,7 @@ def test_a_rehearsal_does_everything_in_the_emulator_and_writes_both_files(tmp_p
     kept = json.loads((tmp_path / "out.json").read_text())
     assert kept["finished"] and list(kept["found"]) == [item["name"] for item in few]
     assert kept["found"]["head"]["error"] <= 1 and "us" not in kept["found"]["one"]
-    assert "* one: `" in (tmp_path / "out.md").read_text()
+    assert said[1] in (tmp_path / "out.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.md"])
@@ -74,12 +74,12 @@ def test_a_second_start_goes_on_and_other_kernels_begin_anew(tmp_path, few, monk
         command.make(file, rehearse=True)
     assert not json.loads(file.read_text())["finished"]
     command.make(file, rehearse=True, say=lambda line: None)
-    assert asked == ["copy", "head", "one", "one"]
+    assert asked == ["machine", "head", "one", "one"]
     kept = {**json.loads(file.read_text()), "finished": False, "made with": "others"}
     file.write_text(json.dumps(kept))
     (tmp_path / "out.md").unlink()
     command.make(file, rehearse=True, say=lambda line: None)
-    assert asked[4:] == ["copy", "head", "one"]
+    assert asked[4:] == ["machine", "head", "one"]
 
 
 def test_what_hangs_or_dies_costs_one_line_and_the_rest_goes_on(tmp_path, few, monkeypatch):
@@ -90,7 +90,7 @@ def test_what_hangs_or_dies_costs_one_line_and_the_rest_goes_on(tmp_path, few, m
     said: list[str] = []
     assert not command.make(tmp_path / "out.json", rehearse=True, say=said.append)
     found = json.loads((tmp_path / "out.json").read_text())["found"]
-    assert found["copy"]["error"] == found["one"]["error"] == 0.5
+    assert found["machine"]["error"] == found["one"]["error"] == 0.5
     assert found["head"]["wrong"].startswith("ends the process with -6")
     assert any(line.startswith("  WRONG head: ends the process") for line in said)
     says(script, "time.sleep(60)")
@@ -151,6 +151,17 @@ def test_races_on_a_mac_time_both_sides_and_stock_alone_where_refused():
     assert found["bytes"] == 64 * 128 // 2 + 2 * 2 * 64 * 2
 
 
+def test_the_hosts_table_is_what_the_script_prints_and_its_fault_is_told(tmp_path, monkeypatch):
+    script = tmp_path / "host_cost.py"
+    monkeypatch.setattr(measure, "HOST", script)
+    item = {"name": "host", "kind": "host"}
+    assert "clone" in measure.measured(item)["refused"]
+    script.write_text("print('noise')\nprint('| plain | 1 |')")
+    assert measure.measured(item) == {"table": ["| plain | 1 |"]}
+    script.write_text("raise SystemExit('no such thing')")
+    assert measure.measured(item) == {"wrong": "no such thing\n"}
+
+
 # Facts and words
 
 
@@ -170,11 +181,9 @@ def test_facts_are_what_a_macs_programs_say_and_unknown_where_they_do_not():
 def complete() -> dict:
     """What a Mac with 500 GB/s might find: kernels win from 4 rows on."""
     found: dict = {
-        "copy": {"kind": "copy", "GB/s": 500.0},
-        "launch gap": {"kind": "launch gap", "us": 3.5},
-        "float products": {"kind": "float products", "float32": 14.0, "float16": 15.0},
+        "machine": {"GB/s": 500.0, "us": 3.5, "float32": 14.0, "float16": 15.0},
         "sustained": {"passes": 900, "first": 60.0, "last": 66.0, "longest": 90.0},
-        "host": {"1": {"mlx-lm": 1700.0, "kernels off": 1750.0, "kernels on": 1000.0}},
+        "host": {"table": ["| plain | mlx-lm | 1700 |", "| plain | ours, on | 1000 |"]},
     }
     for item in [*items.product_items(), *items.attention_items()]:
         stock, ours = 100.0 + 10 * item["rows"], 130.0
@@ -199,10 +208,11 @@ def test_the_summary_fits_and_says_what_auto_would_choose(monkeypatch):
     assert "copy 500 GB/s, a launch 3.5 us" in text
     assert "WRONG" in text and "and 12 more, all in the files" in text
     assert (
-        "auto, Qwen3-8B: kernels at 4 to 32 rows; 8 rows cost 1.18 x of one (stock 1.64 x)" in text
+        "auto, Qwen3-8B: kernels at 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32 rows; 8 rows cost 1.18 x "
+        "of one (stock 1.64 x)" in text
     )
     assert "a minute of passes (27B, 8 rows): 900, 60.0 ms at first" in text
-    assert "host, us a pass of 1 rows: mlx-lm 1700" in text
+    assert "| plain | mlx-lm | 1700 |" in text
     model = items.MODELS[2]
     assert report.ways(found, model, 8) == dict.fromkeys(model.matrices, "matrix")
     assert report.ways(found, model, 2) == dict.fromkeys(model.matrices, "")
