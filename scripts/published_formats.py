@@ -83,7 +83,7 @@ def read_by(checkout: Path, rows: dict[str, tuple[Path, Any]]) -> dict[str, dict
 def verdict(told: dict[str, str], expected: dict[str, str] | None) -> tuple[str, str]:
     """What became of a row, and why."""
     if "" in told:
-        return "refused", re.sub(r"^in \S+config.json, | (in|of) /\S+", "", told[""])
+        return "refused", re.sub(r"^in \S+config.json, |^in /\S+, | (in|of) /\S+", "", told[""])
     if expected is None:
         return "misread", "what is not supported is passed over"
     wrong = {

@@ -67,14 +67,15 @@ class StepByStep(BlockDrafter[StepModel]):
     """A drafter that can be asked after each step whether it makes one more."""
 
     another: Another = staticmethod(always)
+    is_parallel = False  # as of its model
 
     def __init__(self, model: StepModel, block_size: int | None = None) -> None:
         super().__init__(model, block_size)
-        self.name = model.family
+        self.name, self.is_parallel = model.family, model.is_parallel
 
     def asking(self, another: Another) -> Self:
         """The same, which asks so, unless steps cost nothing."""
-        if self._model.is_parallel:
+        if self.is_parallel:
             return self
         other = copy(self)
         other.another = another
@@ -82,7 +83,7 @@ class StepByStep(BlockDrafter[StepModel]):
 
     def paid(self, chances: list[float]) -> tuple[float, ...]:
         """The chances of the steps that were a pass of their own, beside the first."""
-        return () if self._model.is_parallel else tuple(chances)
+        return () if self.is_parallel else tuple(chances)
 
 
 class Chain(StepByStep):

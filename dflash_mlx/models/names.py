@@ -48,10 +48,10 @@ VERSION = 1  # of a pair folder's layout
 
 _FILE = Path(__file__).parent / "models.toml"
 _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
-_BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|oq\d+(?:\.\d+)?e?|qx\d+(?:-hi)?|jang[-_]\d[a-z]?"
+_BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|oq\d+(?:\.\d+)?e?|qx\d+[a-z]?(?:-hi)?|jang[-_]\d[a-z]?"
 _FLOATS = r"b?float(?:16|32)|bf16|fp\d+|unquantized"
 _BLOCKS = r"(?:q\d(?:[-_][01])?|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?|mixed[-_]\d[-_]\d"
-_RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{6}|v\d))?|awq|gptq|optiq|qat|ud"
+_RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{4,8}|v\d))?|awq|gptq|optiq|qat|ud"
 _HEAD = r"mtp|mtplx(?:-optimized-[a-z]+)?"  # a target whose folder has its head for drafts as well
 _QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
 _OF_TARGET = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")

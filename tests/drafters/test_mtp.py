@@ -35,6 +35,7 @@ from support.reference_mtp import (
     MOE,
     NEXT,
     QWEN,
+    UNTOLD,
     USUAL,
     case,
     inside,
@@ -347,7 +348,15 @@ def test_a_head_of_another_target_is_refused_with_both_values(tmp_path, changes,
 
 @pytest.mark.parametrize(
     ("raw", "reads"),
-    [(target(QWEN), True), (NEXT, True), (LLAMA, False), ({**QWEN, "model_type": 5}, False)],
+    [
+        (target(QWEN), True),
+        (NEXT, True),
+        (UNTOLD, True),
+        (LLAMA, False),
+        ({**QWEN, "model_type": 5}, False),
+        ({**QWEN, "mtp_num_hidden_layers": None}, False),
+        ({**NEXT, "mtp_num_hidden_layers": 0}, False),
+    ],
 )
 def test_a_target_s_configuration_tells_whether_it_may_have_a_head(raw, reads):
     assert FILES.reads_target(raw) == reads

@@ -48,10 +48,10 @@ TARGETS = [target for entry in ENTRIES for target in entry.targets]
 OWNERS = ("", "mlx-community/", "lmstudio-community/", "unsloth/", "someone/", "/home/me/models/")
 QUANTISATIONS = (
     "4bit", "8-bit", "6.5bit", "3bits", "MLX-4bit", "mlx-8bit", "bf16", "fp16", "float32", "FP8",
-    "MXFP4", "MXFP4-Q8", "mxfp8", "nvfp4", "int4", "4bit-DWQ", "4bit-DWQ-053125", "4bit-AWQ",
+    "MXFP4", "MXFP4-Q8", "mxfp8", "nvfp4", "int4", "4bit-DWQ", "4bit-DWQ-05082025", "4bit-AWQ",
     "8bit-gs32", "OptiQ-4bit", "MLX", "oQ4", "oQ3.5e-fp16", "UD-MLX-4bit", "UD-Q4_K_XL-mlx",
     "UD-MXFP4_K_XL", "Q4_K_M", "qat", "qat-4bit", "qx86-hi-mlx", "JANG_4D", "qat-q4_0-unquantized",
-    "4bit-dwq-v2", "MLX-4bit-g128", "mlx-mixed_4_6",
+    "4bit-dwq-v2", "4bit-DWQ-053125", "MLX-4bit-g128", "mlx-mixed_4_6", "qx86x-hi-mlx",
 )  # fmt: skip
 HEADS = (  # beside a target's own tensors, as people name such folders
     "MTP-4bit", "MLX-MTP-mxfp4", "oQ4e-mtp", "MTP", "MTPLX-4bit", "4bit-MTPLX",
@@ -59,7 +59,7 @@ HEADS = (  # beside a target's own tensors, as people name such folders
 )  # fmt: skip
 OTHERS = (
     "Instruct-2507", "Thinking-2507", "Base", "Instruct-2507-4bit", "VL", "Coder", "abliterated",
-    "heretic-8bit", "distill-mlx-4bit", "MTPx", "2507", "v2", "LoRA-fp16", "reasoning-4bit", "4b",
+    "heretic-8bit", "distill-mlx-4bit", "MTPx", "2507", "chat-v2", "LoRA-fp16", "reasoning-4bit", "4b",
 )  # fmt: skip
 
 

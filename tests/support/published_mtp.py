@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.reference_mtp import MOE, NEXT, QWEN, split, target
+from support.reference_mtp import MOE, NEXT, QWEN, UNTOLD, split, target
 
 QUANTIZED = {"group_size": 64, "bits": 8, "mode": "affine"}
 USUAL = {"hidden_normed": True, "hidden_first": False, "feeds_normed": True, "block_size": 8}
@@ -20,7 +20,8 @@ DEDICATED = {**QWEN, "mtp_use_dedicated_embeddings": True}
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen/Qwen3.6-27B": (target(QWEN), {**USUAL, "layout": "inside", "num_target_layers": 3}),
     "Qwen/Qwen3.6-35B-A3B": (target(MOE), {**USUAL, "kind.count": "mtp_num_hidden_layers"}),
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": (NEXT, {**USUAL, "vocab_size": 97}),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (UNTOLD, {**USUAL, "vocab_size": 97}),
+    "a Qwen3-Next that counts its head": (NEXT, {**USUAL, "vocab_size": 97}),
     "mlx-community/Qwen3.6-27B-4bit": (
         {**target(QWEN), "quantization": QUANTIZED}, {**USUAL, "quantization": None},
     ),

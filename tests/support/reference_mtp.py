@@ -191,7 +191,8 @@ QWEN: dict[str, Any] = recurrent(
 )
 MOE = {**recurrent("qwen3_5_moe_text"), **{k: v for k, v in QWEN.items() if "num_exp" not in k}}
 MOE = {**MOE, "model_type": "qwen3_5_moe_text"}
-NEXT = recurrent("qwen3_next", partial_rotary_factor=0.5, mtp_num_hidden_layers=1)
+UNTOLD = recurrent("qwen3_next", partial_rotary_factor=0.5)  # published so, with a head
+NEXT = {**UNTOLD, "mtp_num_hidden_layers": 1}
 
 
 def ours(text: Mapping[str, Any] = LLAMA, **changes: Any) -> dict[str, Any]:
@@ -301,5 +302,5 @@ FORMATS: dict[str, Case] = {
     "qwen3_5, split": case(split(QWEN)),
     "qwen3_5_moe": case(target(MOE), lambda text: inside(random_head(text))),
     "qwen3_5_moe, split": case(split(MOE), lambda text: switched(random_head(text))),
-    "qwen3_next": case(NEXT, lambda text: inside(random_head(text, False))),
+    "qwen3_next": case(UNTOLD, lambda text: inside(random_head(text, False))),
 }

@@ -237,7 +237,7 @@ class MTPFiles(FileFormat):
             return
         if not ours:
             what = f"the files of {source} hold no head for multi-token prediction, though "
-            what += f"{config.kind.count} is {config.text.get(config.kind.count)}"
+            what += f"{config.kind.count} is {config.kind.heads(config.text)}"
             yield Finding("error", what, TAKE_OUT)
             return
         if any(name.endswith(_FP8) for name in ours):

@@ -8,7 +8,7 @@ its own.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -35,7 +35,7 @@ class Qwen(Kind):
     overlap.
     """
 
-    model_types = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
     count = "mtp_num_hidden_layers"
     dedicated = "mtp_use_dedicated_embeddings"
     one_layer = {"full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -85,6 +85,15 @@ class Qwen(Kind):
             return tensors
         return {n: a + 1 if n.endswith("norm.weight") or "_norm_" in n else a
                 for n, a in tensors.items()}  # fmt: skip
+
+
+class QwenNext(Qwen):
+    """Qwen3-Next, whose published files have a head and no count, for which vLLM takes 1."""
+
+    model_types = ("qwen3_next",)
+
+    def heads(self, text: Fields) -> int:
+        return 1 if text.get(self.count) is None else super().heads(text)
 
 
 def _split(place: str, which: str, array: mx.array) -> Arrays:
