@@ -152,8 +152,8 @@ def report(plan: Plan) -> str:
 def find_part(name: str, head: bool = False, drafts: bool = False) -> ModelFacts:
     """Find and check a model; DFlashError for what is none, is damaged, or cannot be had.
 
-    head: of a target only the head that drafts, which is a drafter. drafts: likewise, where there
-    is one.
+    head: only the head in a target's folder, DFlashError where there is none. drafts: that head
+    where there is one, else the whole model.
     """
     path = existing(name)
     if path is not None and path.is_file():
@@ -197,7 +197,7 @@ def _of_folder(folder: Path) -> Source:
 def _on_hub(name: str, head: bool, drafts: bool) -> Source:
     """A repository, or its copy here where that is whole and the newest that can be had.
 
-    head, drafts: as of `find_part`.
+    head: of a target's repository only the files with its head. drafts: these where it has one.
     """
     try:
         if name.endswith(".gguf"):

@@ -16,7 +16,6 @@ from typing import Any, Protocol, Self, cast
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options
 from dflash_mlx.core.sampling import tempered
@@ -55,10 +54,6 @@ class StepModel(DraftModel, Protocol):
     takes_trees: bool  # whether several rows of a draft may continue the same one
     prefers_chains: bool  # whether that costs so much more that it has to be asked for
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether all steps of a draft are one pass, so that no further one costs another."""
-
     def begin(self, state: State) -> Draft:
         """A draft behind a state whose context is this model's."""
 
@@ -67,23 +62,16 @@ class StepByStep(BlockDrafter[StepModel]):
     """A drafter that can be asked after each step whether it makes one more."""
 
     another: Another = staticmethod(always)
-    is_parallel = False  # as of its model
 
     def __init__(self, model: StepModel, block_size: int | None = None) -> None:
         super().__init__(model, block_size)
-        self.name, self.is_parallel = model.family, model.is_parallel
+        self.name = model.family
 
     def asking(self, another: Another) -> Self:
-        """The same, which asks so, unless steps cost nothing."""
-        if self.is_parallel:
-            return self
+        """The same, which asks so."""
         other = copy(self)
         other.another = another
         return other
-
-    def paid(self, chances: list[float]) -> tuple[float, ...]:
-        """The chances of the steps that were a pass of their own, beside the first."""
-        return () if self.is_parallel else tuple(chances)
 
 
 class Chain(StepByStep):
@@ -105,16 +93,6 @@ class DrawnChain(Drawn[StepModel], StepByStep):
     others are depends on what was drawn before them.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        block_size: int | None,
-        sampling: SamplingConfig,
-        weighed: bool = False,
-    ) -> None:
-        super().__init__(model, block_size, sampling, weighed)
-        self.name = model.family
-
     def draft_block(self, state: State, rows: int) -> Proposal:
         draft, tokens, laws = self._model.begin(state), [state.anchor], []
         keys = mx.random.split(self.key(state), rows - 1)
@@ -124,14 +102,14 @@ class DrawnChain(Drawn[StepModel], StepByStep):
             token = mx.random.categorical(logits, key=keys[row])
             tokens.append(token.astype(state.anchor.dtype))
             laws.append(mx.softmax(logits, axis=-1))
-            if self._weighed and row + 2 < rows:
+            if self._weighed and row + 2 < rows and not draft.in_one_pass:
                 sure: Any = laws[0].max().item()
                 chances.append(sure ** (row + 1))
                 if not self.another(chances[-1], row + 1):
                     break
         q = mx.concatenate(laws)
         proposal = self.proposal(state, mx.concatenate(tokens[1:]), q, q[0].max())
-        return replace(proposal, steps=self.paid(chances[: len(laws) - 1]))
+        return replace(proposal, steps=tuple(chances[: len(laws) - 1]))
 
 
 class GrownTree(StepByStep):
@@ -162,11 +140,12 @@ class GrownTree(StepByStep):
                 longer += [(score + p, (*path, t), row) for t, p in zip(*found, strict=True)]
             paths = heapq.nlargest(self._branches, longer, key=itemgetter(0))
             tokens = mx.array([path[-1] for _, path, _ in paths], state.anchor.dtype)
-            chance = sum(math.exp(score) for score, _, _ in paths)
-            if step + 1 == rows or not self.another(chance, step):
-                break
-            chances.append(chance)
-        return Proposal(best_first(offers.get, self._nodes), steps=self.paid(chances))
+            if step + 1 < rows and not draft.in_one_pass:
+                chance = sum(math.exp(score) for score, _, _ in paths)
+                if not self.another(chance, step):
+                    break
+                chances.append(chance)
+        return Proposal(best_first(offers.get, self._nodes), steps=tuple(chances))
 
 
 @dataclass(frozen=True)
@@ -192,8 +171,8 @@ def _make(how: Plan, family: str) -> Drafter:
     return GrownTree(model, size, 1 if how.chain else branches or usual, how.nodes)
 
 
-def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1) -> Method:
-    """The method that drafts so with the models of a family; preference: as of `Method`."""
+def step_by_step(family: str, label: str, files: FileFormat) -> Method:
+    """The method that drafts so with the models of a family."""
     return Method(
         family,
         label,
@@ -205,5 +184,5 @@ def step_by_step(family: str, label: str, files: FileFormat, preference: int = 1
         has_budget=True,
         draws=True,
         sources=(DRAFT, LOOKUP),
-        preference=preference,
+        preference=1,
     )

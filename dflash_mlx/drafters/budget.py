@@ -140,7 +140,9 @@ class BatchBudget:
             times = RoundTimes(one.times.timed)
             more = times.plain(count, ()) - times.plain(1, ())
             arms = [Arm(a.name, a.tokens.mean * count, a.seconds + more) for a in one.arms]
-            self._together[count] = Experience(arms, one.reliability, times, one.second)
+            self._together[count] = Experience(
+                arms, one.reliability, times, one.second, one.further
+            )
         return self._together[count]
 
     def _begin_answer(self, known: Experience, states: Sequence[State]) -> None:

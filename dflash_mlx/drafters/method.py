@@ -143,10 +143,10 @@ def branches_option(help: str, label: str = "") -> Any:
 
 
 def check_block_size(block_size: int | None, most: int, option: str = "block_size") -> None:
-    """Raise DFlashError unless a drafter trained for blocks of `most` can draft such a block."""
+    """Raise DFlashError unless a drafter that drafts in blocks of `most` can draft such a block."""
     if block_size is not None and not 2 <= block_size <= most:
         raise DFlashError(
-            f"{option} is {block_size}, but this drafter was trained for blocks of {most}",
+            f"{option} is {block_size}, but this drafter drafts in blocks of {most}",
             f"choose 2 to {most}",
             option,
         )

@@ -116,7 +116,7 @@ class EachAlone(ABC):
         share = budget // len(states)
         drafts = self.draft_all(states, [min(state.remaining, share) for state in states])
         cut = [  # what is cut is matched: its q may be another's
-            draft if len(draft.tree) <= share else Proposal(draft.tree.prune(range(share)))
+            draft if len(draft.tree) <= share else replace(draft.part(range(share)), q=None)
             for draft in drafts
         ]
         return [allowed(draft, state) for draft, state in zip(cut, states, strict=True)]

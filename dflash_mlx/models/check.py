@@ -43,6 +43,7 @@ from dflash_mlx.verifier.reading import (
 TOKENIZER = "tokenizer.json"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
 _REPLACE = "download this folder again, or remove the file where it is the drafter's"
+_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")  # by which models are told apart
 _POSITIVE = (
     "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "head_dim", *CONTEXT_LENGTHS,
@@ -109,7 +110,7 @@ def describe_target(config: Mapping[str, Any], name: str, file: Path | None = No
 
 
 def check_drafter(folder: Path | Source, name: str = "") -> ModelFacts:
-    """A drafter alone; arguments as of `check_target`."""
+    """A drafter alone, or the head in a target's folder. name: what to call it, if not by place."""
     source, raw, found, known = _open(folder, True)
     readable, config, family = not found.errors, None, known or formats()[0]
     sizes = family.own_sizes(raw)
@@ -152,14 +153,15 @@ def _open(
 
 
 def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Finding:
-    """Of a target in a drafter's place, the reverse, or a draft model that no family reads."""
-    if as_drafter and (kind := other_kind(raw)):
-        what = f"{source.name} is a draft model of a kind that is not supported, {kind!r}"
-        return Finding("error", what, OTHER_DRAFTER)
-    option, other = (DRAFTER, MODEL) if as_drafter else (MODEL, DRAFTER)
-    is_what, not_what = ("a target", "a drafter") if as_drafter else ("a drafter", "a target")
-    what = f"{source.name} is {is_what}, not {not_what}"
-    return Finding("error", what, f"give it with --{other}, and choose {not_what} with --{option}")
+    """Of a drafter in a target's place, or of what no family can draft with."""
+    if not as_drafter:
+        step = f"give it with --{DRAFTER}, and choose a target with --{MODEL}"
+        return Finding("error", f"{source.name} is a drafter, not a target", step)
+    what = f"{source.name} is a draft model of a kind that is not supported, {other_kind(raw)!r}"
+    if not other_kind(raw):
+        kind = repr(raw.get("model_type"))[:80]
+        what = f"{source.name} has model_type {kind}, which mlx-lm lacks, so it cannot draft"
+    return Finding("error", what, OTHER_DRAFTER)
 
 
 def fetched(facts: ModelFacts) -> ModelFacts:
@@ -178,8 +180,11 @@ def check_for(target: ModelFacts, source: Source, name: str) -> ModelFacts:
     A head of this target that is damaged or cannot be read is refused for that.
     """
     drafter = check_drafter(source, name)
-    is_head = drafter.source is not None and drafter.source.part
-    if is_head and (drafter.config is None or any(_misfits(target, drafter))):
+    if drafter.source is None or not drafter.source.part:
+        return drafter
+    own = language_model(drafter.source.read_json(CONFIG))
+    is_other = any(own.get(name) != target.config.get(name) for name in _SIZES)
+    if is_other if drafter.config is None else any(_misfits(target, drafter)):
         whole = check_drafter(replace(source, part=(), whole_model=True), name)
         if not check_pair(target, whole).errors:
             return whole

@@ -51,7 +51,7 @@ _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Huggi
 _BITS = r"\d+(?:\.\d+)?-?(?:bits?|bpw)|int\d|oq\d+(?:\.\d+)?e?|qx\d+[a-z]?(?:-hi)?|jang[-_]\d[a-z]?"
 _FLOATS = r"b?float(?:16|32)|bf16|fp\d+|unquantized"
 _BLOCKS = r"(?:q\d(?:[-_][01])?|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?|mixed[-_]\d[-_]\d"
-_RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{4,8}|v\d))?|awq|gptq|optiq|qat|ud"
+_RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{6}|\d{8}|v\d))?|awq|gptq|optiq|qat|ud"
 _HEAD = r"mtp|mtplx(?:-optimized-[a-z]+)?"  # a target whose folder has its head for drafts as well
 _QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
 _OF_TARGET = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")
@@ -133,7 +133,7 @@ def without_quantisation(name: str) -> str:
 
 
 def preset_for(target: str, drafter: str) -> Preset:
-    """For this pair, as far as it is known; names as of `registered`, of the drafter likewise."""
+    """What the registry advises for this pair; nothing where it does not know the two together."""
     entry = registered(target)
     is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
     return entry.preset if entry is not None and is_its else Preset()
@@ -247,11 +247,9 @@ def existing(name: str) -> Path | None:
 
 
 def whole_copy(name: str, option: str = MODEL) -> Source | None:
-    """A repository in the Hugging Face cache, None where it is not whole; asks no network."""
-    found = Source(name, option=option).cached()
-    if found is None and option != MODEL:
-        found = cached_head(name)
-    return found if found is not None and is_whole(found) else None
+    """A repository in the Hugging Face cache, or its head; None if not whole; asks no network."""
+    places = Source(name, option=option).cached(), cached_head(name) if option != MODEL else None
+    return next((found for found in places if found is not None and is_whole(found)), None)
 
 
 def is_here(name: str, option: str = MODEL) -> bool:

@@ -11,8 +11,9 @@ import mlx.core as mx
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.checkpoint import FILES, our_config
 from dflash_mlx.drafters.mtp.kinds import text_of
-from dflash_mlx.drafters.mtp.model import HeadConfig, Network, last_norm
+from dflash_mlx.drafters.mtp.model import HeadConfig, Network
 from dflash_mlx.drafters.networks.fields import Fields
+from dflash_mlx.drafters.networks.model import last_norm
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.paired import PairedTrainee
@@ -60,8 +61,8 @@ class HeadTrainee(PairedTrainee):
     @classmethod
     def read(cls, folder: Path, target: Target) -> HeadTrainee:
         found = super().read(folder, target)
-        if found.config.kind.layers > 1 or not found.config.attends_drafts:
-            what = f"{folder} holds a head of several layers, or one that sees no drafted tokens"
+        if not found.config.attends_drafts:
+            what = f"{folder} holds a head that sees no drafted tokens"
             raise DFlashError(what, START_FROM)
         return found
 

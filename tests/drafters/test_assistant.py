@@ -11,6 +11,7 @@ import pytest
 
 from dflash_mlx.drafters.assistant import model as bound
 from dflash_mlx.drafters.assistant import network
+from dflash_mlx.drafters.networks import gemma
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -74,7 +75,7 @@ def own_state(self, x, h, seen, original=network.Network.__call__):
     return final, h
 
 
-def factors_left_out(self, x, seen, original=network.Layer.__call__):
+def factors_left_out(self, x, seen, original=gemma.GemmaLayer.__call__):
     return original(self, x, seen) / self.layer_scalar
 
 
@@ -123,9 +124,9 @@ MISREAD: dict[str, Any] = {
     "positions that go on with each step": (bound.AssistantDraft, "states", stepping_on),
     "the state before the embedding": (network.Network, "__call__", halves_turned),
     "the target's state in every step": (network.Network, "__call__", own_state),
-    "layers without their factor": (network.Layer, "__call__", factors_left_out),
-    "another activation": (network.GatedMLP, "__call__", exact_gelu),
-    "states before the last norm": (bound, "_last_norm", lambda target: nn.Identity()),
+    "layers without their factor": (gemma.GemmaLayer, "__call__", factors_left_out),
+    "another activation": (gemma.GemmaMLP, "__call__", exact_gelu),
+    "states before the last norm": (bound, "last_norm", lambda target: nn.Identity()),
     "embeddings that are not scaled": (bound.AssistantModel, "scales_embeddings", False),
     "keys of earlier layers": (bound.AssistantModel, "seen", first_layers),
     "keys behind the window": (bound.AssistantModel, "seen", all_keys),
@@ -252,3 +253,13 @@ def test_of_a_text_the_last_state_is_kept_and_nothing_else(made):
         assert mx.array_equal(each.last, context.last)
     with pytest.raises(ValueError, match="no features"):
         context.append(mx.array([1]), None)
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("dense", False), ("small", True)])
+def test_only_tokens_that_a_head_leaves_out_may_be_without_a_logit(
+    made, monkeypatch, name, is_known
+):
+    """Where all are scored one that is -inf has overflown."""
+    model = made(name)
+    monkeypatch.setattr(model, "tried", lambda context: mx.array([[1.0, -mx.inf]]))
+    assert mx.isfinite(model.try_out(model.new_context())).all().item() == is_known

@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.autoregressive import GrownTree
+from dflash_mlx.drafters.budget import BatchBudget
+from support.decoding import open_with, start
+from support.law import PROMPT, VOCABULARY, ToyEagle
 from support.timed import FLAT, Case, InSteps
+from support.toys import ToyTarget
 
 
 def by_stretch(position: int) -> float:
@@ -51,3 +57,25 @@ def test_a_draft_model_that_is_too_sure_of_itself_is_soon_asked_for_fewer_steps(
     boastful = Case(FLAT, InSteps(0.25, lambda i: 0.5, says=lambda i: 0.97), 600)
     assert further(boastful)[40:].mean() < further(honest)[40:].mean() + 1.0
     assert boastful.seconds < 1.15 * honest.seconds
+
+
+def test_a_tree_that_is_cut_to_its_share_of_rows_still_says_how_many_steps_it_took():
+    target, drafter = ToyTarget(VOCABULARY), GrownTree(ToyEagle(1), None, 3, 8)
+    states = [start(target, drafter, PROMPT, DecodeConfig(max_tokens=20)) for _ in range(2)]
+    for state in states:
+        open_with(state, 1)
+    whole, cut = (drafter.propose(states, rows) for rows in (40, 8))
+    assert [len(each.tree) for each in whole] == [8, 8] and [len(each.tree) for each in cut] == [
+        4,
+        4,
+    ]
+    for before, after in zip(whole, cut, strict=True):
+        assert len(before.steps) == 2 and after.steps == before.steps
+
+
+def test_what_steps_of_one_sequence_have_brought_holds_for_several():
+    budget = BatchBudget(InSteps(0.3, by_stretch), FLAT)
+    assert budget._known(3).further.saved(1.0, 1.0, 0.5) > 0
+    budget.experience.further.learn(0.0, 100.0)
+    for count in (1, 2, 3):
+        assert budget._known(count).further.saved(1.0, 1.0, 0.5) < 0

@@ -229,6 +229,19 @@ def test_logits_are_over_the_targets_vocabulary(size):
         assert run(target, drafter, state, DecodeConfig(max_tokens=12)) == plain
 
 
+@pytest.mark.parametrize("size", [90, 97, 130])
+def test_logits_that_overflow_are_seen_where_the_model_is_tried(monkeypatch, size):
+    model = language_model("qwen3", target_of("llama"), vocab_size=size)
+    forward = model.own.forward
+
+    def overflown(*given: Any) -> Any:
+        logits, features = forward(*given)
+        return mx.where(mx.arange(size) == 5, -mx.inf, logits), features
+
+    monkeypatch.setattr(model.own, "forward", overflown)
+    assert not mx.isfinite(model.try_out(model.new_context())).all()
+
+
 # Answers
 
 PAIRS = [

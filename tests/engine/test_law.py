@@ -134,8 +134,6 @@ class ToyDomino(ToyMarkov):
 class ToyParallel(ToyEagle):
     """Stands for a P-EAGLE drafter, with its real drafts; logits are states as well."""
 
-    is_parallel = True
-
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._head = DraftHead(lambda states: states, VOCABULARY)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.convert.__main__ import main
@@ -18,7 +20,7 @@ from dflash_mlx.models.check import check_drafter, check_target
 from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.load import check_named
-from dflash_mlx.models.names import find_names
+from dflash_mlx.models.names import find_names, whole_copy
 from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target
 from support import mtp_targets
@@ -188,6 +190,11 @@ def test_a_damaged_head_is_refused_and_its_model_does_not_draft_whole_in_its_pla
     assert load_pair(PairConfig(str(folder), str(folder))).drafters[0].family == "mtp"
     with pytest.raises(DFlashError, match=r"tensor fc\.weight in .*damaged is missing"):
         load_pair(PairConfig(str(folder), str(damaged)))
+    unread = write_target(tmp_path / "unread", mtp_use_hidden_state_from_layer=1)
+    with pytest.raises(DFlashError, match="mtp_use_hidden_state_from_layer is 1"):
+        load_pair(PairConfig(str(folder), str(unread)))
+    larger = str(write_target(tmp_path / "larger", mtp={}, num_hidden_layers=5))
+    assert load_pair(PairConfig(larger, str(unread))).drafters[0].family == "lm"
 
 
 def test_a_list_of_models_says_that_one_has_its_drafter_in_it(tmp_path):
@@ -217,3 +224,20 @@ def test_a_head_in_the_target_s_folder_takes_the_place_of_one_that_is_known(tmp_
     assert dict(names.others)["mtp"] == "Qwen/Qwen3.5-27B"
     found = with_own_head(names, Source.of(folder)).others
     assert found == (("mtp", str(folder)), names.others[1])
+
+
+def test_a_head_that_another_program_has_fetched_alone_is_found_without_a_network(tmp_path):
+    """Which leaves no list of what its repository has."""
+    folder, cache = write_target(tmp_path / "target"), tmp_path / "cache"
+    snapshot = cache / "models--owner--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    with pytest.MonkeyPatch.context() as patch:
+        use_hub(patch)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        for name in ("config.json", mtp_targets.INDEX, HEAD_SHARD):
+            assert whole_copy("owner/model", "drafter") is None, name
+            shutil.copyfile(folder / name, snapshot / name)
+        assert whole_copy("owner/model", "drafter").part == (HEAD_SHARD,)
+        assert whole_copy("owner/model") is None

@@ -184,7 +184,7 @@ def test_files_without_an_embedding_are_refused(model, small):
     [
         ({"architectures": ["MedusaForCausalLM"]}, "'MedusaForCausalLM'"),
         ({"model_type": "qwen3_next_draft"}, "'qwen3_next_draft'"),
-        ({"model_type": "nonesuch"}, "is a target, not a drafter"),
+        ({"model_type": "nonesuch"}, "model_type 'nonesuch', which mlx-lm lacks"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"model_file": "own.py"}, "own.py"),

@@ -59,7 +59,8 @@ HEADS = (  # beside a target's own tensors, as people name such folders
 )  # fmt: skip
 OTHERS = (
     "Instruct-2507", "Thinking-2507", "Base", "Instruct-2507-4bit", "VL", "Coder", "abliterated",
-    "heretic-8bit", "distill-mlx-4bit", "MTPx", "2507", "chat-v2", "LoRA-fp16", "reasoning-4bit", "4b",
+    "heretic-8bit", "distill-mlx-4bit", "MTPx", "2507", "chat-v2", "LoRA-fp16", "reasoning-4bit",
+    "4b",
 )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ class ToyDrafter:
     """Stands for a drafter network: logits depend on the anchor, the prefix and the position."""
 
     kernels = None
-    is_linked = is_parallel = False
+    is_linked = False
     family = "dflash"
     aux_layers: tuple[int, ...] = ()
 
@@ -175,13 +175,15 @@ class ToyAssistant(ToyEagle):
 
 
 class ToyHead(ToyEagle):
-    """Likewise for a head for multi-token prediction."""
+    """Stands for a head for multi-token prediction."""
 
     family = "mtp"
 
 
 class ToyRows:
     """A draft in the making."""
+
+    in_one_pass = False
 
     def __init__(self, model: ToyEagle) -> None:
         self.model = model

@@ -20,8 +20,10 @@ from dflash_mlx.train.loss import cross_entropy
 from dflash_mlx.train.mtp import HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
-from support import masked_formats, reference_eagle3, reference_mtp
-from support.families import VOCAB_SIZE
+from dflash_mlx.verifier.model import Target
+from support import masked_formats, published_heads, reference_eagle3, reference_mtp
+from support.drafting import TOLERANCE, PublishedHeads, difference
+from support.families import VOCAB_SIZE, make_model
 from support.family_configs import sliding
 from support.masked_formats import ours as masked
 from support.reference_dflash import hidden_states
@@ -281,3 +283,18 @@ def test_a_hopeless_word_has_a_large_finite_loss_or_none_without_a_share(
     loss, gradient = mx.value_and_grad(lambda h: cross_entropy(h, *given)[0].sum())(sure)
     assert (60.0 < loss.item() < float("inf")) if share else abs(loss.item()) < 1e-4
     assert mx.abs(gradient - share * (head[best] - head[hopeless])).max().item() < 1e-4
+
+
+def test_a_head_of_two_blocks_says_in_training_what_it_says_in_drafts(tmp_path):
+    """Of Nemotron-H: attention, and experts behind it."""
+    raw, tensors = published_heads.FORMATS["nemotron"]
+    target = Target(make_model("llama", **raw), 1000, "tiny")
+    subject = PublishedHeads(tmp_path, raw, tensors, target)
+    trainee = HeadTrainee.read(subject.folder, target)
+    tokens, features = text = subject.text(9)
+    path, behind = [7, 3, 50], np.array([*tokens[1:], 7])
+    h, x = mx.array(features)[None], trainee.embed(np.array(path))[None, None]
+    states = trainee.states(h, trainee.embed(behind)[None], mx.array([[9]]), x)
+    draft = subject.model.begin(subject.state(7, text))
+    expected = np.stack([draft.logits(mx.array([t]), [i - 1])[0] for i, t in enumerate(path)])
+    assert difference(np.array(trainee.logits(states))[0, 0, 1:], expected) < TOLERANCE

@@ -8,6 +8,7 @@ of a drafted token is what the assistant made of the row before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
@@ -17,8 +18,8 @@ import mlx.nn as nn
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.assistant.network import AssistantConfig, Network, OrderedHead, Seen
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER
-from dflash_mlx.drafters.networks.model import BoundModel, Draft
-from dflash_mlx.engine.state import Context, Kind, State
+from dflash_mlx.drafters.networks.model import BoundModel, Draft, last_norm
+from dflash_mlx.engine.state import Kind, State
 from dflash_mlx.verifier.block import Block, Saved
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -34,7 +35,7 @@ class AssistantContext:
     in again, in the pass that reads what comes behind it.
     """
 
-    def __init__(self, network: nn.Module, norm: nn.Module) -> None:
+    def __init__(self, network: nn.Module, norm: Callable[[mx.array], mx.array]) -> None:
         self._network, self._norm = network, norm
         self._last: mx.array | None = None  # [1, D]
         self.length = 0
@@ -99,24 +100,20 @@ class AssistantModel(BoundModel[Any]):
             what = f"the assistant reads a layer of {min(missing)}, and {target.name} has none"
             raise DFlashError(f"{what} with keys of its own", CHOOSE_ANOTHER)
         self._read = [kinds[kind] for kind in config.layer_types]  # the last of each kind
-        self._norm = _last_norm(target)
+        self._norm = last_norm(target)
 
     def own_head(self, network: Network) -> Any:
         return network.model.embed_tokens.as_linear
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Tokens [n] to [n, D], scaled as the target's."""
-        return self._table(tokens) * self._scale  # type: ignore[no-any-return]
+    @property
+    def scores_all(self) -> bool:
+        return self.config.centroids is None
 
     def new_context(self) -> AssistantContext:
         return AssistantContext(self.module, self._norm)
 
     def context(self, *parts: Any) -> AssistantContext:
         return self.new_context()
-
-    def try_out(self, context: Context) -> mx.array:
-        logits = self.tried(context)
-        return mx.where(logits == -mx.inf, 0, logits)  # of tokens that were not scored
 
     def tried(self, context: Any) -> mx.array:
         cache, tokens = self._target.new_cache(), mx.zeros(_TRIED, mx.int32)
@@ -137,14 +134,6 @@ class AssistantModel(BoundModel[Any]):
                 keys, values = (each[:, :, 1 - window :] for each in (keys, values))
             seen.append(Seen(cache.layers[i], keys, values, cache.length))
         return seen
-
-
-def _last_norm(target: Target) -> nn.Module:
-    """The norm between a target's layers and its head, which stands beside its embedding."""
-    embedding = target.embedding()
-    beside = (module for module in target.model.modules() if "norm" in module)
-    holder: Any = next(m for m in beside if any(each is embedding for each in m.values()))
-    return holder.norm  # type: ignore[no-any-return]
 
 
 class AssistantDraft(Draft):

@@ -14,7 +14,7 @@ from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.fields import FULL
 from dflash_mlx.drafters.networks.files import DraftConfig, too_large
-from dflash_mlx.drafters.networks.layers import MLP
+from dflash_mlx.drafters.networks.gemma import GemmaLayer
 from dflash_mlx.drafters.networks.model import ActiveVocabulary, DraftHead
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Kernels
@@ -104,42 +104,13 @@ class Attention(nn.Module):
         return self.o_proj(out[0].swapaxes(0, 1).flatten(1))
 
 
-class GatedMLP(MLP):
-    """GeGLU."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., d] -> [..., d]."""
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    """Decoder layer with norms before and behind each sub-layer, and a factor behind all."""
-
-    def __init__(self, config: AssistantConfig, kind: str) -> None:
-        super().__init__()
-        d, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, kind)
-        self.mlp = GatedMLP(config)
-        self.input_layernorm = nn.RMSNorm(d, eps)
-        self.post_attention_layernorm = nn.RMSNorm(d, eps)
-        self.pre_feedforward_layernorm = nn.RMSNorm(d, eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(d, eps)
-        self.layer_scalar = mx.ones(1)
-
-    def __call__(self, x: mx.array, seen: Seen) -> mx.array:
-        """[n, d] -> [n, d]."""
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), seen))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x * self.layer_scalar
-
-
 class Decoder(nn.Module):
     """The layers, their last norm, and the embedding, which is a head here and nothing else."""
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, kind) for kind in config.layer_types]
+        self.layers = [GemmaLayer(config, Attention(config, kind)) for kind in config.layer_types]
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 

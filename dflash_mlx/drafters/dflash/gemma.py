@@ -1,17 +1,15 @@
-"""Layers of Gemma 4, as DeepSpec's drafters for it have them.
+"""Attention of Gemma 4, as DeepSpec's drafters for it have it.
 
-They are those of the target's full attention: sub-layers between two norms, a factor behind each
-layer, values that are normed without a weight and may be the keys' own projection, and products of
-queries and keys that are not scaled.
+It is the target's full attention: values that are normed without a weight and may be the keys' own
+projection, and products of queries and keys that are not scaled.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from dflash_mlx.drafters.networks.files import DraftConfig
-from dflash_mlx.drafters.networks.layers import MLP, Attention
+from dflash_mlx.drafters.networks.layers import Attention
 from dflash_mlx.verifier.cache import LayerCache
 
 
@@ -31,32 +29,3 @@ class GemmaAttention(Attention):
         values = self._heads(self.v_proj(rows)) if "v_proj" in self else projected
         keys = self.rope(self.k_norm(projected), offset=cache.offset)
         return cache.update_and_fetch(keys, mx.fast.rms_norm(values, None, self._eps))
-
-
-class GemmaMLP(MLP):
-    """GeGLU."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[..., d] -> [..., d]."""
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
-
-
-class GemmaLayer(nn.Module):
-    """Decoder layer with norms before and behind each sub-layer."""
-
-    def __init__(self, config: DraftConfig, shares: bool) -> None:
-        super().__init__()
-        d, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = GemmaAttention(config, shares)
-        self.mlp = GemmaMLP(config)
-        self.input_layernorm = nn.RMSNorm(d, eps)
-        self.post_attention_layernorm = nn.RMSNorm(d, eps)
-        self.pre_feedforward_layernorm = nn.RMSNorm(d, eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(d, eps)
-        self.layer_scalar = mx.ones(1)
-
-    def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
-        """[1, n, d] -> [1, n, d]."""
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), mask, cache))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x * self.layer_scalar

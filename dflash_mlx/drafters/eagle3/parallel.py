@@ -33,6 +33,8 @@ class ParallelDraft(Draft):
     block: final states [K, d] of all rows behind an anchor [1].
     """
 
+    in_one_pass = True
+
     def __init__(self, model: BoundModel[Any], context: PairedContext, block: Block) -> None:
         super().__init__(model, context)
         self._block = block

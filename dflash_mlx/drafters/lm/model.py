@@ -79,7 +79,6 @@ class LanguageModel:
     """
 
     family: ClassVar[str] = FAMILY
-    is_parallel = False
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, own: Target, config: LanguageConfig, target: Target) -> None:
@@ -104,13 +103,14 @@ class LanguageModel:
     def try_out(self, context: Context) -> mx.array:
         draft = LanguageDraft(self, cast(LanguageContext, context))
         logits = draft.logits(mx.zeros(1, mx.int32), [-1])
-        return mx.where(logits == -mx.inf, 0, logits)  # of what it does not know
+        known = logits[:, : self._known]  # beyond these all are -inf
+        return mx.concatenate([known, mx.zeros_like(logits[:, self._known :])], axis=-1)
 
     def begin(self, state: State) -> LanguageDraft:
         return LanguageDraft(self, cast(LanguageContext, state.context))
 
     def forward(self, tokens: mx.array, cache: SequenceCache, block: Block) -> mx.array:
-        """[n, V] logits over the target's vocabulary, as of `Target.forward`."""
+        """Logits over the target's vocabulary, [n, V] of all rows or [1, V] of the last alone."""
         if self._fill > 0:
             tokens = mx.minimum(tokens, self._known - 1)
         logits, _ = self.own.forward(tokens, cache, block)

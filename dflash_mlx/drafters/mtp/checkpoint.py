@@ -167,7 +167,7 @@ class MTPFiles(FileFormat):
             rope={},
             rms_norm_eps=_eps(text, kind.eps),
             attention_bias=False,
-            layer_windows=(None,) * kind.kept,
+            layer_windows=(None,),
             block_size=size(told, "block_size"),
             num_target_layers=size(text, "num_hidden_layers"),
             quantization=None,

@@ -16,6 +16,7 @@ import mlx.nn as nn
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks.fields import Fields, named
 from dflash_mlx.drafters.networks.files import Arrays
+from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.verifier.cache import LayerCache
 
 _TEXT = "_text"  # ends the model_type of a model's part for text
@@ -29,21 +30,15 @@ class Kind:
     dedicated: ClassVar[str] = ""  # the field that says whether it brings an embedding
     # How the network differs from `model.HeadConfig`'s usual, by the names of fields there
     variant: ClassVar[Mapping[str, Any]] = {}
-    layers: ClassVar[int] = 1  # decoder layers of a head
-    kept: ClassVar[int] = 1  # of these, with keys and values of their own
-    one_layer: ClassVar[Mapping[str, Any]] = {}  # fields that make these of a target's fields
+    one_layer: ClassVar[Mapping[str, Any]] = {}  # fields that make a head's of a target's fields
     eps: ClassVar[tuple[str, ...]] = ("rms_norm_eps", "norm_eps", "norm_epsilon")  # of its norms
     array_masks: ClassVar[bool] = False  # whether they take no mask that is the word "causal"
 
     def arguments(self, text: Fields) -> Fields:
         """What mlx-lm makes a model of a head's layers and no others of."""
-        few: Fields = {
-            "num_hidden_layers": self.layers,
-            "vocab_size": 1,
-            "tie_word_embeddings": True,
-        }
+        few: Fields = {"num_hidden_layers": 1, "vocab_size": 1, "tie_word_embeddings": True}
         if isinstance(text.get("layer_types"), list):
-            few["layer_types"] = ["full_attention"] * self.layers
+            few["layer_types"] = ["full_attention"]
         return {**text, **few, **self.one_layer, "model_type": model_type(text)}
 
     def make_layers(self, text: Fields) -> list[nn.Module]:
@@ -56,8 +51,8 @@ class Kind:
 
         model = self.make_model(text)
         if new_sequence(model, "the head", None, None).is_recurrent:
-            step = "choose another drafter with --drafter, or --method none"
-            raise DFlashError(f"a head of {model_type(text)} would have recurrent layers", step)
+            what = f"a head of {model_type(text)} would have recurrent layers"
+            raise DFlashError(what, OTHER_DRAFTER)
         return list(model.layers)
 
     def make_model(self, text: Fields) -> Any:
@@ -69,7 +64,7 @@ class Kind:
         return model_class(args_class.from_dict(arguments))
 
     def keeps(self, layer: Any) -> bool:
-        """Whether a layer has keys and values of its own."""
+        """Whether a layer has keys and values of its own; the first one has, and no other."""
         return True
 
     def remember(self, layer: Any, x: mx.array, cache: LayerCache) -> None:
@@ -105,7 +100,7 @@ class Kind:
         return tensors
 
     def finished(self, tensors: Arrays, text: Fields) -> Arrays:
-        """As `arranged`, where the numbers have to be looked at; ValueError for what cannot be."""
+        """What was arranged, as its numbers tell that it is meant; ValueError if they do not."""
         return tensors
 
     def in_files(self, names: Collection[str], text: Fields) -> dict[str, str]:

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.config import MOST_ROWS
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.mtp.kinds import Kind, kind_of
 from dflash_mlx.drafters.networks.fields import Fields, flag
 from dflash_mlx.drafters.networks.files import DraftConfig, Quantization, parameters_of, stored
 from dflash_mlx.drafters.networks.layers import DraftNetwork
+from dflash_mlx.drafters.networks.model import last_norm
 from dflash_mlx.drafters.networks.paired import PairedModel
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
@@ -36,7 +36,6 @@ FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
 _CHOOSES = "e_score_correction_bias"
-_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm", "embedding_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,6 @@ class Network(DraftNetwork):
         self.fc = nn.Linear(2 * d, d, bias=False)
         self._kind = config.kind
         self.layers = self._kind.make_layers(config.text)
-        self._keeps = tuple(map(self._kind.keeps, self.layers))
         self._hidden_first, self._feeds_normed = config.hidden_first, config.feeds_normed
         self._apart = not config.attends_drafts
         # From the target's states to what the head was trained on, see `HeadModel`
@@ -129,10 +127,7 @@ class Network(DraftNetwork):
     def append(self, x: mx.array, h: mx.array, cache: SequenceCache) -> None:
         """Commit the rows with embeddings x and states h, [n, d] each, to `cache`."""
         cache.begin(Block(len(h)))
-        if sum(self._keeps) == 1 and self._keeps[0]:  # what behind them nobody will ask for
-            self.remember(x[None], h[None], cache.layers[0])
-        else:
-            self._through(self.pair(x, h)[None], cache)
+        self.remember(x[None], h[None], cache.layers[0])  # what is behind them nobody asks for
         cache.commit(range(len(h)))
 
     def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
@@ -149,7 +144,7 @@ class Network(DraftNetwork):
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: Any
     ) -> tuple[mx.array, mx.array]:
-        """As `step`, of rows [B, n, d] with a cache for all layers: for training."""
+        """Final states of rows [B, n, d] and their h, behind a cache of all layers: in training."""
         rows = self.pair(x, h)
         for layer in self.layers:
             rows = layer(rows, mask, cache)
@@ -157,10 +152,10 @@ class Network(DraftNetwork):
         return final, final if self._feeds_normed else rows
 
     def _through(self, rows: mx.array, cache: SequenceCache) -> mx.array:
-        caches = iter(cache.layers)
-        for layer, keeps in zip(self.layers, self._keeps, strict=True):
-            own: LayerCache | None = next(caches) if keeps else None
-            rows = layer(rows, None if own is None else self._kind.mask(rows, own), own)
+        own: LayerCache = cache.layers[0]
+        for layer in self.layers:
+            keeps = self._kind.keeps(layer)
+            rows = layer(rows, *((self._kind.mask(rows, own), own) if keeps else (None, None)))
         return rows
 
     def _begin_apart(self, cache: SequenceCache) -> None:
@@ -177,16 +172,3 @@ class HeadModel(PairedModel):
     def __init__(self, network: Network, config: HeadConfig, target: Target) -> None:
         network.bind(last_norm(target) if config.hidden_normed else None)
         super().__init__(network, config, target)
-
-
-def last_norm(target: Target) -> Callable[[mx.array], mx.array]:
-    """The norm behind a target's last layer; DFlashError where it has none that is known."""
-    first = target.model.layers[0]
-    for module in target.model.modules():
-        layers = module.get("layers")
-        if isinstance(layers, list) and any(layer is first for layer in layers):
-            for name in _LAST_NORMS:
-                if isinstance(norm := module.get(name), nn.Module):
-                    return lambda states: norm(states)  # as it is then: hooks come and go
-    problem = f"{target.name} has no norm behind its last layer, whose states the head reads"
-    raise DFlashError(problem, "choose another drafter with --drafter, or --method none")

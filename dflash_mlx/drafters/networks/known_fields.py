@@ -51,7 +51,7 @@ class Part:
 
     read: Collection[str]
     noted: Collection[str] = ()  # which change nothing, though they look as if they could
-    silent: Collection[str] = ()  # likewise, and nobody would think so
+    silent: Collection[str] = ()  # which change nothing, and nobody would think that they do
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def review(self, given: Fields, name: str = "", names: Collection[str] = ()) -> Iterator[str]:

@@ -16,9 +16,11 @@ from itertools import accumulate
 from typing import Any, ClassVar, Generic, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.growth.grow import Array, Ranked, rank
 from dflash_mlx.engine.state import Context, Kind
 from dflash_mlx.verifier.block import Saved
@@ -27,6 +29,7 @@ from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.sequence import SequenceCache
 
+_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "ln_f", "final_norm", "embedding_norm")
 _STEP = 32  # tokens that are added at a time, so that matrices seldom change their shape
 
 Ids = npt.NDArray[np.int64]
@@ -191,6 +194,19 @@ def embedding_scale(target: Target) -> float:
     return 1.0
 
 
+def last_norm(target: Target) -> Head:
+    """The norm behind a target's last layer; DFlashError where it has none that is known."""
+    first = target.model.layers[0]
+    for module in target.model.modules():
+        layers = module.get("layers")
+        if isinstance(layers, list) and any(layer is first for layer in layers):
+            for name in _LAST_NORMS:
+                if isinstance(norm := module.get(name), nn.Module):
+                    return lambda states: norm(states)  # as it is then: hooks come and go
+    problem = f"{target.name} has no norm behind its last layer, whose states the drafter reads"
+    raise DFlashError(problem, "choose another drafter with --drafter, or --method none")
+
+
 class DraftContext:
     """Keys and values of committed tokens, made of the target's features.
 
@@ -298,11 +314,6 @@ class BoundModel(Generic[_Context]):
         )
         target.tap(self.aux_layers)
 
-    @property
-    def is_parallel(self) -> bool:
-        """Whether all rows of a draft go through in one pass."""
-        return False
-
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens [...] to [..., d]."""
         return self._table(tokens) * self._scale  # type: ignore[no-any-return]
@@ -332,10 +343,14 @@ class BoundModel(Generic[_Context]):
             self._head.limit(target, tokens, max(size, self.least_vocabulary))
 
     def try_out(self, context: Context) -> mx.array:
-        """Logits of a whole draft; tokens outside a draft vocabulary have 0."""
+        """Logits of a whole draft; tokens that it does not know or score have 0."""
         logits = self.tried(context)  # type: ignore[arg-type]
-        unknown = self.config.draft_vocab_size is not None
-        return mx.where(logits == -mx.inf, 0, logits) if unknown else logits
+        return logits if self.scores_all else mx.where(logits == -mx.inf, 0, logits)
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether every token has a logit, so that none is -inf unless numbers overflow."""
+        return self.config.draft_vocab_size is None
 
     @abstractmethod
     def tried(self, context: _Context) -> mx.array:
@@ -348,6 +363,8 @@ class Draft(ABC):
     The methods pass the next n rows: their tokens [n], and for each the number of the row that it
     continues. Row 0 is the anchor's and continues none, -1.
     """
+
+    in_one_pass: ClassVar[bool] = False  # whether rows behind the first cost nothing more
 
     def __init__(self, model: BoundModel[Any], context: DraftContext) -> None:
         self._head, self._words = model._head, context.words
