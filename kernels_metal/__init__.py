@@ -1,6 +1,6 @@
 """Metal kernels, each beside a pure-MLX reference: arrays in, arrays out.
 
-    catalog      the table of operations: begin here, then read one, as tree_walk
+    catalog      the table of operations: begin here, then read one, as norm_rope
     operation    what an operation is, and random calls of it
     factory      launches kernels, on Metal or by another executor
     dispatch     kernel or reference, decided on each machine and why

@@ -17,18 +17,20 @@ import numpy as np
 
 from kernels_metal.checks import check, check_array, check_choice, check_range
 from kernels_metal.factory import Kernel, Launch, Prepared
-from kernels_metal.gpu import may_use_matrices
+from kernels_metal.gpu import cores, may_use_matrices
 from kernels_metal.operation import PREFIXES, ROWS, Case, Draw, Operation, bucket, case_of
 from kernels_metal.visibility import MAX_ROWS, Visibility
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BITS, GROUPS = (4, 8), (32, 64)
 # Rows of one threadgroup, at a head dim of 256 half as many: all read the keys once, or so few that
-# there are more threadgroups, which read them again from caches
-WAYS: dict[str, int] = {"once": 128, "apart": 32}
-THREADGROUPS = 128  # wanted, to fill the cores of a large GPU
+# there are more threadgroups, which read them again from caches. 96 are 384 threads: an M1 or M2
+# has no registers for many more.
+WAYS: dict[str, int] = {"once": 96, "apart": 32}
+THREADGROUPS = 8  # wanted for each core of the GPU, so that loads of one hide behind another's work
+TILES = 3  # of a split at least
 TILE_BYTES = 24 * 1024  # of 32, 16 or 8 keys and as many values, in threadgroup memory
-SHARE = 16  # more than two splits write at most this part of the keys and values they read
+SHARE = 3  # more than two splits write at most this part of the keys and values they read
 KERNEL = Kernel(
     "cascade_attention",
     inputs=(
@@ -124,7 +126,7 @@ def layout(  # noqa: PLR0913  # a call's sizes
     together: rows of a threadgroup.
 
     A split writes weighted values and sums in float32. Two splits are always allowed, more as long
-    as they write less than a sixteenth of the keys and values.
+    as they write less than a third of the keys and values: caches keep what they write.
     """
     eights = -(-rows // 8)
     most = together // 8 if width <= 128 else together // 16
@@ -133,8 +135,8 @@ def layout(  # noqa: PLR0913  # a call's sizes
     row_bytes = 2 * (width + 8) * itemsize  # of a key and a value in threadgroup memory
     tile = next(n for n in (32, 16, 8) if n * row_bytes <= TILE_BYTES)
     written, read = rows * (width + 2) * 4, 2 * keys * width * itemsize
-    wanted = min(-(-THREADGROUPS // (kv_heads * sets)), max(2, read // (SHARE * written)))
-    length = max(2, -(-keys // (wanted * tile))) * tile
+    wanted = min(-(-THREADGROUPS * cores() // (kv_heads * sets)), max(2, read // (SHARE * written)))
+    length = max(TILES, -(-keys // (wanted * tile))) * tile
     return Layout(groups, sets, tile, length, -(-keys // length))
 
 
@@ -356,4 +358,10 @@ CASCADE_ATTENTION = Operation(
     after=lambda out, queries, *rest: (out, *rest),
     copied=_copied,
     tried=_tried,
+    variants=[
+        {"dim": dim, "kv_bits": bits}
+        for dim in HEAD_DIMS
+        for bits in (0, *BITS)
+        if not bits or any(dim % group == 0 for group in GROUPS)
+    ],
 )

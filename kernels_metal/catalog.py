@@ -7,13 +7,11 @@ from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.norm_rope import NORM_ROPE
 from kernels_metal.operation import Operation
-from kernels_metal.tree_walk import TREE_WALK
 from kernels_metal.verify_qmm import VERIFY_QMM
 
 OPERATIONS: tuple[Operation, ...] = (
     CASCADE_ATTENTION,
     DRAFT_HEAD,
-    TREE_WALK,
     CACHE_COMMIT,
     VERIFY_QMM,
     NORM_ROPE,

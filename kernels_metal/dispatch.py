@@ -12,23 +12,31 @@ reference (the probe), and races it against the stock path; outcome and reason s
 from __future__ import annotations
 
 import hashlib
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
+from statistics import median
 from typing import Any, Literal, get_args
 
 import mlx.core as mx
 
 from kernels_metal.factory import SOURCE, executor, metal
-from kernels_metal.gpu import gpu_family
+from kernels_metal.faults import first_error
+from kernels_metal.gpu import gpu_family, power_mode
 from kernels_metal.operation import Operation, dtype_name
 
 Mode = Literal["auto", "off", "on"]
 Arguments = tuple[Any, ...]
-RUNS = 5  # of either side in a race, the fastest counts
+STOCK = "stock"
+RUNS = 6  # of either side in a race; their median counts
+MARGIN = 0.03  # of stock's time by which a kernel has to be faster
+WARM_UP = 0.15  # seconds after which the GPU's clock is up, if two runs do not agree before
 CALLS = 12  # of a run, one behind the other: waiting for a single one costs more than the call
-LIMIT = 0.5  # seconds that one side may take in all, a first run aside
+LIMIT = 0.5  # seconds that one side may take in all
 COLD_BYTES = 256 * 2**20  # a chain's own arrays: more than caches hold, and not much of a memory
 TOLERANCES = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -48,7 +56,9 @@ class Dispatch:
     mode: "on" is the kernel wherever one can run, "auto" what trial, probe and race say; switched
     "off" nothing is to be asked. table: what was raced, now and by the sessions of
     `table_from_json`. refusal: of an operation and arguments, why its kernel is not to be run in
-    this process, "" where it is; see `watchdog`. Raises ValueError for another mode.
+    this process, "" where it is; see `watchdog`. report: what to tell of a compiler's words, see
+    `faults`. begin: told of a case before its kernel runs here for the first time.
+    Raises ValueError for another mode.
     """
 
     def __init__(
@@ -56,6 +66,8 @@ class Dispatch:
         mode: Mode = "auto",
         clock: Callable[[], float] = time.perf_counter,
         refusal: Callable[[Operation, Arguments], str] = lambda operation, args: "",
+        report: Callable[[str], str] = first_error,
+        begin: Callable[[str], None] = lambda case: None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"kernels is {mode!r}, but must be one of {', '.join(get_args(Mode))}")
@@ -63,7 +75,7 @@ class Dispatch:
         self.table: dict[str, Choice] = {}
         self.unraced: dict[str, Choice] = {}
         self._family = gpu_family()
-        self._clock, self._refusal = clock, refusal
+        self._clock, self._refusal, self._report, self._begin = clock, refusal, report, begin
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -93,6 +105,9 @@ class Dispatch:
             if raced and (why := self._refusal(operation, args)):  # until it is tried again
                 choices, found = self.unraced, Choice(False, why)
             else:
+                self.unraced.pop(key, None)
+                if raced:
+                    self._begin(key)
                 found = self._decide(operation, args, layers, raced)
         choices[key] = found
         return found
@@ -108,50 +123,80 @@ class Dispatch:
         if not raced:
             on = self.mode == "on"
             return Choice(True, "kernels are switched on" if on else "not on Metal, so not raced")
-        problems = {way: _problem(operation, way, args) for way in operation.ways(*args)}
+        problems = {way: self._problem(operation, way, args) for way in operation.ways(*args)}
         fit = [way for way, problem in problems.items() if not problem]
         if not fit:
             return Choice(False, next(iter(problems.values())))
-        return self._race(operation, fit, _chain(operation, args, layers))
+        return self._race(operation, fit, chain(operation, args, layers))
+
+    def _problem(self, operation: Operation, way: str, args: Arguments) -> str:
+        """The probe: why this kernel is not for these arguments, "" if it is as the reference."""
+        try:
+            return _disagreement(operation, operation.by(way), args)
+        except (RuntimeError, ValueError) as error:  # the compiler refuses it, or this GPU cannot
+            with suppress(RuntimeError):
+                mx.synchronize()  # what else of the pass fails behind it
+            return f"does not run here: {self._report(str(error))}"
 
     def _race(self, operation: Operation, fit: list[str], calls: list[Arguments]) -> Choice:
-        """Microseconds of one call in a chain of them."""
-        sides = {way: self._time(operation, operation.by(way), calls) for way in fit}
-        stock = self._time(operation, operation.reference, calls)
-        way = min(sides, key=lambda way: sides[way])
-        told = [f"{name} {time * 1e6:.0f} us".strip() for name, time in sides.items()]
-        words = f"{' and '.join(told)} against {stock * 1e6:.0f} us, in chains of {len(calls)}"
-        if sides[way] >= stock:
+        try:
+            calls_of = race(operation, fit, calls, self._clock)
+        except RuntimeError as error:  # of the GPU, long after the call that is at fault
+            with suppress(RuntimeError):
+                mx.synchronize()  # others of the same pass may fail behind it
+            return Choice(False, f"fails in a race: {self._report(str(error))}")
+        usual = calls_of.pop(STOCK)
+        way = min(calls_of, key=lambda way: calls_of[way])
+        told = [f"{name} {time:.0f} us".strip() for name, time in calls_of.items()]
+        words = f"{' and '.join(told)} against {usual:.0f} us, in chains of {len(calls)}"
+        if calls_of[way] > usual * (1 - MARGIN):
             return Choice(False, f"not faster: {words}")
         return Choice(True, f"faster: {words}", way)
 
-    def _time(
-        self, operation: Operation, step: Callable[..., Any], calls: list[Arguments]
-    ) -> float:
-        """Seconds of a call, by the fastest run; the runs end when they have taken too long."""
-        times: list[float] = []
-        while len(times) < RUNS and sum(times) <= LIMIT:
-            start = self._clock()
-            results: list[mx.array] = []
-            out = None
-            for args in calls:
-                given = args if out is None else operation.after(out, *args)
-                out = step(*given)
-                results += operation.compared(out, *args)
-            mx.eval(results)
-            times.append(self._clock() - start)
-        return min(times) / len(calls)
+
+def race(
+    operation: Operation,
+    ways: Sequence[str],
+    calls: list[Arguments],
+    clock: Callable[[], float] = time.perf_counter,
+    runs: int = RUNS,
+) -> dict[str, float]:
+    """Microseconds of one call by each way and by STOCK: medians of chains that take turns.
+
+    Whoever runs first behind an idle GPU finds its clock low, so none is timed before that is up;
+    and what wins by less than `MARGIN` may lose the next time. RuntimeError where the GPU fails.
+    """
+    steps = {way: operation.by(way) for way in ways} | {STOCK: operation.reference}
+    sides = {name: partial(_seconds, operation, step, calls, clock) for name, step in steps.items()}
+    before, spent = 0.0, sides[STOCK]()
+    while abs(spent - before) > MARGIN * spent and before + spent < WARM_UP:
+        before, spent = spent, sides[STOCK]()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    while len(times[STOCK]) < runs and max(map(sum, times.values())) <= LIMIT:
+        for name, run in sides.items():
+            times[name].append(run())
+    return {name: median(found) / len(calls) * 1e6 for name, found in times.items()}
 
 
-def _problem(operation: Operation, way: str, args: Arguments) -> str:
-    """The probe: why this kernel is not for these arguments, "" if it agrees with the reference."""
-    try:
-        return _disagreement(operation, operation.by(way), args)
-    except (RuntimeError, ValueError) as error:  # the compiler refuses it, or this GPU cannot
-        return f"does not run here: {str(error).strip().splitlines()[0]}"
+def _seconds(
+    operation: Operation,
+    step: Callable[..., Any],
+    calls: list[Arguments],
+    clock: Callable[[], float],
+) -> float:
+    """Of a chain of calls."""
+    start = clock()
+    results: list[mx.array] = []
+    out = None
+    for args in calls:
+        given = args if out is None else operation.after(out, *args)
+        out = step(*given)
+        results += operation.compared(out, *args)
+    mx.eval(results)
+    return clock() - start
 
 
-def _chain(operation: Operation, args: Arguments, layers: Sequence[Arguments]) -> list[Arguments]:
+def chain(operation: Operation, args: Arguments, layers: Sequence[Arguments]) -> list[Arguments]:
     """A dozen calls that find their arrays cold, as in a pass: those of other layers, or copies."""
     found = list(layers[:CALLS]) or [args]
     if operation.copied is not None and len(found) == 1:
@@ -184,8 +229,8 @@ def table_from_json(saved: Mapping[str, Any]) -> dict[str, Choice]:
 
 
 def fingerprint() -> str:
-    """Of what a choice holds for: the kernels' sources and the version of MLX."""
-    digest = hashlib.sha256(version("mlx").encode())
+    """Of what a choice holds for: the kernels' sources, MLX, macOS and its power mode."""
+    digest = hashlib.sha256(f"{version('mlx')} {platform.mac_ver()[0]} {power_mode()}".encode())
     for path in sorted(SOURCE.glob("*.metal")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -49,7 +49,7 @@ def draft_head(logits: mx.array, k: int) -> DraftHead:
     rows, vocabulary = logits.shape
     length = max(PART, -(-vocabulary // 32))
     parts = -(-vocabulary // length)
-    top = 4 if k <= 4 else MAX_K
+    top = _kept(k)
     plan = Launch(
         grid=(parts * 256, rows, 1),
         threadgroup=(256, 1, 1),
@@ -67,6 +67,11 @@ def draft_head(logits: mx.array, k: int) -> DraftHead:
     )
     ids, logprobs, normal = launch(MERGE, found, merge)
     return DraftHead(ids[:, :k], logprobs[:, :k], normal)
+
+
+def _kept(k: int) -> int:
+    """The k that a kernel is made for."""
+    return 4 if k <= 4 else MAX_K
 
 
 def draft_head_reference(logits: mx.array, k: int) -> DraftHead:
@@ -114,4 +119,6 @@ DRAFT_HEAD = Operation(
     arguments=_arguments,
     defaults={"rows": 8, "vocabulary": 32_000, "k": 8},
     compared=_compared,
+    tried=lambda logits, k: (str(_kept(k)), [{"k": _kept(k)}]),
+    variants=[{"k": 4}, {"k": MAX_K}],
 )

@@ -1,6 +1,6 @@
 """The one place where a kernel is launched, on Metal or by another executor.
 
-`tree_walk.py` is the shortest example. Nothing here falls back by itself: who calls a kernel asks
+`norm_rope.py` is the shortest example. Nothing here falls back by itself: who calls a kernel asks
 `executor()` first, and takes the reference when that is None.
 """
 
@@ -44,7 +44,8 @@ class Kernel:
     `inputs` and `outputs` are the parameter names in the body. `header` names another file of the
     folder, without `.metal`, for functions and structs outside the body. With
     `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
-    `{input}_strides`.
+    `{input}_strides`. falls_back: whoever launches it has another kernel for a GPU that has no
+    registers for so many threads.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Kernel:
     header: str | None = None
     ensure_row_contiguous: bool = True
     folder: Path = SOURCE
+    falls_back: bool = False
 
     @property
     def body(self) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 
 import mlx.core as mx
 
 from kernels_metal.factory import executor, metal
 
 _FIRST, _LAST = 13, 16  # generations of Apple's GPUs, M1 to M4; later ones were seen to hang
+_CORES = {"p": 6, "g": 10, "s": 20, "c": 40, "d": 80}  # a phone's, a plain M, Pro, Max, Ultra
+_TILED = 14  # an M2's: up to here MLX multiplies 6 to 32 rows as if they were 32
 
 
 @functools.cache
@@ -18,10 +22,52 @@ def gpu_family() -> str:
     return str(mx.device_info()["architecture"]) if mx.metal.is_available() else "none"
 
 
+@functools.cache
+def power_mode() -> str:
+    """Which power mode a Mac is in, as `pmset` has it, "" where it says nothing.
+
+    Taken once: a program that runs on would find its choices gone with every change of it.
+    """
+    if sys.platform != "darwin":
+        return ""
+    try:
+        done = subprocess.run(["pmset", "-g"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return " ".join(" ".join(found) for found in re.findall(r"(\w*powermode)\s+(\d+)", done.stdout))
+
+
+def generation(family: str) -> int:
+    """Of Apple's GPU of this name, 13 an M1's and 16 an M4's; 0 for another."""
+    found = re.fullmatch(r"applegpu_g(\d+)\w*", family)
+    return 0 if found is None else int(found[1])
+
+
 def has_matrices(family: str) -> bool:
     """Whether `simdgroup_matrix` is there and safe on a GPU of this name."""
-    found = re.fullmatch(r"applegpu_g(\d+)\w*", family)
-    return found is not None and _FIRST <= int(found[1]) <= _LAST
+    return _FIRST <= generation(family) <= _LAST
+
+
+def few_rows() -> int:
+    """Rows up to which our products of few rows can beat MLX's own on what runs kernels here.
+
+    MLX multiplies tiles of 32 rows from 6 rows on before an M3, and cheaper from 13 on since then;
+    on later GPUs than an M4 it has better ones for all.
+    """
+    if executor() is not metal:
+        return 32
+    found = generation(gpu_family())
+    return 32 if _FIRST <= found <= _TILED else 24 if _TILED < found <= _LAST else 0
+
+
+def cores() -> int:
+    """About how many cores the GPU has that runs kernels here, by the letter of its name.
+
+    MLX does not tell. Of chips of one name that have more or fewer the larger is meant, and
+    another executor than Metal is as an M4 Max.
+    """
+    found = re.fullmatch(r"applegpu_g\d+(\w)", gpu_family() if executor() is metal else "")
+    return _CORES.get(found[1] if found else "", 40)
 
 
 def may_use_matrices() -> bool:

@@ -163,4 +163,6 @@ NORM_ROPE = Operation(
     defaults={"rows": 8, "dim": 128, "heads": 8, "kv_heads": 2},
     compared=lambda out, *args: list(out),
     after=_after,
+    tried=lambda *args: (str(args[3].query_weight.size), [{"dim": args[3].query_weight.size}]),
+    variants=[{"dim": dim} for dim in HEAD_DIMS],
 )

@@ -32,7 +32,7 @@ class Operation:
     as its keyword `way`; "" where it has none. after: the arguments of a call that cannot begin
     before the result of the last one. copied: the call with copies of its large arrays, and these.
     tried: for the first try of a kernel, what tells its variants apart, and sizes of random calls
-    that run it.
+    that run it. variants: sizes of calls whose first tries run all variants between them.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Operation:
     after: Callable[..., tuple[Any, ...]] = lambda out, *args: args
     copied: Callable[..., tuple[tuple[Any, ...], list[mx.array]]] | None = None
     tried: Callable[..., tuple[str, list[dict[str, int]]]] = lambda *args: ("", [dict[str, int]()])
+    variants: Sequence[Mapping[str, int]] = ({},)
 
     def by(self, way: str) -> Callable[..., Any]:
         """The kernel of this name."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from kernels_metal.checks import check, check_array, check_choice, check_contiguous, check_range
 from kernels_metal.factory import Kernel, Launch, Prepared
-from kernels_metal.gpu import may_use_matrices
+from kernels_metal.gpu import few_rows, may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
 BITS, GROUPS = (4, 8), (32, 64, 128)
@@ -24,7 +24,8 @@ MAX_ROWS = 32
 FEW_ROWS = 5  # up to here lanes add by themselves
 SIMD_GROUPS = 8
 RUN = 256  # weights along K that a SIMD-group of the scalar kernel reads at a time
-WANTED = 1024  # SIMD-groups, to fill the cores of a large GPU
+WANTED = 1024  # SIMD-groups of the scalar kernel, to fill the cores of a large GPU
+WIDE = 1024  # columns from which on a SIMD-group of the matrix kernel takes several tiles of them
 TILE = 8  # rows or columns of a matrix
 _INPUTS = ("x", "weights", "scales", "biases", "sizes")
 SCALAR = Kernel("verify_qmm", inputs=_INPUTS, outputs=("y",), header="lanes")
@@ -105,7 +106,10 @@ class Product:
     def _plan(self, x: mx.array, way: Way | None) -> tuple[Prepared, mx.array]:
         check_array("x", x, (*x.shape[:-1], self.depth), (self.arrays[1].dtype,))
         rows = math.prod(x.shape[:-1])
-        check_range("the rows of x", rows, 1, MAX_ROWS)
+        most = MAX_ROWS if self.packing.invariant else few_rows()
+        if most == 0:
+            raise ValueError("the GPU is one whose own product is faster for few rows, or unknown")
+        check_range("the rows of x", rows, 1, most)
         plan = self._matrix if (way or self.way(rows)) == "matrix" else self._scalar
         return plan(rows, x)
 
@@ -119,10 +123,15 @@ class Product:
         return run, self._sizes(rows, self.packing.group.bit_length() - 1, parts)
 
     def _matrix(self, rows: int, x: mx.array) -> tuple[Prepared, mx.array]:
-        """As many parts for every number of rows, so that all are summed in one order."""
+        """As many parts for every number of rows, so that all are summed in one order.
+
+        Eight wherever K has as many groups: SIMD-groups side by side then read whole lines of
+        memory together, and a matrix of any size fills the cores of a large GPU.
+        """
         tiles, group = -(-rows // TILE), self.packing.group
-        parts = _parts(self.columns, WANTED * 2 * TILE, self.depth // group)
-        across = 4 if tiles <= 2 and self.columns * parts >= WANTED * 16 else 2
+        parts = _parts(1, SIMD_GROUPS, self.depth // group)
+        across = 4 if self.columns >= WIDE and tiles <= 2 else 2 if self.columns >= WIDE else 1
+        across = max(across, self.halves)
         template = ("GROUP", group), ("TILES", tiles), ("COLS", across)
         run = self._prepared(MATRIX, x, SIMD_GROUPS // parts * across * TILE, template)
         return run, self._sizes(rows, parts)
@@ -227,8 +236,9 @@ def _tried(x: mx.array, *rest: Any) -> tuple[str, list[dict[str, int]]]:
     """Every variant of both kernels for these bits, groups and dtype."""
     packing = rest[3]
     same = {"bits": packing.bits, "group": packing.group, "gated": int(packing.gated)}
-    shapes = [(rows, 1024, 520) for rows in (1, 9, 17, 25)]
-    shapes += [(rows, 128, 16384) for rows in (8, 16)]
+    most = few_rows()
+    shapes = [(rows, 1024, columns) for rows in (1, 9, 17, 25) for columns in (104, 1040)]
+    shapes = [shape for shape in shapes if shape[0] <= most] + [(8, 128, 1040)]
     names = ("rows", "depth", "columns")
     sizes = [{**dict(zip(names, shape, strict=True)), **same} for shape in shapes]
     kind = "/gated" if packing.gated else ""
@@ -261,4 +271,10 @@ VERIFY_QMM = Operation(
     ways=_ways,
     after=_after,
     tried=_tried,
+    variants=[
+        {"bits": bits, "group": group, "gated": gated}
+        for bits in BITS
+        for group in GROUPS
+        for gated in (0, 1)
+    ],
 )

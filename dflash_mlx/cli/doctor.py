@@ -21,12 +21,15 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.method import Method
 from dflash_mlx.drafters.methods import METHODS
+from dflash_mlx.mac import command as mac
 from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
 from kernels_metal.dispatch import Choice, Dispatch
+from kernels_metal.faults import Faults
 from kernels_metal.gpu import gpu_family
 from kernels_metal.sweep import Trial, error, trials
 
@@ -47,15 +50,20 @@ class Result:
     error: float  # as of `sweep.error`, infinite with a fault
     fault: str = ""  # that stopped it
     choice: Choice | None = None  # what dispatch made of it, on Metal
+    refused: str = ""  # why its kernel is not for such arguments here: it was not run
 
     @property
     def right(self) -> bool:
-        return self.error <= 1
+        return bool(self.refused) or self.error <= 1
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the report; SystemExit(1) for a wrong kernel, 2 for a pair that cannot be used."""
     arguments = parser().parse_args(argv)
+    if arguments.mac:
+        if not mac.make(arguments.report.with_suffix(".json"), arguments.rehearse):
+            raise SystemExit(WRONG)
+        return
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
     given = vars(arguments)  # its --kernels is not the setting of that name
     config = PairConfig(**{name: given[name] for name in _NAMES & given.keys()})
@@ -96,6 +104,22 @@ def parser() -> argparse.ArgumentParser:
         "--trials",
         type=_count,
         help=f"random shapes of each operation (default: {TRIALS}, emulated {EMULATED_TRIALS})",
+    )
+    result.add_argument(
+        "--mac",
+        action="store_true",
+        help="run every kernel on this Mac, race them, and write a report (about four minutes; a "
+        "second start goes on where one ended)",
+    )
+    result.add_argument(
+        "--report",
+        type=Path,
+        default=Path(mac.NAME),
+        metavar="FILE",
+        help=f"of --mac, with .md and .json behind it (default: {mac.NAME})",
+    )
+    result.add_argument(
+        "--rehearse", action="store_true", help="of --mac: in the emulator, without times"
     )
     result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
     return result
@@ -210,15 +234,20 @@ def introduction(metal: bool, each: int) -> list[str]:
 
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
-    kernels = Dispatch() if metal else None
+    faults = Faults(platformdirs.user_cache_path("dflash-chat") / "kernels" / "faults", keep_text)
+    kernels = Dispatch(report=faults.report) if metal else None
     with nullcontext() if metal else import_module("kernels_metal.emulator").emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
+            try:
+                trial.operation.check(*trial.arguments)
+            except ValueError as refusal:
+                yield Result(trial, 0.0, refused=str(refusal))
+                continue
             choice = kernels.choose(trial.operation, trial.arguments) if kernels else None
             try:
                 yield Result(trial, error(trial), choice=choice)
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
-                why = str(fault).strip().partition("\n")[0]
-                yield Result(trial, float("inf"), why, choice)
+                yield Result(trial, float("inf"), faults.report(str(fault)), choice)
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:
@@ -233,6 +262,7 @@ def verdict(results: Sequence[Result], where: str) -> list[str]:
         lines.append("  what dispatch chooses here")
         lines += [_choice_line(choice, label) for choice, label in chosen]
     wrong = [result for result in results if not result.right]
+    lines += [f"  refused  {r.trial.label}  {r.refused}" for r in results if r.refused]
     lines += [f"  WRONG {r.error:.3g}  {r.trial.label}  {r.fault}".rstrip() for r in wrong]
     return [*lines, f"  {len(wrong)} of {len(results)} trials wrong {where}"]
 

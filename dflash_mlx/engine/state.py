@@ -67,6 +67,8 @@ class State:
         # Seconds that drafters have nothing to do with: whoever reads the answer was waited for,
         # or a grammar left no choice.
         self.paused = 0.0
+        # Whether all that the next pass begins from is computed: one that fails can be done again
+        self.settled = True
         self.delayed = False  # whether the last pass read prompts of others, too
         self.constraint: Constraint | None = None  # what this answer may be, None for anything
         self.pieces: tuple[Piece, ...] = ()  # of the committed prompt
@@ -78,6 +80,7 @@ class State:
         self.cache, self.context, self.last = other.cache, other.context, None
         self.anchor = self.opening = mx.array([], dtype=mx.int32)
         self._tokens, self._unread, self.pieces = other.tokens, [], other.pieces
+        self.settled = self.position == 0
 
     @property
     def position(self) -> int:
@@ -118,11 +121,18 @@ class State:
         forced: see `Proposal`.
         """
         kept = rows_on(accepted.path)
+        was_waited_for = isinstance(accepted.token, int)
+        self.settled = was_waited_for and isinstance(kept, slice) and not self.cache.is_recurrent
         self.cache.commit(accepted.path)
         self.context.append(ids[kept], None if features is None else features[kept])
         if not forced:
             self.last = accepted
         self._set_anchor(accepted)
+
+    def settle(self) -> None:
+        """Wait for what the next pass begins from."""
+        mx.eval(self.anchor, *self.cache.arrays)
+        self.settled = True
 
     def commit_prompt(self, prompt: Prompt, length: int, features: mx.array | None) -> None:
         """Keep the rows of a prefill pass over the next `length` tokens of `prompt`."""
@@ -134,6 +144,7 @@ class State:
         self.pieces = tuple(piece for piece in prompt.pieces if piece.start < first + length)
         self._tokens.extend(tokens)
         mx.eval(*self.cache.arrays, *self.context.arrays)
+        self.settled = True
 
     def end_prompt(self, opening: mx.array) -> None:
         """Keep the logits [1, V] after a prompt, and a way back to before its last token."""
@@ -143,6 +154,7 @@ class State:
 
     def begin(self, first: Accepted) -> None:
         self.last = None
+        self.settled = isinstance(first.token, int)
         self._set_anchor(first)
 
     def _set_anchor(self, accepted: Accepted) -> None:
@@ -183,6 +195,7 @@ class State:
     def trim(self, length: int) -> None:
         """Forget the tokens from `length` on, and those before that the caches need anew."""
         self.anchor = mx.array([], dtype=mx.int32)
+        self.settled = False
         length = self.cache.rewind(self.nearest(length))
         self.context.trim(length)
         del self.tokens[length:]

@@ -20,6 +20,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import noticed
 from dflash_mlx.verifier.sequence import Rows
 
 T = TypeVar("T")
@@ -46,10 +47,14 @@ class _Verify:
 
     def commit(self, target: Target, found: Found, shared: bool, observer: Observer) -> Round:
         state, ids, (logits, features) = self.sequence.state, self.rows.tokens, found
-        verdict = Verdict(self.proposal, ids, logits, target.kernels, shared)
+        if target.kernels.is_watched:
+            mx.eval(logits)
+        verdict = Verdict(self.proposal, ids, logits, shared)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
         state.commit(accepted, ids, features, self.proposal.forced)
+        if target.kernels.is_watched:
+            state.settle()
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -76,8 +81,13 @@ class _Prefill:
         self, target: Target, found: Found, shared: bool, observer: Observer
     ) -> Round | None:
         sequence, (logits, features) = self.sequence, found
+        if target.kernels.is_watched:
+            mx.eval(logits)
         sequence.state.commit_prompt(sequence.prompt, self.length, features)
-        return None if sequence.is_reading else sequence.end_prompt(logits[-1:])
+        first = None if sequence.is_reading else sequence.end_prompt(logits[-1:])
+        if target.kernels.is_watched:
+            sequence.state.settle()
+        return first
 
 
 def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) -> list[Outcome]:
@@ -87,6 +97,7 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     exception and leaves the others as they would be without it.
     """
     begin = time.perf_counter()
+    by_kernels = target.kernels.begin_round()
     reading = [each for each in running if each.is_reading]
     decoding = [each for each in running if not each.is_reading]
     proposals = propose(decoding, observer)
@@ -100,6 +111,7 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     joined += [part for part in prefill if not part.sequence.config.exact]
 
     trees = [part.proposal.tree for part in verify]
+    asked = time.perf_counter()
     known = all(tree.is_known for tree in trees)
     if known and trees:  # before the pass is prepared, parts of which may run at once
         observer.mark("draft")
@@ -112,16 +124,62 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
 
     for each in decoding:
         each.state.delayed = bool(reading)
+    failed: RuntimeError | None = None  # of the GPU, which is told once for all of a pass
     for part, found in zip([*joined, *alone], passes, strict=True):
-        outcomes[part.sequence] = (
-            found
-            if isinstance(found, Exception)
-            else guarded(partial(part.commit, target, found, len(joined) > 1, observer))
-        )
+        commit = partial(_committed, target, part, len(joined) > 1, observer)
+        position, settled = part.sequence.state.position, part.sequence.state.settled
+        outcome = commit(failed or found)
+        nothing_kept = settled and part.sequence.state.position == position
+        if by_kernels and isinstance(outcome, RuntimeError) and nothing_kept:
+            again = _by_stock(target, part, commit, outcome)
+            failed = None if isinstance(again, Exception) else outcome
+            outcome = again
+        outcomes[part.sequence] = outcome
+    spent = time.perf_counter() - begin
+    if by_kernels and verify and not reading:
+        _watch(target, verify, time.perf_counter() - asked)
     for part in verify:
         if part.proposal.forced:
-            part.sequence.state.paused += time.perf_counter() - begin
+            part.sequence.state.paused += spent
     return [outcomes[each] for each in running]
+
+
+def _watch(target: Target, verify: abc.Sequence[_Verify], seconds: float) -> None:
+    """Compare the time of a pass with what such passes take."""
+    lengths = [part.sequence.state.position for part in verify]
+    rows, times = sum(len(part.proposal.tree) for part in verify), target.pass_times
+    expected = None if times is None else float(times.of(rows, lengths))
+    waited = all(len(part.proposal.tree) > 1 for part in verify)  # else it may be on its way
+    if target.kernels.end_round(rows, seconds, expected) and waited:
+        noticed(target, rows, lengths, seconds)
+
+
+def _committed(
+    target: Target,
+    part: _Verify | _Prefill,
+    shared: bool,
+    observer: Observer,
+    found: Found | Exception,
+) -> Outcome:
+    if isinstance(found, Exception):
+        return found
+    return guarded(partial(part.commit, target, found, shared, observer))
+
+
+def _by_stock(
+    target: Target,
+    part: _Verify | _Prefill,
+    commit: Callable[[Found | Exception], Outcome],
+    failed: Exception,
+) -> Outcome:
+    """The same part of the pass again, without kernels; if that goes well, they were at fault."""
+    part.rows.cache.discard()
+    with target.kernels.paused():
+        (found,) = forward(target, [part], Observer())
+        outcome = commit(found)
+    if not isinstance(outcome, Exception):
+        target.kernels.fail(failed)
+    return outcome
 
 
 def guarded(action: Callable[[], T]) -> T | Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,6 @@ from dflash_mlx.core.sampling import KEEP, Sampler
 from dflash_mlx.core.tree import Accepted, Choose, Tree, accept
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
-from dflash_mlx.verifier.routing import Kernels
-from kernels_metal.tree_walk import TREE_WALK
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,6 @@ class Verdict:
     proposal: Proposal
     ids: mx.array  # [N] their tokens
     logits: mx.array  # [N, V] for the token after each node
-    kernels: Kernels | None = None  # the target's
     shared: bool = False  # whether rows of other sequences were in the pass
 
     @property
@@ -53,17 +50,6 @@ class Verdict:
             return lambda path: self.argmax
         return lambda path: self.greedy[path[-1]]
 
-    def greedy_walk(self) -> Accepted | None:
-        """As `accept` with the greedy choices, on the device; None where that is not faster."""
-        if self.kernels is None or not self.kernels.active or len(self.tree) == 1:
-            return None
-        parents = mx.array(self.tree.parents)
-        result = self.kernels.run(WALK, self.argmax, self.ids, parents)
-        if result is None:
-            return None
-        length, token, *path = result.tolist()
-        return Accepted(self.tree, tuple(path[:length]), token)
-
     def _sampled(self, sampler: Sampler, state: State) -> Choose:
         before = state.tokens if sampler.needs_history else []
         position = state.next_position
@@ -81,18 +67,6 @@ class Verdict:
         return choose
 
 
-def _walk_on_host(choices: mx.array, tokens: mx.array, parents: mx.array) -> mx.array:
-    """The loop of `accept`, as `tree_walk` is called: what the kernel has to be faster than."""
-    on_host: list[Any] = [each.tolist() for each in (choices, parents, tokens[1:])]
-    greedy, above, drafts = on_host
-    found = accept(Tree(tuple(drafts), tuple(above)), lambda path: greedy[path[-1]])
-    unused = [-1] * (len(greedy) - len(found.path))
-    return mx.array([len(found.path), found.token, *found.path, *unused])
-
-
-WALK = replace(TREE_WALK, reference=_walk_on_host)
-
-
 class TargetSampling:
     """The acceptance rule: take the target's token at a node, follow the child that carries it."""
 
@@ -104,8 +78,7 @@ class TargetSampling:
 
     def accept(self, verdict: Verdict, state: State) -> Accepted:
         """Exact for any tree and any sampler; one seed gives one answer whatever was drafted."""
-        walked = verdict.greedy_walk() if self.sampler.is_argmax else None
-        return walked or accept(verdict.tree, verdict.choices(self.sampler, state))
+        return accept(verdict.tree, verdict.choices(self.sampler, state))
 
 
 class RejectionSampling(TargetSampling):

@@ -58,6 +58,7 @@ from dflash_mlx.models.read import (
 from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.routing import begin_trials
 from kernels_metal.dispatch import Mode
 
 _LEFT_OUT = "name another one with --drafter, or use the pair as it is"
@@ -88,7 +89,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     _check_settings(choice, names, config, uses)
     choice.each(lambda option: fetched(choice.drafters[option]))  # the smaller ones first
     facts = fetched(facts)
+    trials = begin_trials(config.kernels)
     target, tokenizer = reader.read(facts, config)
+    target.kernels.trials = trials
     target.kv_bits = config.kv_bits
     drafters = list(choice.drafters.values())
     bench = _Bench(facts, target, tokenizer, config)

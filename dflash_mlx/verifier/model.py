@@ -42,6 +42,7 @@ _SAME = 0.1  # standard deviations of logits that rounding can change; other row
 ONE_OFFSET = ("afm7", "gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
 _ALL = slice(None)
+ASKED = 8  # rows of the pass by which kernels are tried before there is anything to decode
 _CHAINS = "use --method dflash or --method ngram, which draft chains"
 
 
@@ -64,6 +65,7 @@ class Target:
         self._threads = threads()
         self.pass_times: Any = None  # measured when a budget needs them, see `pass_times.py`
         self.was_timed = False  # by this program
+        self.drift: list[float] = []  # of real passes from these, see `pass_times.noticed`
         self.noise: Any = None  # measured when near-ties are decided again, see `exact.py`
         self.kv_bits: int | None = None  # of caches made from now on, see `cache.py`
         self.kernels = Kernels(name, self.parameters)
@@ -123,6 +125,8 @@ class Target:
         self._hook()
         self.pass_times = self.noise = None
         self.was_timed = False
+        if self.kernels.trials is not None:  # what a pass asks of kernels is tried from now on
+            Target.forward(self, mx.zeros(ASKED, mx.int32), Target.new_cache(self), Block(ASKED))
 
     def widen(self, dtype: mx.Dtype) -> None:
         """Cast what is float16, whose numbers do not fit."""

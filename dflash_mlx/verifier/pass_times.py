@@ -30,6 +30,8 @@ ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # the sizes that passes come in
 DEEP_ROWS = (1, 4, 8, 16, 48)  # behind longer contexts, where passes take longer
 CONTEXTS = (128, 1024, 4096)  # committed tokens before the measured passes
 _REPEATS = 3
+_TRIED = 5.0  # seconds that kernels may be tried before passes are timed without them
+_DRIFT, _NOTICED = 0.3, 32  # how far off times may be, as the median of so many real passes
 
 
 def size_of(rows: npt.NDArray[Any] | int) -> npt.NDArray[Any]:
@@ -94,6 +96,7 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
     then some trees beside them. What the caches hold behind the first tokens is made up. Whatever
     else the machine does only adds time, so the least is nearest to the truth.
     """
+    target.kernels.wait(_TRIED)
     cache = target.new_cache()
     prompt = mx.zeros(CONTEXTS[0], mx.int32)
     mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)
@@ -155,6 +158,21 @@ def calibrating(target: Target, again: bool = False) -> Generator[int, None, Non
         target.pass_times = stored_times(target)
     if target.pass_times is None or (again and not target.was_timed):
         keep_times(target, (yield from measuring(target)))
+
+
+def noticed(target: Target, rows: int, lengths: Sequence[float], seconds: float) -> None:
+    """A real pass took so long; times that are off by 30 % are measured again by the next start.
+
+    lengths: of the sequences in it. Power modes, heat and other programs change what a pass takes.
+    """
+    if target.pass_times is None:
+        return
+    target.drift.append(seconds / float(target.pass_times.of(rows, lengths)))
+    if len(target.drift) >= _NOTICED:
+        middle = float(np.median(target.drift))
+        target.drift.clear()
+        if not 1 / (1 + _DRIFT) <= middle <= 1 + _DRIFT:
+            _file(target).unlink(missing_ok=True)
 
 
 def timing_day(target: Target) -> str:

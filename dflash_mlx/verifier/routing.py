@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +21,19 @@ import platformdirs
 
 from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import model_key
+from dflash_mlx.verifier.in_use import InUse, left_behind
 from kernels_metal.dispatch import Arguments, Choice, Dispatch, Mode, table_from_json
 from kernels_metal.factory import Executor, executor, metal
+from kernels_metal.faults import Faults
 from kernels_metal.operation import Operation
-from kernels_metal.watchdog import Verdict, Watchdog, file_of, read_verdicts
+from kernels_metal.watchdog import (
+    SECONDS,
+    Trials,
+    Verdict,
+    Watchdog,
+    file_of,
+    read_verdicts,
+)
 
 T = TypeVar("T")
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -45,8 +54,11 @@ class Kernels:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._name, self._parameters, self._folder = name, parameters, folder or default_folder()
-        self._clock = clock
+        self._clock, self._faults = clock, Faults(self._folder / "faults", keep_text)
         self._holding: object = None
+        self.trials: Trials | None = None  # in the background, from `begin_trials`
+        self._known = 0  # verdicts that choices were made with
+        self._raced = False  # in the pass that is under way
         self.switch("off")
 
     @property
@@ -60,7 +72,13 @@ class Kernels:
 
     def switch(self, mode: Mode) -> None:
         """Auto: as probe and race say; on: wherever one can run; off: never. ValueError else."""
-        self._dispatch = Dispatch(mode, self._clock, lambda *call: self._watchdog.refusal(*call))
+        self._dispatch = Dispatch(
+            mode,
+            self._clock,
+            lambda *call: self._watchdog.refusal(*call),
+            self._faults.report,
+            self._begin,
+        )
         self._runs_on: Executor | None = None
         self.mode = mode
 
@@ -77,7 +95,81 @@ class Kernels:
             if runs_on is metal and self.mode == "auto":
                 with suppress(*_DAMAGED):
                     self._dispatch.table.update(_read(self._file)[1])
+                self._turn_off([*left_behind(self._file)], "in use when its program ended")
         return self._holding
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether passes are to be waited for: kernels are new, or are being tried."""
+        if self.running() is None or self.mode != "auto":
+            return False
+        return bool(self._in_use.cases) or self._watchdog.is_trying()
+
+    def begin_round(self) -> bool:
+        """Between two rounds: what was tried meanwhile holds. Returns whether kernels may run."""
+        if self.running() is None or self.mode != "auto":
+            return False
+        if self._watchdog.settled > self._known:
+            self._known, self._holding = self._watchdog.settled, object()
+        return True
+
+    def end_round(self, rows: int, seconds: float, expected: float | None) -> bool:
+        """A round's only pass, over so many rows, took these seconds; expected: see `InUse`.
+
+        Returns whether it is one as all that follow: nothing was raced or watched in it.
+        """
+        raced, self._raced = self._raced, False
+        if raced or not self.is_watched:
+            return not raced
+        if slow := self._in_use.passed(rows, seconds, expected):
+            self._turn_off(self._in_use.cases, slow)
+            self._in_use.clear()
+        return False
+
+    def fail(self, error: Exception) -> None:
+        """The GPU failed in a pass: stock from now on; the next start is without what was new.
+
+        What was in use for long is in use again then: a GPU may have been out of memory.
+        """
+        if self.mode == "off":
+            return
+        why = f"failed in a pass: {self._faults.report(str(error))}"
+        self._turn_off(self._in_use.cases, why)
+        self._in_use.clear()
+        self.note("all kernels, until the next start", why)
+        self.mode = "off"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stock inside of the block."""
+        mode, self.mode = self.mode, "off"
+        try:
+            yield
+        finally:
+            self.mode = mode
+
+    def wait(self, seconds: float = SECONDS) -> None:
+        """Until nothing is tried in the background any more."""
+        if self.begin_round():
+            self._watchdog.wait(seconds)
+            self.begin_round()
+
+    def _turn_off(self, cases: list[str], reason: str) -> None:
+        """Stock for these cases, here and in later sessions; the doctor shows why."""
+        for case in cases:
+            self._dispatch.table[case] = Choice(False, f"turned off: {reason}")
+        if cases:
+            self._holding = object()
+            self._keep()
+
+    def _begin(self, case: str) -> None:
+        """Mark a case; a model that no rounds are made of is not watched, and would stay marked."""
+        if self.trials is not None:
+            self._in_use.begin(case)
+
+    def _keep(self) -> None:
+        made = {"model": self._name, **self._dispatch.to_json()}
+        keep_text(self._file, json.dumps(made, indent=1))
 
     def chosen(
         self, operation: Operation, args: Arguments, layers: Sequence[Arguments] = ()
@@ -88,8 +180,10 @@ class Kernels:
         before = len(self._dispatch.table)
         chosen = self._dispatch.choose(operation, args, layers)
         if len(self._dispatch.table) > before:
-            made = {"model": self._name, **self._dispatch.to_json()}
-            keep_text(self._file, json.dumps(made, indent=1))
+            self._raced = True
+            self._keep()
+            if not chosen.kernel:
+                self._in_use.drop(next(reversed(self._dispatch.table)))
         return chosen if chosen.kernel else None
 
     def run(self, operation: Operation, *args: Any) -> Any | None:
@@ -99,11 +193,25 @@ class Kernels:
 
     @cached_property
     def _watchdog(self) -> Watchdog:
-        return Watchdog(self._folder, keep_text)
+        return Watchdog(self._folder, keep_text, later=self.trials)
+
+    @cached_property
+    def _in_use(self) -> InUse:
+        return InUse(self._file)
 
     @cached_property
     def _file(self) -> Path:
         return self._folder / f"{model_key(self._name, self._parameters())}.json"
+
+
+def begin_trials(mode: str) -> Trials | None:
+    """What tries kernels, begun while a model loads; None where none will run.
+
+    Where some were tried before, a process is started when there are others.
+    """
+    if mode != "auto" or executor() is not metal:
+        return None
+    return Trials(wanted=not file_of(default_folder()).exists())
 
 
 class Plans:

@@ -8,18 +8,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 
 from kernels_metal.catalog import CATALOG
 from kernels_metal.emulator import Counters, EmulatorError, emulated
+from kernels_metal.emulator.texts import write_texts
 
 HEADINGS = ("buffer", "size", "read", "times", "fetched", "times", "written")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0, 1 if the emulator found a fault, 2 for bad input."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.text:
+        return _write_texts(options.text)
+    if options.name is None:
+        parser.error("name a kernel, or a folder with --text")
     entry = CATALOG[options.name]
     try:
         shape = {**entry.defaults, **_parse_shape(options.shape, entry.defaults)}
@@ -38,11 +45,27 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _write_texts(folder: Path) -> int:
+    try:
+        files = write_texts(folder)
+    except OSError as problem:
+        print(f"{folder} cannot be written ({problem.strerror})", file=sys.stderr)
+        return 2
+    except EmulatorError as fault:
+        print(fault, file=sys.stderr)
+        return 1
+    print(f"{len(files)} texts in {folder}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kernels_metal.emulator", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("name", choices=CATALOG, metavar="NAME", help=", ".join(CATALOG))
+    parser.add_argument("name", nargs="?", choices=CATALOG, metavar="NAME", help=", ".join(CATALOG))
+    parser.add_argument(
+        "--text", type=Path, metavar="FOLDER", help="write the text of every variant there instead"
+    )
     parser.add_argument(
         "--shape",
         nargs="+",

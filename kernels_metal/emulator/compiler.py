@@ -43,7 +43,8 @@ _KERNEL_FLAGS = f"""{_COMMON}
 -mllvm -sink-common-insts=false -mllvm -hoist-common-insts=false -mllvm -enable-tail-merge=false
 -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
 -Werror=uninitialized -Werror=sometimes-uninitialized -Werror=return-type
--Werror=infinite-recursion -Werror=frame-larger-than -Wframe-larger-than=131072
+-Werror=infinite-recursion -Werror=implicit-float-conversion -Wno-implicit-int-float-conversion
+-Werror=frame-larger-than -Wframe-larger-than=131072
 -Wno-unknown-attributes -Wno-duplicate-decl-specifier -Wno-user-defined-literals
 -Wno-reserved-user-defined-literal -Wno-unused-value -Wno-pass-failed
 """

@@ -19,9 +19,11 @@ from kernels_metal.emulator.text import (
     vector_aliases,
     without_comments,
 )
+from kernels_metal.emulator.unrolled import rolled_loops
 from kernels_metal.factory import Kernel, Launch
 
 MAX_THREADS = 1024  # of a threadgroup
+SAFE_THREADS = 384  # an M2 Pro was seen to have registers for 448 of a kernel like ours
 
 Problem = tuple[int, str]  # position in the text, what is wrong
 
@@ -63,12 +65,24 @@ def check(kernel: Kernel, plan: Launch) -> None:
             f"1 to {MAX_THREADS} threads are possible",
             kernel.name,
         )
+    if threads > SAFE_THREADS and not kernel.falls_back:
+        raise EmulatorError(
+            "limit",
+            f"threadgroups of {threads} threads, but an M1 or M2 may have registers for no more "
+            f"than {SAFE_THREADS}; who has another kernel for these says so (falls_back)",
+            kernel.name,
+        )
     templates = tuple(name for name, value in plan.template if not isinstance(value, int))
     header = kernel.header_path.name if kernel.header_path else ""
     texts = (
         _Text(header, without_comments(kernel.header_text), False),
         _Text(kernel.path.name, without_comments(kernel.body), True),
     )
+    for text, source in zip(texts, (kernel.header_text, kernel.body), strict=True):
+        for letter in re.finditer(r"[^\x00-\x7f]", source):  # MLX hands the text over as ASCII
+            problem = f"{letter[0]} is not ASCII, and Metal would get no text at all"
+            place = text.file, line_at(source, letter.start())
+            raise EmulatorError("lint", problem, kernel.name, place)
     for file, line, problem in find_problems(texts, templates):
         raise EmulatorError("lint", problem, kernel.name, (file, line))
 
@@ -89,6 +103,7 @@ def find_problems(
             _threadgroup_variables(text),
             () if text.is_body else _global_variables(text.source),
             _recursion(text.source),
+            _rolled(text.source, types),
         )
         found = sorted(problem for problems in checks for problem in problems)
         result += [(text.file, line_at(text.source, at), problem) for at, problem in found]
@@ -166,6 +181,12 @@ def _recursion(source: str) -> Iterator[Problem]:
     for name, at in places.items():
         if name in _reached(name, calls):
             yield at, f"{name} calls itself; Metal has no recursion"
+
+
+def _rolled(source: str, types: Sequence[str]) -> Iterator[Problem]:
+    for at, array in rolled_loops(source, types):
+        asked = "#pragma clang loop unroll(full)"
+        yield at, f"this loop indexes {array}, an array in registers, and lacks {asked}"
 
 
 def _reached(name: str, calls: dict[str, set[str]]) -> set[str]:

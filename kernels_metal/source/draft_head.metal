@@ -42,6 +42,7 @@ if (lane == 0) {
   group_sums[group * 2] = group_peak;
   group_sums[group * 2 + 1] = group_total;
 }
+#pragma clang loop unroll(full)
 for (int n = 0; n < TOP; ++n) {
   float value;
   const int id = take_best(values, ids, TOP, &value);
@@ -58,6 +59,7 @@ if (group == 0) {
   peak = -INFINITY;
   total = 0.0f;
   if (lane < SIMD_GROUPS) {
+    #pragma clang loop unroll(full)
     for (int n = 0; n < TOP; ++n) {
       values[n] = group_values[lane * TOP + n];
       ids[n] = group_ids[lane * TOP + n];
@@ -72,6 +74,7 @@ if (group == 0) {
     sums[place * 2] = part_peak;
     sums[place * 2 + 1] = part_total;
   }
+  #pragma clang loop unroll(full)
   for (int n = 0; n < TOP; ++n) {
     float value;
     const int id = take_best(values, ids, TOP, &value);

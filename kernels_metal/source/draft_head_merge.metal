@@ -14,6 +14,7 @@ float peak = -INFINITY;
 float total = 0.0f;
 if (lane < parts) {
   const int64_t place = int64_t(row) * parts + lane;
+  #pragma clang loop unroll(full)
   for (int n = 0; n < TOP; ++n) {
     values[n] = best_values[place * TOP + n];
     part_ids[n] = best_ids[place * TOP + n];
@@ -26,6 +27,7 @@ const float row_normal = row_peak + log(simd_sum(total * rescale(peak, row_peak)
 if (lane == 0) {
   normal[row] = row_normal;
 }
+#pragma clang loop unroll(full)
 for (int n = 0; n < TOP; ++n) {
   float value;
   const int id = take_best(values, part_ids, TOP, &value);

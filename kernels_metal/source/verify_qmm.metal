@@ -30,22 +30,27 @@ const int begin = threadgroup_position_in_grid.x * (SIMD_GROUPS / parts) * HELD;
 const int column = begin + group / parts * HELD;
 
 float sums[ROWS * COLS];
+#pragma clang loop unroll(full)
 for (int i = 0; i < ROWS * COLS; ++i) {
   sums[i] = 0.0f;
 }
 for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
   float w[COLS * 8];
+  #pragma clang loop unroll(full)
   for (int i = 0; i < COLS * 8; ++i) {
     w[i] = 0.0f;
   }
+  #pragma clang loop unroll(full)
   for (int c = 0; c < COLS; ++c) {
     if (column + c % HELD < columns) {
       const int64_t n = column + c % HELD + c / HELD * columns;
       const int64_t place = n * (depth >> group_shift) + (k >> group_shift);
       const float scale = float(scales[place]);
       const float bias = float(biases[place]);
+      #pragma clang loop unroll(full)
       for (int word = 0; word < WORDS; ++word) {
         const uint packed = weights[n * (depth / PER_WORD) + k / PER_WORD + word];
+        #pragma clang loop unroll(full)
         for (int j = 0; j < PER_WORD; ++j) {
           const float q = float((packed >> (j * BITS)) & ((1u << BITS) - 1));
           w[c * 8 + word * PER_WORD + j] = fma(scale, q, bias);
@@ -53,11 +58,15 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
       }
     }
   }
+  #pragma clang loop unroll(full)
   for (int m = 0; m < ROWS; ++m) {
     if (m < rows) {
+      #pragma clang loop unroll(full)
       for (int half_run = 0; half_run < 8; half_run += 4) {
         const float4 four = widen<T>(*(const device vec<T, 4>*)(x + m * depth + k + half_run));
+        #pragma clang loop unroll(full)
         for (int c = 0; c < COLS; ++c) {
+          #pragma clang loop unroll(full)
           for (int j = 0; j < 4; ++j) {
             sums[m * COLS + c] = fma(four[j], w[c * 8 + half_run + j], sums[m * COLS + c]);
           }
@@ -67,8 +76,10 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
   }
 }
 
+#pragma clang loop unroll(full)
 for (int m = 0; m < ROWS; ++m) {
   if (m < rows) {
+    #pragma clang loop unroll(full)
     for (int c = 0; c < COLS; ++c) {
       const float sum = simd_sum(sums[m * COLS + c]);
       if (lane == 0) {

@@ -40,7 +40,7 @@ def refused(*argv: object) -> None:
     assert stop.value.code == 2
 
 
-FEW = ("tree_walk", "cache_commit")  # operations that are emulated soon
+FEW = ("draft_head", "cache_commit")  # operations that are emulated soon
 
 
 def only_few(monkeypatch, **changes):
@@ -103,7 +103,7 @@ def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
         (tried,) = (tmp_path / "kernels" / "tried").iterdir()
         (line,) = doctor.about(tmp_path)[-1:]
         assert line.startswith("  unsafe  hangs" if wrong else "  safe    ran, and agreed")
-        assert line.endswith("  (draft_head/float32)")
+        assert line.endswith("  (draft_head/16/float32)")
         tried.unlink()
 
 
@@ -112,7 +112,7 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     out = capsys.readouterr().out
     for words in ("metal   not on this machine", "no kernel ran on a GPU", "Speed is not emulated"):
         assert words in out
-    for name in ("cascade_attention", "draft_head", "tree_walk", "cache_commit", "verify_qmm"):
+    for name in ("cascade_attention", "draft_head", "cache_commit", "verify_qmm"):
         assert f"  {name} float32: " in out
     assert f"0 of {len(OPERATIONS)} trials wrong in the emulator" in out
     assert "chooses" not in out
@@ -140,26 +140,49 @@ def test_what_cannot_be_emulated_is_said(monkeypatch, capsys, place, stands_in, 
 
 
 def test_a_reference_that_differs_is_reported_and_ends_with_1(without_metal, monkeypatch, capsys):
-    made = sweep.OPERATIONS[2]
-    only_few(monkeypatch, reference=lambda *a: made.reference(*a) + 1)
+    (made,) = (each for each in sweep.OPERATIONS if each.name == FEW[0])
+
+    def differs(*given):
+        right = made.reference(*given)
+        return replace(right, logprobs=right.logprobs + 1)
+
+    only_few(monkeypatch, reference=differs)
     with pytest.raises(SystemExit) as stop:
         doctor.main(["--kernels", "--trials", "1"])
     assert stop.value.code == 1
     out = capsys.readouterr().out
-    assert "WRONG inf  tree_walk float32: nodes" in out
+    (line,) = [line for line in out.splitlines() if "WRONG" in line]
+    assert "draft_head float32: rows" in line
     assert "1 of 2 trials wrong in the emulator" in out
 
 
 @pytest.mark.parametrize(
-    "fault", [RuntimeError("cannot compile\nat 3"), ValueError("Thread group size (256)")]
+    "fault", [RuntimeError("cannot compile\na:3: error: x\n ^"), ValueError("Thread group 256")]
 )
-def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(without_metal, monkeypatch, fault):
+def test_a_kernel_that_does_not_run_is_wrong_with_its_reason(
+    without_metal, monkeypatch, tmp_path, fault
+):
+    monkeypatch.setattr(doctor.platformdirs, "user_cache_path", lambda name: tmp_path / name)
     only_few(monkeypatch, kernel=Mock(side_effect=fault))
     found = list(doctor.check_kernels(False, 0, 1))
     assert [result.right for result in found] == [False, True]
     (line,) = [line for line in doctor.verdict(found, "here") if "WRONG" in line]
-    assert line.startswith("  WRONG inf  tree_walk float32: ")
-    assert line.endswith(str(fault).partition("\n")[0])
+    assert line.startswith("  WRONG inf  draft_head float32: ")
+    *_, told = str(fault).splitlines()[:2]
+    assert f"  {told}" in line
+    if told != str(fault):
+        (kept,) = (tmp_path / "dflash-chat" / "kernels" / "faults").iterdir()
+        assert str(kept) in line and kept.read_text() == str(fault)
+
+
+def test_what_a_kernel_is_not_for_is_refused_and_not_wrong(without_metal, monkeypatch):
+    never = Mock(side_effect=ValueError("the GPU is one without safe 8x8 matrices"))
+    only_few(monkeypatch, check=never, kernel=Mock(side_effect=AssertionError("is not run")))
+    found = list(doctor.check_kernels(False, 0, 1))
+    assert all(result.right for result in found)
+    lines = doctor.verdict(found, "here")
+    assert any("refused" in x and "without safe 8x8" in x for x in lines)
+    assert lines[-1].startswith("  0 of 2 trials wrong")
 
 
 def test_dispatch_chooses_and_the_worst_trial_is_shown_with_all_choices(monkeypatch):

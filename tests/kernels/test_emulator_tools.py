@@ -259,7 +259,7 @@ def test_the_command_runs_every_kernel_of_the_catalog(name, capsys):
     [
         *[("verify_qmm", shape, f"--shape {shape}: ") for shape in ("rows", "rows=-1", "colour=3")],
         ("verify_qmm", "bits=5", "bits is 5"),
-        ("nothing", "", "tree_walk"),
+        ("nothing", "", "norm_rope"),
     ],
 )
 def test_the_command_refuses_names_and_sizes_that_are_not_known(name, shape, value, capsys):
@@ -275,7 +275,7 @@ def test_a_fault_ends_the_command_with_code_1(capsys, monkeypatch, tmp_path):
     (tmp_path / "faulty.metal").write_text("o[1] = 1;")
     plan = Launch((1, 1, 1), (1, 1, 1), ((1,),), (mx.float32,))
     faulty = replace(
-        CATALOG["tree_walk"], kernel=lambda: launch(kernel, [], plan), arguments=lambda draw: ()
+        CATALOG["norm_rope"], kernel=lambda: launch(kernel, [], plan), arguments=lambda draw: ()
     )
     monkeypatch.setitem(CATALOG, "faulty", faulty)
     assert __main__.main(["faulty"]) == 1

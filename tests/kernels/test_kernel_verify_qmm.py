@@ -26,6 +26,7 @@ from support.kernels import (
     each_is_found,
     exact,
     launches,
+    refused,
 )
 
 
@@ -84,11 +85,8 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(
     [
         # A fast scalar product of 32 rows does not split the sums of so many columns
         (False, [(1, 1100, 0, 4), (1, 1100, 1, 4), (32, 1100, 1, 4), (32, 1100, 0, 1)]),
-        # Through matrices all numbers of rows are split alike
-        *(
-            (True, [(rows, columns, 0, parts) for rows in range(FEW_ROWS + 1, 33)])
-            for columns, parts in ((9, 8), (2600, 8), (5000, 4), (17000, 1))
-        ),
+        # Through matrices all numbers of rows and columns are split alike
+        (True, [(rows, n, 0, 8) for rows in range(FEW_ROWS + 1, 33) for n in (9, 2600, 17000)]),
     ],
 )
 def test_so_many_simd_groups_share_the_sum_over_k(monkeypatch, matrices, kinds):
@@ -151,8 +149,8 @@ def test_each_weight_is_read_once_for_all_rows_and_x_by_tiles(rows, bits, gated)
         (buffers,) = (counters.buffers for counters in run.counters)
         assert buffers["weights"].read == given[1].nbytes
         assert buffers["y"].written == buffers["y"].size == rows * 32 * 2
-        if way == "matrix":  # once for sixteen columns, eight rows at a time
-            assert buffers["x"].read == given[1].shape[0] // 16 * -(-rows // 8) * 8 * 1024 * 2
+        if way == "matrix":  # once for eight columns of each half, eight rows at a time
+            assert buffers["x"].read == 32 // 8 * -(-rows // 8) * 8 * 1024 * 2
 
 
 @pytest.mark.parametrize("columns", [33, 100])
@@ -162,13 +160,57 @@ def test_columns_behind_the_last_cost_less_than_a_tile_for_each_simd_group(colum
         verify_qmm(*given)
     each = given[1].nbytes // columns
     read = bytes_read(run, "verify_qmm_matrix", "weights")
-    assert columns * each < read <= -(-columns // 16) * 16 * each
+    assert columns * each < read <= -(-columns // 8) * 8 * each
 
 
-def test_wide_products_read_x_once_for_32_columns():
-    given = product(8, 64, 16384, 4, 64, mx.float16)
-    ((_, _, plan),) = launches(VERIFY_QMM, *given)
-    assert dict(plan.template)["COLS"] == 4
+# By rows, K, columns of y, and whether gated: threadgroups, tiles across, parts. An M3 Ultra
+# of 80 cores wants some 160 threadgroups, of eight SIMD-groups each.
+GEOMETRY = {
+    (8, 5120, 17408, 0): (544, 4, 8),  # a 27B's gate
+    (16, 5120, 17408, 0): (544, 4, 8),
+    (17, 5120, 17408, 0): (1088, 2, 8),
+    (8, 17408, 5120, 0): (160, 4, 8),  # its down
+    (8, 5120, 17408, 1): (1088, 4, 8),  # gate and up as one
+    (8, 4096, 1024, 0): (32, 4, 8),
+    (8, 4096, 1023, 0): (128, 1, 8),
+    (8, 5120, 48, 0): (6, 1, 8),
+    (8, 5120, 48, 1): (6, 2, 8),
+    (8, 192, 4096, 0): (32, 4, 2),  # K has three groups
+}
+
+
+@pytest.mark.parametrize(("shape", "wanted"), GEOMETRY.items(), ids=str)
+def test_products_of_any_size_fill_a_large_gpu(shape, wanted):
+    rows, depth, columns, gated = shape
+    held = columns * (1 + gated)
+    words, scales = mx.zeros((held, depth // 8), mx.uint32), mx.zeros((held, depth // 64))
+    weights = Product(words, scales, scales, Packing(4, 64, gated=bool(gated)))
+    run, sizes = weights._plan(mx.zeros((rows, depth)), "matrix")
+    plan = run.plan
+    tiles = dict(plan.template)["COLS"]
+    assert (plan.grid[0] // plan.threadgroup[0], tiles, sizes.tolist()[-1]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("applegpu_g13s", 32), ("applegpu_g14d", 32), ("applegpu_g15c", 24), ("applegpu_g16s", 24)],
+)
+def test_more_rows_than_pay_on_a_gpu_are_left_to_stock(monkeypatch, family, most):
+    monkeypatch.setattr(gpu, "gpu_family", lambda: family)
+    monkeypatch.setattr(gpu, "executor", lambda: factory.metal)
+    VERIFY_QMM.check(*product(most, 64, 16, 4, 64))
+    if most < 32:
+        with refused(f"the rows of x is {most + 1}, but must be 1 to {most}"):
+            VERIFY_QMM.check(*product(most + 1, 64, 16, 4, 64))
+        VERIFY_QMM.check(*product(32, 64, 16, 4, 64, invariant=True))
+
+
+@pytest.mark.parametrize("family", ["applegpu_g17s", "some other GPU"])
+def test_on_an_m5_and_on_what_nobody_named_products_are_stock(monkeypatch, family):
+    monkeypatch.setattr(gpu, "gpu_family", lambda: family)
+    monkeypatch.setattr(gpu, "executor", lambda: factory.metal)
+    with refused("the GPU is one whose own product is faster"):
+        VERIFY_QMM.check(*product(4, 64, 16, 4, 64))
 
 
 # Words are unpacked without shifts, so every bit of every word has to arrive where it belongs
@@ -237,9 +279,11 @@ test_a_fault_is_found = each_is_found(
         "all SIMD-groups write one sum": ("group_sums[group * 32 + m", "group_sums[m", "race"),
         "only the first lanes add up": (
             "  if (m < rows) {\n"
+            "    #pragma clang loop unroll(full)\n"
             "    for (int c = 0; c < COLS; ++c) {\n"
             "      const float sum = simd_sum",
             "  if (m < rows && lane < 16) {\n"
+            "    #pragma clang loop unroll(full)\n"
             "    for (int c = 0; c < COLS; ++c) {\n"
             "      const float sum = simd_sum", "divergence"),
         "a column behind the last": ("if (begin + n < columns)",

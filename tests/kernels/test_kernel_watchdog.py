@@ -12,17 +12,18 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.system.files import keep_text
-from kernels_metal import trial, watchdog
+from kernels_metal import children, trial, watchdog
 from kernels_metal.cascade_attention import CASCADE_ATTENTION, HEAD_DIMS
 from kernels_metal.catalog import OPERATIONS
+from kernels_metal.draft_head import DRAFT_HEAD
 from kernels_metal.emulator import emulated
 from kernels_metal.operation import Operation, dtype_name
-from kernels_metal.tree_walk import TREE_WALK
 from kernels_metal.verify_qmm import GROUPS, VERIFY_QMM
-from kernels_metal.watchdog import Watchdog, in_child, read_verdicts
+from kernels_metal.watchdog import Trials, Watchdog, read_verdicts
 from support.kernels import arguments, recorded
 
 CALL = arguments(VERIFY_QMM, mx.float16)
+HEAD_CALL = arguments(DRAFT_HEAD, mx.float16)
 
 
 def stored(folder: Path) -> Path:
@@ -48,11 +49,11 @@ def test_a_variant_is_tried_once_on_a_machine_and_the_verdict_is_remembered(
     assert len(asked) == 1
     assert (asked[0]["operation"], asked[0]["dtype"]) == ("verify_qmm", "float16")
     dog.refusal(VERIFY_QMM, arguments(VERIFY_QMM, mx.float16, bits=8))
-    dog.refusal(TREE_WALK, arguments(TREE_WALK))
+    dog.refusal(DRAFT_HEAD, HEAD_CALL)
     assert list(read_verdicts(stored(tmp_path))) == [
         "verify_qmm/4/64/float16",
         "verify_qmm/8/64/float16",
-        "tree_walk/int32",
+        "draft_head/16/float16",
     ]
 
 
@@ -84,14 +85,14 @@ def test_a_try_that_was_interrupted_counts_for_nothing(tmp_path):
 def test_what_two_programs_find_out_at_once_is_kept_of_both(tmp_path):
     def first(given: str) -> str:
         other = Watchdog(tmp_path, keep_text, lambda given: "bad")
-        other.refusal(TREE_WALK, arguments(TREE_WALK))
+        other.refusal(DRAFT_HEAD, HEAD_CALL)
         return ""
 
     Watchdog(tmp_path, keep_text, first).refusal(VERIFY_QMM, CALL)
     found = read_verdicts(stored(tmp_path))
     assert {key: verdict.safe for key, verdict in found.items()} == {
         "verify_qmm/4/64/float16": True,
-        "tree_walk/int32": False,
+        "draft_head/16/float16": False,
     }
 
 
@@ -117,28 +118,56 @@ def test_verdicts_that_cannot_be_kept_hold_for_the_session(tmp_path):
 
 # The child
 
-SAYS = "import sys; print('a line'); print('differs', file=sys.{}); sys.exit({})"
+SAYS = "import sys; print({!r}); print({!r}, file=sys.stderr); sys.exit({})"
 ENDLESS = "while True: pass"
+COMPILER = """RuntimeError: [metal::Device] Unable to build metal library from source
+program_source:12:5: error: cannot initialize a variable of type 'bfloat'
+    bfloat y = x;
+           ^   ~
+1 error generated."""
 
 
 def child(script: str, seconds: float = 20) -> str:
-    return in_child("{}", seconds, (sys.executable, "-c", script))
+    return Trials((sys.executable, "-c", script), seconds)("{}")
+
+
+def outcome(what: str) -> str:
+    return children.OUTCOME + json.dumps(what)
 
 
 @pytest.mark.parametrize(
     ("script", "wrong"),
     [
-        (SAYS.format("stdout", 0), "differs"),
-        ("", ""),
-        (SAYS.format("stderr", 3), "ends the process with 3: differs"),
-        ("import sys; print(); print('Validation is enabled', file=sys.stderr)", ""),
-        (r"import os; os.write(1, b'it is \xff')", "it is \ufffd"),
+        (SAYS.format(f"noise\n{outcome('differs')}\nmore noise", "noise", 0), "differs"),
+        (SAYS.format(outcome(""), "Validation is enabled", 0), ""),
+        (SAYS.format("", "a\nb", 3), "ends the process with 3: a\nb"),
+        (SAYS.format("noise", "", 0), "ended without an outcome\nnoise"),
+        (r"import os; os.write(1, b'\xff')", "ended without an outcome\n\ufffd"),
         # The interrupt of a terminal does not reach it
-        ("import os; print(os.getpgrp() == os.getpid())", "True"),
+        (
+            "import os; assert os.getpgrp() == os.getpid(); " + SAYS.format(outcome("ok"), "", 0),
+            "ok",
+        ),
     ],
 )
-def test_what_a_child_says_last_is_what_is_wrong(script, wrong):
+def test_what_a_child_marks_is_its_outcome_and_noise_is_none(script, wrong):
     assert child(script) == wrong
+
+
+def test_of_a_compilers_words_the_first_error_is_told_and_all_is_in_the_file_named(tmp_path):
+    dog = Watchdog(tmp_path, keep_text, lambda given: f"ends the process with 1: {COMPILER}")
+    refusal = dog.refusal(VERIFY_QMM, CALL)
+    (file,) = (tmp_path / "faults").iterdir()
+    told = "in a trial process: program_source:12:5: error: cannot initialize a variable"
+    assert refusal.startswith(told) and str(file) in refusal
+    assert file.read_text().endswith(COMPILER)
+    assert Watchdog(tmp_path, keep_text, lambda given: "").refusal(VERIFY_QMM, CALL) == refusal
+
+
+def test_without_a_place_to_keep_them_the_words_are_told_without_a_file(tmp_path):
+    (tmp_path / "faults").write_text("no folder")
+    refusal = Watchdog(tmp_path, keep_text, lambda given: COMPILER).refusal(VERIFY_QMM, CALL)
+    assert refusal.endswith("a variable of type 'bfloat'")
 
 
 def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
@@ -150,15 +179,15 @@ def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
 
 
 def test_a_child_that_cannot_be_started_is_a_reason():
-    assert "nobody" in in_child("{}", 1, ("/nobody/here",))
+    assert "nobody" in Trials(("/nobody/here",), 1)("{}")
 
 
 def test_the_module_that_a_child_runs_is_found_and_says_what_is_wrong_without_metal():
     """On Linux no kernel can run, so the child ends with the words of the factory."""
     if mx.metal.is_available():
         pytest.skip("there is Metal here")
-    given = {"operation": "tree_walk", "dtype": "int32", "sizes": [{}]}
-    assert "no Metal and no executor" in in_child(json.dumps(given))
+    given = {"operation": "draft_head", "dtype": "float16", "sizes": [{}]}
+    assert "no Metal and no executor" in Trials()(json.dumps(given))
 
 
 @pytest.mark.parametrize("made", OPERATIONS, ids=lambda made: made.name)
@@ -200,16 +229,20 @@ def test_no_variant_of_a_kernel_runs_untried(made, same, others):
     assert variants(made, calls) <= variants(made, sizes)
 
 
-def test_a_way_that_this_gpu_has_no_registers_for_is_left_to_the_probe(monkeypatch):
+def test_what_this_gpu_has_no_registers_for_is_not_called_right(monkeypatch):
     def refused(call: object) -> float:
         raise ValueError("Thread group size (512) is greater than the maximum")
 
     monkeypatch.setattr(trial, "error", refused)
-    assert trial.tried("tree_walk", "int32", [{"nodes": 3}]) == ""
+    found = trial.tried("draft_head", "float16", [{"rows": 1}])
+    assert found.startswith("none of its variants fits this GPU: Thread group size (512)")
+    found = iter([refused, lambda call: 0.5])
+    monkeypatch.setattr(trial, "error", lambda call: next(found)(call))
+    assert trial.tried("draft_head", "float16", [{"rows": 1}, {"rows": 2}]) == ""
 
 
 def test_a_try_says_what_is_wrong_with_a_kernel(monkeypatch):
     monkeypatch.setattr(trial, "error", lambda call: 2.0)
     with emulated():
-        found = trial.tried("tree_walk", "int32", [{"nodes": 3}])
-    assert found == '2.0 times as wrong as rounding explains at {"nodes": 3}'
+        found = trial.tried("draft_head", "float16", [{"rows": 1}])
+    assert found == '2.0 times as wrong as rounding explains at {"rows": 1}'

@@ -16,7 +16,6 @@ from kernels_metal.norm_rope import (
     norm_rope_reference,
     padded,
 )
-from kernels_metal.tree_walk import TREE_WALK, tree_walk, tree_walk_reference
 from support.kernels import (
     against,
     arguments,
@@ -25,7 +24,6 @@ from support.kernels import (
     each_is_found,
     exact,
     launches,
-    random_calls,
 )
 
 # cache_commit
@@ -176,46 +174,9 @@ def test_few_positions_are_padded_and_many_are_not():
     assert padded(nine) is nine
 
 
-# tree_walk
-
-
-TWINS = [1] * 71, [0] + [1] * 70, [-1] + [0] * 70  # equal siblings across lanes: the first counts
-CHAIN = [7] * 1000, [7] * 1000, list(range(-1, 999))
-
-
-def walk(choices, tokens, parents) -> list[int]:
-    """Count, next anchor, path and padding, one node at a time."""
-    path = [0]
-    while True:
-        here = path[-1]
-        below = [i for i, p in enumerate(parents) if p == here and tokens[i] == choices[here]]
-        if not below:
-            return [len(path), choices[here], *path, *[-1] * (len(parents) - len(path))]
-        path.append(below[0])
-
-
-@pytest.mark.parametrize("dtype", [mx.int32, mx.uint32], ids=str)
-def test_kernel_and_reference_follow_the_loop(dtype):
-    trees, lengths = [map(mx.array, tree) for tree in (TWINS, CHAIN)], set()
-    for choices, tokens, parents in (*trees, *random_calls(TREE_WALK)):
-        arrays = choices.astype(dtype), tokens.astype(dtype), parents
-        with emulated():
-            result = tree_walk(*arrays)
-        assert result.dtype == mx.int32
-        wanted = walk(*(array.tolist() for array in arrays))
-        assert result.tolist() == tree_walk_reference(*arrays).tolist() == wanted
-        lengths.add(wanted[0])
-    assert {1, 2, 3, 1000} < lengths
-
-
-def deepest(*_):
-    return max(random_calls(TREE_WALK), key=lambda arrays: tree_walk_reference(*arrays)[0].item())
-
-
 COMMITTING = against(CACHE_COMMIT, {}, change=strided)
 SIZES = {"rows": 3, "dim": 80, "heads": 2, "kv_heads": 1, "together": 1, "first": 9}
 TURNING = against(NORM_ROPE, SIZES)
-WALKING = against(TREE_WALK, {}, change=deepest)
 
 
 # By what is wrong: the source, what becomes of it, and what is found
@@ -275,15 +236,6 @@ test_a_fault_is_found = each_is_found(
         "turned backwards": ("a * c - b * s", "a * c + b * s", "result"),
         "every row at the first's position": ("positions[row]", "positions[0]", "result"),
         "an epsilon of its own": ("+ epsilon[0]", "+ 1.0f", "result"),
-    }),
-    ("tree_walk", WALKING, {
-        "every lane writes the root": ("if (lane == 0) {\n  result[2]",
-            "if (true) {\n  result[2]", "race"),
-        "one node too many": ("i < nodes; i += 32) {\n    if",
-            "i <= nodes; i += 32) {\n    if", "bounds"),
-        "the end of the path is never filled": ("int i = length + lane",
-            "int i = length + lane + 1", "unwritten"),
-        "a child of any parent": ("parents[i] == node && tokens", "tokens", "result"),
     }),
 )
 # fmt: on

@@ -26,7 +26,6 @@ from kernels_metal.emulator import emulated
 from kernels_metal.factory import SOURCE
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, norm_rope
 from kernels_metal.sweep import Trial, error, trials
-from kernels_metal.tree_walk import TREE_WALK, tree_walk
 from kernels_metal.verify_qmm import VERIFY_QMM, Packing, Product, verify_qmm
 from kernels_metal.visibility import Visibility
 from support.kernels import arguments, random_calls, recorded, refused
@@ -131,7 +130,6 @@ def packed(**changes):
 TAKEN = {
     cascade_attention: (CASCADE_ATTENTION, {"dim": 64, "heads": 4, "rows": 5, "prefix": 20}),
     draft_head: (DRAFT_HEAD, {"rows": 2, "vocabulary": 50, "k": 2}),
-    tree_walk: (TREE_WALK, {"nodes": 3}),
     accepted_rows: (CACHE_COMMIT, {"caches": 2, "rows": 2, "prefix": 6}),
     verify_qmm: (VERIFY_QMM, {"rows": 4, "depth": 128, "columns": 6, "group": 32}),
     norm_rope: (NORM_ROPE, {"rows": 8, "heads": 2}),
@@ -192,11 +190,6 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"logits": zeros(1025, 5)}, "rows of logits is 1025, but must be 1 to 1024"),
         ({"logits": zeros(1, 2, 50)}, r"of logits is \[1, 2, 50\], but must be \[any, any\]"),
         ({"logits": zeros(2, 50, dtype=mx.int32)}, "logits is int32, but must be float32"),
-    ],
-    tree_walk: [
-        ({"tokens": zeros(2, dtype=mx.int32)}, r"of tokens is \[2\], but must be \[3\]"),
-        ({"parents": zeros(3, dtype=mx.int64)}, "parents is int64, but must be int32 or uint32"),
-        ({"choices": zeros(1025, dtype=mx.int32)}, "of nodes is 1025, but must be 1 to 1024"),
     ],
     accepted_rows: [
         ({"path": []}, r"path is \[\], but must be one or more increasing rows"),

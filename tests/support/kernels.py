@@ -82,10 +82,14 @@ def launches(operation: Operation, *args: Any) -> list[Sample]:
     return samples
 
 
-def clock(*steps):
-    """For each step all runs of a side, which takes so many milliseconds for every call."""
-    moves = (move for step in steps for _ in range(RUNS) for move in (0.0, step))
-    moves = (move * CALLS * 1e-3 for move in moves)
+def clock(*steps, sides=2):
+    """Races one after the other, in which the sides take turns, stock last, behind its warm-up.
+
+    steps: milliseconds that a call of each side takes.
+    """
+    races = [steps[i : i + sides] for i in range(0, len(steps), sides)]
+    runs = (run for race in races for run in (race[-1], race[-1], *race * RUNS))
+    moves = (move * CALLS * 1e-3 for run in runs for move in (0.0, run))
     return partial(next, accumulate(moves))
 
 

@@ -13,8 +13,6 @@ from mlx_lm.models import base, cache, gpt_oss, llama
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.growth.grow import rank
-from dflash_mlx.engine.drafter import Proposal
-from dflash_mlx.engine.verify import WALK, Verdict
 from dflash_mlx.models.load import load_pair, load_target
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier import routing
@@ -22,12 +20,9 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import Plans
 from kernels_metal.emulator import emulated
-from kernels_metal.tree_walk import TREE_WALK, tree_walk_reference
-from support.decoding import ids_of, tree_of
 from support.families import make_model
 from support.hybrids import changed_target, forward, pass_over, through_both
 from support.models import write_model
-from support.toys import random_tree
 
 TOKENS = mx.arange(11)[None]
 # Head dims that the kernel takes, and what is special about each family.
@@ -202,7 +197,7 @@ def test_without_metal_a_pass_gives_what_it_gives_with_kernels_off(mode, bits):
 
 
 @pytest.mark.usefixtures("no_metal")
-def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
+def test_without_metal_ranking_stays_on_the_host(monkeypatch):
     monkeypatch.setattr(cpu_math, "applies", lambda: True)
     target = make_target("llama")
     target.use_kernels("on")
@@ -211,20 +206,6 @@ def test_without_metal_ranking_and_walking_stay_on_the_host(monkeypatch):
     found, expected = rank(logits, 5, target.kernels), rank(logits, 5)
     assert np.array_equal(found.tokens, expected.tokens)
     assert np.array_equal(found.logprobs, expected.logprobs)
-    tree = tree_of([3, 1], [-1, 0])
-    verdict = Verdict(Proposal(tree), ids_of(tree), mx.zeros((2, 9)), target.kernels)
-    assert verdict.greedy_walk() is None
-
-
-def test_the_walk_has_to_be_faster_than_the_loop_on_the_host_which_gives_the_same():
-    rng = np.random.default_rng(0)
-    for nodes in (2, 3, 9, 40):
-        tokens, parents = random_tree(rng, nodes, 3)
-        tree = tree_of([0, *tokens], [-1, *parents])
-        choices = mx.array(rng.integers(0, 3, len(tree)).astype(np.uint32))
-        arguments = choices, ids_of(tree), mx.array(tree.parents)
-        assert mx.array_equal(WALK.reference(*arguments), tree_walk_reference(*arguments))
-    assert WALK.kernel is TREE_WALK.kernel
 
 
 # The setting.

@@ -31,6 +31,10 @@ class Safe:
 
     def __init__(self, reason: str = "") -> None:
         self.reason = reason
+        self.settled = 0
+
+    def is_trying(self) -> bool:
+        return False
 
     def refusal(self, operation, args) -> str:
         return self.reason
@@ -39,7 +43,7 @@ class Safe:
 @pytest.fixture(autouse=True)
 def metal(monkeypatch) -> Iterator[Run]:
     """As if MLX ran kernels here: the emulator stands for Metal; nothing is tried in a child."""
-    monkeypatch.setattr(routing, "Watchdog", lambda folder, keep: Safe())
+    monkeypatch.setattr(routing, "Watchdog", lambda folder, keep, later: Safe())
     with emulated() as run:
         monkeypatch.setattr(routing, "metal", run)
         monkeypatch.setattr(dispatch, "metal", run)
@@ -90,7 +94,7 @@ def test_a_slower_kernel_is_not_taken_by_the_next_session_either(tmp_path):
 
 def test_what_a_trial_process_refused_is_not_taken_until_that_is_forgotten(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(routing, "Watchdog", lambda folder, keep: Safe("hangs"))
+        patched.setattr(routing, "Watchdog", lambda folder, keep, later: Safe("hangs"))
         kernels = session(tmp_path)
         assert not ask(kernels)
         assert list(kernels.choices.values()) == [Choice(False, "hangs")]
@@ -102,7 +106,7 @@ def test_models_share_no_choices(tmp_path):
     ask(session(tmp_path, *RACE))
     ask(session(tmp_path, *RACE, name="another"))
     assert sorted(kernel_choices(tmp_path)) == ["another", "tiny"]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.glob("*.json"))) == 2
 
 
 @pytest.mark.parametrize("mode", ["on", "off"])
@@ -138,7 +142,7 @@ def damages() -> dict[str, str | bytes]:
 @pytest.mark.parametrize("damage", damages())
 def test_a_damaged_or_outdated_file_is_raced_anew_and_replaced(tmp_path, damage):
     ask(session(tmp_path, *RACE))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     found = damages()[damage]
     file.write_bytes(found if isinstance(found, bytes) else found.encode())
     assert kernel_choices(tmp_path) == {}

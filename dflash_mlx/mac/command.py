@@ -1,0 +1,126 @@
+"""Makes the report: all items in a child, kept as they come, so that a second start goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.mac import facts as mac
+from dflash_mlx.mac.items import (
+    MODELS,
+    Item,
+    attention_items,
+    last_items,
+    limit,
+    product_items,
+    variant_items,
+)
+from dflash_mlx.mac.report import markdown, summary, ways
+from dflash_mlx.system.files import write_report
+from kernels_metal.children import Children, Gone
+from kernels_metal.dispatch import fingerprint
+
+NAME = "dflash-mac-report"
+COMMAND = (sys.executable, "-m", "dflash_mlx.mac.measure")
+GONE_MOST = 10  # children in one report: a GPU that hangs again and again is not asked for more
+_NEXT = "move it away, or name another with --report"
+
+
+@dataclass
+class Report:
+    """What was found so far, in a file that a second start goes on with."""
+
+    file: Path  # the JSON; the Markdown stands beside it
+    made_with: str
+    facts: dict[str, str]
+    found: dict[str, dict[str, Any]]
+
+    def keep(self, finished: bool = False) -> None:
+        """Write it. DFlashError where that cannot be done."""
+        plain: dict[str, Any] = {"made with": self.made_with, "finished": finished}
+        plain |= {"facts": self.facts, "found": self.found}
+        write_report(self.file, json.dumps(plain, indent=1))
+        if finished:
+            write_report(self.file.with_suffix(".md"), markdown(self.facts, self.found))
+
+
+def opened(file: Path, rehearse: bool) -> Report:
+    """A new report, or the unfinished one in `file` where it is of this machine and these kernels.
+
+    DFlashError for a file that is there and no unfinished report.
+    """
+    facts = mac.rehearsed() if rehearse else mac.facts()
+    report = Report(file, f"{fingerprint()} {facts['chip']} {facts['gpu']}", facts, {})
+    for path in (file, file.with_suffix(".md")):
+        if path.exists() and (path != file or not _is_unfinished(file)):
+            raise DFlashError(f"{path} is there already", _NEXT)
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept.get("made with") == report.made_with:
+            report.found = kept["found"]
+    report.keep()
+    return report
+
+
+def _is_unfinished(file: Path) -> bool:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return kept["finished"] is False and isinstance(kept["found"], dict)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def make(file: Path, rehearse: bool, say: Callable[[str], None] = print) -> bool:
+    """Do all that is not done yet, write both files, and say what to paste.
+
+    Returns whether nothing was wrong. DFlashError where there is no Metal, and for a file that is
+    there.
+    """
+    if not rehearse and not mx.metal.is_available():
+        problem = "this machine has no Metal, so there is nothing to report"
+        raise DFlashError(problem, "--rehearse runs all of it in the emulator")
+    report = opened(file, rehearse)
+    children = Children(COMMAND, wanted=True)
+    try:
+        for stage in stages(report):
+            _do([{**item, "rehearse": rehearse} for item in stage], report, children)
+    finally:
+        children.close()
+    report.keep(finished=True)
+    for line in summary(report.facts, report.found):
+        say(line)
+    say(f"All of it is in {file.with_suffix('.md')} and {file}.")
+    return not any(each.get("wrong") for each in report.found.values())
+
+
+def stages(report: Report) -> Iterable[list[Item]]:
+    """All items; the last depend on what was found before."""
+    yield [{"name": "machine", "kind": "machine"}]
+    yield [*variant_items()]
+    yield [*product_items()]
+    yield [*attention_items()]
+    yield [*last_items(ways(report.found, MODELS[-1], 8))]
+
+
+def _do(items: list[Item], report: Report, children: Children) -> None:
+    """Ask a child for each, and keep what came of it."""
+    left = [item for item in items if item["name"] not in report.found]
+    for item in tqdm(left, desc=left[0]["kind"] if left else "", leave=False, disable=None):
+        gone = sum("gone" in each for each in report.found.values())
+        if gone >= GONE_MOST:
+            found: dict[str, Any] = {"wrong": f"not tried: {gone} others hung or ended the process"}
+        else:
+            try:
+                found = children.ask(item, limit(item))
+            except Gone as words:
+                found = {"wrong": str(words), "gone": True}
+        report.found[item["name"]] = {"kind": item["kind"], **found}
+        report.keep()
