@@ -10,12 +10,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.block_diffusion import (
-    block_models,
-    choices,
-    contexts_of,
-    dflash_method,
-)
+from dflash_mlx.drafters.block_diffusion import choices, contexts_of, dflash_method
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.growth.grow import (
     Choices,
@@ -248,8 +243,7 @@ class DualOptions(Options):
 
 def _make(how: Plan) -> Drafter:
     options = cast(DualOptions, how.config.options)
-    first, second = [*block_models(how.pair), None][:2]
-    assert first is not None
+    first, second = [*how.models, None][:2]
     sizes = how.config.block_size, options.second_block_size
     return options.drafter(first, second, options.growth_of(how), sizes)
 

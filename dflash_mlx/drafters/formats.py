@@ -35,7 +35,6 @@ from dflash_mlx.drafters.networks.files import (
 )
 from dflash_mlx.drafters.networks.known_fields import Unsupported
 from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
@@ -61,7 +60,7 @@ class FileFormat:
 
     config: ClassVar[type[DraftConfig]]
     network: ClassVar[type[Any]]  # made of a configuration
-    model: ClassVar[type[BoundModel[Any]]]
+    model: ClassVar[type[Any]]  # a `DraftModel`, made of a network, its configuration and a target
     known: ClassVar[tuple[str, ...]]  # `architectures` of a config.json in our words
     speculators: ClassVar[tuple[str, ...]] = ()  # types of vLLM's library
     # What its classes are called, each a pattern with a field that has to be there, "" for none
@@ -69,6 +68,11 @@ class FileFormat:
     marks: ClassVar[tuple[str, ...]] = ()  # fields by which it refuses what no family recognises
     # Whether its folders are language models with a tokenizer, which has to be the target's
     whole_models: ClassVar[bool] = False
+
+    @property
+    def family(self) -> str:
+        """Of the draft models in such folders."""
+        return str(self.model.family)
 
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family, readable or not."""
@@ -292,7 +296,7 @@ class FileFormat:
         """
         windows = limit_windows(config.layer_windows, settings.draft_window)
         network = self.load_network(folder, config, target.dtype, settings.drafter_bits)
-        return self.model(network, replace(config, layer_windows=windows), target)
+        return self.model(network, replace(config, layer_windows=windows), target)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

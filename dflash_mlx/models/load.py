@@ -13,7 +13,6 @@ from dflash_mlx.core.errors import Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import (
     check_uses,
-    family_of,
     family_wanted,
     find_method,
     needs_drafter,
@@ -173,7 +172,7 @@ class _Bench:
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
             drafter = check_for(self.facts, find_source(name, DRAFTER), name)
-            if drafter.format is None or family_of(drafter.format) != family:
+            if drafter.format is None or drafter.format.family != family:
                 continue
             check_pair(self.facts, drafter).raise_first()
             _draft_size(self.config, drafter)
@@ -188,7 +187,7 @@ def _check_settings(
     choice: Choice, names: Names, config: PairConfig, uses: Sequence[DecodeConfig]
 ) -> None:
     drafters = list(choice.drafters.values())
-    families = tuple(family_of(d.format) if d.format else None for d in drafters)
+    families = tuple(d.format.family if d.format else None for d in drafters)
     capabilities = Capabilities(families, preset=names.preset)
     check_uses(uses, [d.config.block_size for d in drafters], capabilities, choice.missing)
     for drafter in drafters:

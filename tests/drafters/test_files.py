@@ -18,7 +18,7 @@ from dflash_mlx import DFlashError, PairConfig, load_pair
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.eagle3.model import usual_layers
-from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
+from dflash_mlx.drafters.methods import format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import (
     KEPT,
     Quantization,
@@ -242,7 +242,7 @@ def test_another_target_is_refused_with_both_values(raw, target, said):
 def test_every_format_is_recognised_and_converted_to_the_same_drafter(tmp_path, name):
     source, files = write_drafter_folder(tmp_path / "source", *CASES[name][1]), files_of(name)
     family = name.partition(", ")[0].partition(" of ")[0]
-    assert family_of(files) == (family if family in ("eagle3", "mtp", "specdiff") else "dflash")
+    assert files.family == (family if family in ("eagle3", "mtp", "specdiff") else "dflash")
     assert not check_drafter(source).errors
     converted = convert(source, tmp_path / "ours", *["--mtp"] * (family == "mtp"))
     before, after = files.read_drafter(source), files.read_drafter(converted)

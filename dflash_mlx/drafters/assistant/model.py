@@ -24,7 +24,6 @@ from dflash_mlx.verifier.block import Block, Saved
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "assistant"
 _TRIED = 8  # tokens that a draft is tried behind
 
 
@@ -87,7 +86,7 @@ class AssistantModel(BoundModel[Any]):
     Raises DFlashError for a target without layers that it needs.
     """
 
-    family = FAMILY
+    family = "assistant"
 
     def __init__(self, network: Network, config: AssistantConfig, target: Target) -> None:
         super().__init__(network, config, target)

@@ -28,7 +28,6 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "eagle3"
 USUAL_TAPS = 3
 
 
@@ -199,7 +198,7 @@ class Network(DraftNetwork):
 class EagleModel(PairedModel):
     """An EAGLE-3 or P-EAGLE network bound to its target."""
 
-    family = FAMILY
+    family = "eagle3"
     scales_embeddings = False  # the norm behind them undoes any scale
 
     @property

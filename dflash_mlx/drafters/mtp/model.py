@@ -32,7 +32,6 @@ from dflash_mlx.verifier.hooks import rotate_by_row, route
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
 _CHOOSES = "e_score_correction_bias"
@@ -165,7 +164,7 @@ class Network(DraftNetwork):
 class HeadModel(PairedModel):
     """A head bound to its target."""
 
-    family = FAMILY
+    family = "mtp"
     scales_embeddings = False  # the norm behind them undoes any scale
 
     def __init__(self, network: Network, config: HeadConfig, target: Target) -> None:

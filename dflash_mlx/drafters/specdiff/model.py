@@ -23,8 +23,6 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "specdiff"
-
 Embed = Callable[[mx.array], mx.array]
 
 
@@ -134,7 +132,7 @@ class MaskedModel(BoundModel[TextContext]):
     Blocks [b] begin with the anchor; places are positions in them, from 1 on.
     """
 
-    family = FAMILY
+    family = "specdiff"
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
         super().__init__(network, config, target)
