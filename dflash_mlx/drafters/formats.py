@@ -8,7 +8,7 @@ is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ from dflash_mlx.drafters.networks.files import (
     read_json,
     stored_config,
 )
-from dflash_mlx.drafters.networks.known_fields import Unsupported
+from dflash_mlx.drafters.networks.known_fields import Unsupported, note_of
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system import cpu_math
@@ -103,8 +103,8 @@ class FileFormat:
         """A config.json with the sizes of what is read of its folder, by which these are judged."""
         return raw
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
-        """Notes on fields that are left out; Unsupported for one that must not be.
+    def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
+        """Fields that are left out, which a note says; Unsupported for one that must not be.
 
         names: of the tensors in its files, () where these are not known.
         """
@@ -150,7 +150,7 @@ class FileFormat:
         try:
             if not isinstance(raw, dict):
                 raise ValueError(f"the contents are {raw!r}, and what they describe is unknown")
-            notes = self.review(raw, names)
+            notes = note_of(self.review(raw, names))
             told = self.translate(raw, names)
             if (name := architecture(told)) not in self.known:
                 known = ", ".join(self.known)

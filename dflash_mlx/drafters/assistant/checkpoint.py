@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class AssistantFiles(FileFormat):
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return super().recognises(raw) or str(raw.get("model_type")) in _CLASSES
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+    def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
         return own.review(raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:

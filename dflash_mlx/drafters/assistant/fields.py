@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dflash_mlx.drafters.networks.fields import FULL, Fields, part
-from dflash_mlx.drafters.networks.known_fields import LIBRARY, Part, Refused, note_of
+from dflash_mlx.drafters.networks.known_fields import LIBRARY, Part, Refused
 
 TEXT = "text_config"
 BY_LAYER = "per_layer_config"  # what newer files of transformers have for full attention
@@ -50,12 +50,8 @@ _IN_TEXT = Part(
 )  # fmt: skip
 
 
-def review(raw: Fields) -> tuple[str, ...]:
-    """The note on fields that change nothing; Unsupported for one that is not known."""
-    return note_of([*_places(raw)])
-
-
-def _places(raw: Fields) -> Iterator[str]:
+def review(raw: Fields) -> Iterator[str]:
+    """The fields that change nothing; Unsupported for one that is not known."""
     yield from _IN_FILE.review(raw)
     yield from _IN_TEXT.review(part(raw, TEXT), TEXT)
 

@@ -20,7 +20,7 @@ Their `shift_label` says the same as `sample_from_anchor`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -76,7 +76,7 @@ class BlockFiles(FileFormat):
     classes = ((f".*DFlash.*|.*DSpark.*|.*Domino.*|{MUSE}", ""), (".*", "dflash_config"))
     marks = ("dflash_config", SPECULATORS, "speculators_config")
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+    def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
         is_other = raw.get(SPECULATORS) not in (None, *self.speculators)  # and refused for that
         return () if is_other else own.review(raw, names, SPECULATORS in raw)
 

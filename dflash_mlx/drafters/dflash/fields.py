@@ -34,8 +34,6 @@ from dflash_mlx.drafters.networks.known_fields import (
     SPECULATORS_SILENT,
     Part,
     Refused,
-    note_of,
-    review_others,
 )
 
 METHOD = "dflash_config"
@@ -72,7 +70,7 @@ _TRAINING = frozenset({  # of SpecForge's and of several versions of speculators
     "lambda_base_start", "loss_decay_gamma", "max_anchors", "num_anchors", "training_mode",
 })  # fmt: skip
 _NO_DOMINO = Refused("of Domino's head, but projector_type is not 'domino'", tensor="prefix_gru")
-_NOT_ITS = Part(read=(), refused=dict.fromkeys(_OF_DOMINO, _NO_DOMINO))
+_NOT_ITS = Part(refused=dict.fromkeys(_OF_DOMINO, _NO_DOMINO), is_open=True)
 _IN_METHOD = Part(
     read={
         *BESIDE, "block_size", "draft_vocab_size", "layer_ids", "num_target_layers",
@@ -86,7 +84,7 @@ _IN_METHOD = Part(
     silent=_TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
-_AROUND = Part(read=(), noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED)
+_AROUND = Part(noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED, is_open=True)
 _IN_SPECULATORS = Part(
     read={
         *SPECULATORS_READ, *BESIDE, *WINDOWS, METHOD, "aux_hidden_state_layer_ids", "block_size",
@@ -97,24 +95,19 @@ _IN_SPECULATORS = Part(
 )  # fmt: skip
 
 
-def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[str, ...]:
-    """The note on fields that change nothing; Unsupported for one that is not known."""
-    return note_of([*_places(raw, names, is_speculators)])
-
-
-def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+def review(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+    """The fields that change nothing; Unsupported for one that is not known."""
     method = part(raw, METHOD)
     if not is_domino(raw):
-        yield from review_others({**raw, **method}, _NOT_ITS, names)
+        yield from _NOT_ITS.review({**raw, **method}, names=names)
     yield from _IN_METHOD.review(method, METHOD, names)
     if is_speculators:
         yield from _IN_SPECULATORS.review(raw, names=names)
         layers = raw.get("transformer_layer_config")
         raw = layers if isinstance(layers, dict) else {}
     is_read = is_native_35(raw, names) or (raw.get("model_type") == NATIVE and not is_speculators)
-    yield from (
-        place for place in review_others(raw, _AROUND, names) if not (is_read and place == _PARTIAL)
-    )
+    found = _AROUND.review(raw, names=names)
+    yield from (place for place in found if not (is_read and place == _PARTIAL))
 
 
 def is_domino(raw: Fields) -> bool:

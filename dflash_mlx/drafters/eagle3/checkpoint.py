@@ -10,7 +10,7 @@ Which layers are read, and in which numbering, is told by `fields`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from dflash_mlx.drafters.eagle3 import fields as own
@@ -66,7 +66,7 @@ class EagleFiles(FileFormat):
     speculators = ("eagle3", "peagle")
     classes = ((".*Eagle3.*|P[Ee]agle.*", ""), (_FIRST, "draft_vocab_size"))
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+    def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
         return own.review(raw, names, SPECULATORS in raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:

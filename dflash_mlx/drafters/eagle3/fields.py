@@ -27,8 +27,6 @@ from dflash_mlx.drafters.networks.known_fields import (
     Part,
     Refused,
     Unsupported,
-    note_of,
-    review_others,
 )
 
 METHOD = "eagle_config"
@@ -58,7 +56,7 @@ _IN_METHOD = Part(
     silent=("next_layer_regular", "parallel_draft_heads_num_layers"),  # of more steps and layers
     refused=_REFUSED,
 )
-_AROUND = Part(read=(), noted=(*COPIED, "partial_rotary_factor"), refused=_REFUSED)
+_AROUND = Part(noted=(*COPIED, "partial_rotary_factor"), refused=_REFUSED, is_open=True)
 _IN_SPECULATORS = Part(
     read={*SPECULATORS_READ, METHOD, LAYERS_READ, *NORMS, *_OF_PARALLEL},
     silent=SPECULATORS_SILENT,
@@ -66,18 +64,14 @@ _IN_SPECULATORS = Part(
 )
 
 
-def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[str, ...]:
-    """The note on fields that change nothing; Unsupported for one that is not known."""
-    return note_of([*_places(raw, names, is_speculators)])
-
-
-def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+def review(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+    """The fields that change nothing; Unsupported for one that is not known."""
     yield from _IN_METHOD.review(part(raw, METHOD), METHOD, names)
     if is_speculators:
         yield from _IN_SPECULATORS.review(raw, names=names)
         layers = raw.get("transformer_layer_config")
         raw = layers if isinstance(layers, dict) else {}
-    yield from review_others(raw, _AROUND, names)
+    yield from _AROUND.review(raw, names=names)
 
 
 def aux_layers(raw: Fields, method: Fields) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
