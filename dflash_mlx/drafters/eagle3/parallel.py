@@ -9,6 +9,7 @@ the anchor, whatever is before it. Read from speculators, SpecForge, NVIDIA's Au
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -40,40 +41,32 @@ class ParallelDraft(Draft):
         self._block = block
         self._depths: list[int] = []
         self._states: mx.array | None = None  # [K, d] of all depths
-        self._logits: mx.array | None = None
-        self._tokens: mx.array | None = None
-        self._ranked: Ranked | None = None
+        self._said: dict[str, Any] = {}  # of them, by what was asked for
 
     def states(self, tokens: mx.array, parents: list[int]) -> mx.array:
-        depths = self._deepen(parents)
-        return self._all(tokens)[mx.array(depths)]
+        whole, depths = self._ask("states", tokens, parents, lambda states, _: states)
+        return whole[mx.array(depths)]  # type: ignore[no-any-return]
 
     def logits(self, tokens: mx.array, parents: list[int]) -> mx.array:
-        depths = self._deepen(parents)
-        if self._logits is None:
-            self._logits = self._head.whole(self._all(tokens), self._words)
-        return self._logits[mx.array(depths)]
+        whole, depths = self._ask("logits", tokens, parents, self._head.whole)
+        return whole[mx.array(depths)]  # type: ignore[no-any-return]
 
     def likeliest(self, tokens: mx.array, parents: list[int]) -> mx.array:
-        depths = self._deepen(parents)
-        if self._tokens is None:
-            self._tokens = self._head.likeliest(self._all(tokens), self._words)
-        return self._tokens[mx.array(depths)]
+        whole, depths = self._ask("likeliest", tokens, parents, self._head.likeliest)
+        return whole[mx.array(depths)]  # type: ignore[no-any-return]
 
     def ranked(self, tokens: mx.array, parents: list[int], k: int) -> Ranked:
-        depths = self._deepen(parents)
-        if self._ranked is None:
-            self._ranked = self._head.ranked(self._all(tokens), self._words, k)
-        return Ranked(self._ranked.tokens[depths], self._ranked.logprobs[depths])
+        whole, depths = self._ask("ranked", tokens, parents, partial(self._head.ranked, k=k))
+        return Ranked(whole.tokens[depths], whole.logprobs[depths])
 
-    def _all(self, tokens: mx.array) -> mx.array:
-        """States of all depths, made at the first row, whose token is the anchor."""
-        if self._states is None:
-            self._states = self._block(tokens)
-        return self._states
-
-    def _deepen(self, parents: list[int]) -> list[int]:
-        """How deep the next rows are."""
+    def _ask(
+        self, kind: str, tokens: mx.array, parents: list[int], say: Callable[..., Any]
+    ) -> tuple[Any, list[int]]:
+        """What `say` has to say of all depths, and how deep the next rows are."""
         depths = [self._depths[parent] + 1 if parent >= 0 else 0 for parent in parents]
         self._depths += depths
-        return depths
+        if self._states is None:  # the first row, whose token is the anchor
+            self._states = self._block(tokens)
+        if kind not in self._said:
+            self._said[kind] = say(self._states, self._words)
+        return self._said[kind], depths
