@@ -219,11 +219,6 @@ def family_wanted(name: str) -> str:
     return "" if name == AUTO else find_method(name).family
 
 
-def needs_drafter(name: str) -> bool:
-    """Whether a method, `auto` excepted, runs draft models."""
-    return bool(family_wanted(name))
-
-
 def wants_two(name: str) -> bool:
     """Whether a method, `auto` excepted, is best with a second draft model."""
     return name != AUTO and find_method(name).best_with > 1
@@ -253,7 +248,7 @@ def check_uses(
     """
     for use in uses:
         method = find_method(settle(use, capabilities).method)
-        if needs_drafter(use.method) and not capabilities.count(method.family):
+        if family_wanted(use.method) and not capabilities.count(method.family):
             known = ", ".join(dict.fromkeys(f for f in capabilities.families if f))
             problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
             raise DFlashError(

@@ -14,8 +14,6 @@ from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import (
     check_uses,
     family_wanted,
-    find_method,
-    needs_drafter,
     settle,
     wants_two,
 )
@@ -232,19 +230,19 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     """The drafters that `uses` need, or without any use all that are known."""
     unknown = Capabilities((None, None), preset=names.preset)
     methods = {settle(use, unknown).method for use in uses}
-    if uses and not any(map(needs_drafter, methods)):
+    if uses and not any(map(family_wanted, methods)):
         return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
     families = {family_wanted(use.method) for use in uses}
     further = {family: name for family, name in names.others if family in families}
     wanted = set(further)
-    if uses and not any(needs_drafter(n) and find_method(n).family not in wanted for n in methods):
+    if uses and not any(family_wanted(n) not in ("", *wanted) for n in methods):
         return Choice(further, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
         return Choice(missing=names.headless or f"no drafter {known}")
     asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
     choice = Choice({DRAFTER: names.drafter, **further}, wanted)
-    if names.asks_first or any(map(needs_drafter, asked_methods)):
+    if names.asks_first or any(map(family_wanted, asked_methods)):
         choice.asked.add(DRAFTER)
     if names.second_drafter is not None and (not uses or any(map(wants_two, methods))):
         choice.names[SECOND_DRAFTER] = names.second_drafter
@@ -289,7 +287,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
 
 
 def _want_drafters(uses: Sequence[DecodeConfig]) -> bool:
-    return not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
+    return not uses or any(use.method == AUTO or family_wanted(use.method) for use in uses)
 
 
 # A pair told without loading it
