@@ -16,7 +16,7 @@ import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dflash.layouts import VERSION_1
+from dflash_mlx.drafters.dflash.fields import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.model import embedding_scale
