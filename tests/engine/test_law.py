@@ -295,7 +295,7 @@ def distance(name, draws=600, temperature=TEMPERATURE, **settings):
 
 def test_every_method_is_here():
     assert {name.partition(",")[0] for name in MADE} | AS_EAGLE == {*METHODS, *CONTROLS}
-    makers = {METHODS[name].make.func for name in ("eagle3", *AS_EAGLE)}
+    makers = {METHODS[name].make for name in ("eagle3", *AS_EAGLE)}
     assert len(makers) == 1
 
 

@@ -134,7 +134,8 @@ class Network(DraftNetwork):
 
     def step(self, x: mx.array, h: mx.array, cache: SequenceCache) -> tuple[mx.array, mx.array]:
         if self._apart:
-            self._begin_apart(cache)
+            block: Block = cache.layers[0].block
+            cache.begin(_Apart(block.rows, block.tree, before=block.before))
         out = self._through(self.pair(x, h)[None], cache)[0]
         final = self.norm(out)
         return final, final if self._feeds_normed else out
@@ -155,10 +156,6 @@ class Network(DraftNetwork):
             keeps = self._kind.keeps(layer)
             rows = layer(rows, *((self._kind.mask(rows, own), own) if keeps else (None, None)))
         return rows
-
-    def _begin_apart(self, cache: SequenceCache) -> None:
-        block: Block = cache.layers[0].block
-        cache.begin(_Apart(block.rows, block.tree, before=block.before))
 
 
 class HeadModel(PairedModel):
