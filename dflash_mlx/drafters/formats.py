@@ -62,6 +62,7 @@ class FileFormat:
     network: ClassVar[type[Any]]  # made of a configuration
     model: ClassVar[type[Any]]  # a `DraftModel`, made of a network, its configuration and a target
     known: ClassVar[tuple[str, ...]]  # `architectures` of a config.json in our words
+    model_types: ClassVar[Collection[str]] = ()  # by which its files are known as well
     speculators: ClassVar[tuple[str, ...]] = ()  # types of vLLM's library
     # What its classes are called, each a pattern with a field that has to be there, "" for none
     classes: ClassVar[tuple[tuple[str, str], ...]]
@@ -79,7 +80,7 @@ class FileFormat:
         if (kind := raw.get(SPECULATORS)) is not None:
             return kind in self.speculators
         name = architecture(raw)
-        return any(
+        return raw.get("model_type") in self.model_types or any(
             re.fullmatch(pattern, name) and (not field or field in raw)
             for pattern, field in self.classes
         )
@@ -168,10 +169,6 @@ class FileFormat:
             if wrong:
                 raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
         return replace(config, notes=tuple(dict.fromkeys((*config.notes, *notes))))
-
-    def read_config(self, folder: Path) -> Any:
-        """The configuration in a folder's config.json; DFlashError as of `parse_config`."""
-        return self.parse_config(*_contents(folder))
 
     def misfits(
         self, config: DraftConfig, target: Mapping[str, Any], name: str, drafter: str = ""
@@ -264,8 +261,8 @@ class FileFormat:
 
     def read_drafter(self, folder: Path) -> DrafterFolder:
         """A folder of any format; raises as `parse_config` and `read_tensors` do."""
-        raw, source, names = _contents(folder)
-        config = self.parse_config(raw, source, names)
+        raw, names = read_json(folder), read_headers(folder)
+        config = self.parse_config(raw, str(folder), names)
         return DrafterFolder(self, config, self.read_tensors(folder, config), self.told(raw, names))
 
     def told(self, raw: Fields, names: Collection[str]) -> Fields:
@@ -339,11 +336,6 @@ def differences(
         if has != needs and not (name in optional and has == "missing"):
             what = f"tensor {name} in {source} is {has}, but its config.json asks for {needs}"
             yield Finding("error", what, DOWNLOAD_AGAIN)
-
-
-def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
-    """The config.json of a folder, what to call it, and the names of its tensors."""
-    return read_json(folder), str(folder), read_headers(folder)
 
 
 def layers_of_speculators(raw: Fields) -> Fields:

@@ -85,10 +85,7 @@ class AssistantFiles(FileFormat):
 
     config, network, model = AssistantConfig, Network, AssistantModel
     known = tuple(_CLASSES.values())
-    classes = (("|".join(known), ""),)
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) or str(raw.get("model_type")) in _CLASSES
+    classes, model_types = (("|".join(known), ""),), tuple(_CLASSES)
 
     def review(self, raw: Fields, names: Collection[str]) -> Iterator[str]:
         yield from _IN_FILE.review(raw)

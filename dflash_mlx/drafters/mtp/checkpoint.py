@@ -86,10 +86,7 @@ class MTPFiles(FileFormat):
 
     config, network, model = HeadConfig, Network, HeadModel
     known = (CLASS,)
-    classes = ((CLASS, ""),)
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) or raw.get("model_type") in SPLIT_TYPES
+    classes, model_types = ((CLASS, ""),), SPLIT_TYPES
 
     def reads_target(self, raw: Mapping[str, Any]) -> bool:
         try:

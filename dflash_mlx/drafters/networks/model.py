@@ -300,7 +300,7 @@ class BoundModel(Generic[_Context]):
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
-        self.kernels, self._kv_bits = target.kernels, target.kv_bits
+        self.target, self.kernels, self._kv_bits = target, target.kernels, target.kv_bits
         self.aux_layers: tuple[int, ...] = config.layers_read(target.num_layers)
         own = config.own_embedding
         self._table: Any = network.embed_tokens if own else target.embedding()
