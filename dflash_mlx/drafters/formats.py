@@ -353,10 +353,10 @@ def layers_of_speculators(raw: Fields) -> Fields:
 
 def proposed_tokens(raw: Fields) -> int | None:
     """How many tokens a file of speculators proposes at a time, None where it does not say."""
-    method: Any = raw.get("speculators_config")
-    proposals = method.get("proposal_methods") if isinstance(method, dict) else None
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
+    try:
+        tokens = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):
+        return None
     return tokens if type(tokens) is int else None
 
 

@@ -26,7 +26,7 @@ from dflash_mlx.drafters.dflash.paths import (
     predecessors,
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.eagle3.parallel import ParallelDraft
+from dflash_mlx.drafters.eagle3.model import ParallelDraft
 from dflash_mlx.drafters.growth.grow import TOP_K, Linked, rank
 from dflash_mlx.drafters.method import Drawn
 from dflash_mlx.drafters.methods import METHODS
