@@ -13,6 +13,13 @@ from kernels_metal.gpu import gpu_family, power_mode
 UNKNOWN = "unknown"
 _SECONDS = 20.0
 Say = Callable[[list[str]], str]
+_TOLD = {  # by a program, and where in what it prints
+    "macos": ("sw_vers", r"ProductVersion:\s*(\S+)"),
+    "build": ("sw_vers", r"BuildVersion:\s*(\S+)"),
+    "gpu cores": ("system_profiler SPDisplaysDataType", r"Total Number of Cores: *(\d+)"),
+    "free memory": ("memory_pressure -Q", r"free percentage: *(\d+ ?%)"),
+    "power": ("pmset -g batt", r"drawing from '([^']*)'"),
+}
 
 
 def said(command: list[str]) -> str:
@@ -28,36 +35,21 @@ def said(command: list[str]) -> str:
 
 def facts(say: Say = said) -> dict[str, str]:
     """Of chip, system, memory and power."""
-    machine, versions = describe_machine(), describe_versions()
-    system = " ".join(
-        found
-        for part in ("-productVersion", "-buildVersion")
-        if (found := say(["sw_vers", part]).strip())
-    )
+    machine = describe_machine()
+    found = {
+        name: re.search(pattern, say(command.split())) for name, (command, pattern) in _TOLD.items()
+    }
     return {
         "chip": str(machine["processor"]) or UNKNOWN,
         "cpu cores": str(machine["cores"]),
-        "gpu cores": _found(
-            r"Total Number of Cores: *(\d+)", say, "system_profiler SPDisplaysDataType"
-        ),
         "gpu": gpu_family(),
-        "macos": system or UNKNOWN,
         "memory": amount(machine["memory_bytes"]),
-        "free memory": _found(r"free percentage: *(\d+ ?%)", say, "memory_pressure -Q"),
-        "power": _found(r"drawing from '([^']*)'", say, "pmset -g batt"),
         "power mode": power_mode() or UNKNOWN,
-        "python": versions["python"],
-        "mlx": versions.get("mlx", UNKNOWN),
-        "mlx-lm": versions.get("mlx-lm", UNKNOWN),
-        "dflash-chat": versions.get("dflash-chat", UNKNOWN),
+        **{name: match[1] if match else UNKNOWN for name, match in found.items()},
+        **describe_versions(),
     }
 
 
 def rehearsed() -> dict[str, str]:
     """The facts of a Mac that is not there."""
     return {**facts(lambda command: ""), "chip": "rehearsed, no Mac", "gpu": "emulated"}
-
-
-def _found(pattern: str, say: Say, command: str) -> str:
-    match = re.search(pattern, say(command.split()))
-    return match[1] if match else UNKNOWN
