@@ -16,7 +16,6 @@ from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
     describe,
-    draw_report,
     finished_runs,
     format_report,
     read_report,
@@ -46,7 +45,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     methods = read_methods(arguments.methods, config, paper.KNOBS)
     sweep = arguments.sweep
     checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
-    check_outputs(arguments.prompts, arguments.json, arguments.plots)
+    check_output(arguments.prompts, arguments.json)
     pair = cli.open_pair(arguments, *checked.values(), reader=reader)
     methods = settle_all(methods, pair.capabilities)
     report = describe(pair, cli.read_pair_config(arguments))
@@ -68,9 +67,6 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
             save(arguments.json, report)
     finally:  # neither a full disk nor a reader who has left takes the other
         print(format_report(report), flush=True)
-    if arguments.plots is not None:
-        arguments.plots.mkdir(exist_ok=True)
-        draw_report(report, arguments.plots / "report.png")
 
 
 def measure(
@@ -147,20 +143,16 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on with what the report of --json lacks; it must have the same settings",
     )
-    result.add_argument("--plots", type=Path, help="draw the report into this folder (PNG)")
     settings = (PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
     cli.add_options(result, *settings, without=["method"])
     return result
 
 
-def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> None:
+def check_output(prompts: Path, report: Path | None) -> None:
     """Refuse what could not be written before the work starts."""
     cli.check_output(report)
     if report is not None and report.absolute() == prompts.absolute():
         raise DFlashError(f"{report} holds the prompts themselves", "name another file")
-    if pictures is not None:
-        cli.check_folder(pictures)
-        cli.import_pyplot()
 
 
 if __name__ == "__main__":
