@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,7 +21,7 @@ from dflash_mlx.benchmark.report import (
     save,
     settings,
 )
-from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
+from dflash_mlx.benchmark.selection import read_methods, settle_all
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
@@ -43,16 +42,12 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     before = read_before(arguments)
     config = read_config(arguments, before)
     methods = read_methods(arguments.methods, config, paper.KNOBS)
-    sweep = arguments.sweep
-    checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
     check_output(arguments.prompts, arguments.json)
-    pair = cli.open_pair(arguments, *checked.values(), reader=reader)
+    pair = cli.open_pair(arguments, *methods.values(), reader=reader)
     methods = settle_all(methods, pair.capabilities)
     report = describe(pair, cli.read_pair_config(arguments))
     if reader.parts > 1:
         report["pair"]["ranks"] = reader.parts
-    if sweep is not None:
-        methods, report["sweep"] = expand(sweep, methods, partial(largest_block, pair))
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
     file = Path(name_of(arguments.prompts)).name
     given = {"prompts_file": file, "limit": arguments.limit}
@@ -123,11 +118,6 @@ def parser() -> argparse.ArgumentParser:
         "dflash:4,ddtree:budget=16,d2sd:8:growth=paper (default: %(default)s); none is always run; "
         "controls are resample, naive draws from the first draft, as many as --branches, and "
         "dflash1, a fixed block without the selector of DFlash 2",
-    )
-    result.add_argument(
-        "--sweep",
-        help="try values of block, branches, budget or steps with the methods that have it, as in "
-        "budget=auto,8,16; without values, the usual ones",
     )
     result.add_argument(
         "--context",
