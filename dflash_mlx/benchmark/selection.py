@@ -65,15 +65,17 @@ def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
         raise DFlashError(f"{error.what} in --methods", error.next_step) from None
     kind = knobs.get(config.method, method.options if method else Options)
     given = _given(name, config.method, {f.name: f for f in fields(kind)}, knobs)
+    shared = {name: given[name] for name in given if hasattr(config, name)}
+    own = {name: value for name, value in given.items() if name not in shared}
     try:
-        if method is not None:
-            config = replace(config, options=options_of(config, method, kind))
-        for setting, value in given.items():
-            config = _changed(config, setting, value)
-        if isinstance(options := config.options, Options):
-            if not options.cuts and "budget" not in given:
-                config = replace(config, budget=None)  # one for all methods is the others'
-            options.check(config)
+        if method is None:
+            own = {**values_given(config.options), **own}
+            return replace(config, options=Given.of(**own), **shared)
+        options = replace(options_of(config, method, kind), **own)
+        if not options.cuts:
+            shared = {"budget": None, **shared}  # one for all methods is the others'
+        config = replace(config, options=options, **shared)
+        options.check(config)
         return config
     except DFlashError as error:  # of a setting that is written here, not as an option
         raise DFlashError(f"{error.what} in {name!r}", error.next_step) from None
@@ -114,11 +116,3 @@ def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
     elif value.isdecimal():
         return int(value)
     raise DFlashError(f"{key} in {source!r} is {value!r}", allowed)
-
-
-def _changed(config: DecodeConfig, name: str, value: Any) -> DecodeConfig:
-    if hasattr(config, name):
-        return replace(config, **{name: value})
-    if isinstance(config.options, Options):
-        return replace(config, options=replace(config.options, **{name: value}))
-    return replace(config, options=Given.of(**{**values_given(config.options), name: value}))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 
 from dflash_mlx.core.text import amount
 from dflash_mlx.system.machine import describe_machine, describe_versions
-from kernels_metal.gpu import gpu_family, power_mode
+from kernels_metal.gpu import gpu_family, power_mode, said
 
 UNKNOWN = "unknown"
-_SECONDS = 20.0
-Say = Callable[[list[str]], str]
+Say = Callable[[str], str]  # what a program prints
 _TOLD = {  # by a program, and where in what it prints
     "macos": ("sw_vers", r"ProductVersion:\s*(\S+)"),
     "build": ("sw_vers", r"BuildVersion:\s*(\S+)"),
@@ -22,23 +20,10 @@ _TOLD = {  # by a program, and where in what it prints
 }
 
 
-def said(command: list[str]) -> str:
-    """What a program prints, "" where there is none or it fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def facts(say: Say = said) -> dict[str, str]:
     """Of chip, system, memory and power."""
     machine = describe_machine()
-    found = {
-        name: re.search(pattern, say(command.split())) for name, (command, pattern) in _TOLD.items()
-    }
+    found = {name: re.search(pattern, say(command)) for name, (command, pattern) in _TOLD.items()}
     return {
         "chip": str(machine["processor"]) or UNKNOWN,
         "cpu cores": str(machine["cores"]),

@@ -176,10 +176,10 @@ def test_facts_are_what_a_macs_programs_say_and_unknown_where_they_do_not():
         "system_profiler SPDisplaysDataType": "Chipset\n      Total Number of Cores: 16\n",
         "pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0",
     }
-    found = facts.facts(lambda command: outputs.get(" ".join(command), ""))
+    found = facts.facts(lambda command: outputs.get(command, ""))
     assert (found["macos"], found["build"], found["gpu cores"]) == ("26.1", "25B78", "16")
     assert (found["power"], found["free memory"]) == ("Battery Power", "unknown")
-    assert facts.said(["/nobody/here"]) == "" and facts.said(["false"]) == ""
+    assert facts.said("/nobody/here") == "" and facts.said("false") == ""
 
 
 def complete() -> dict:
