@@ -142,7 +142,6 @@ def branches_option(help: str, label: str = "") -> Any:
         label=label,
         least=1,
         most=MOST_BRANCHES,
-        usual=("1", "2", "4", "6", "8"),
         type=int,
     )
 

@@ -160,7 +160,6 @@ class MaskedOptions(Options):
         label="Passes that denoise a draft",
         least=1,
         most=MOST_ROWS,
-        usual=("1", "2", "4"),
         type=int,
     )
 
