@@ -22,7 +22,6 @@ from kernels_metal.emulator.text import (
 )
 from kernels_metal.factory import Kernel, Launch
 
-_UNNAMED = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?)(?![\w.])")
 _TYPE = re.compile(r"threadgroup\s+((?:const\s+|volatile\s+|struct\s+)*[\w:]+\s*)(<)?")
 
 
@@ -44,7 +43,6 @@ def _line(name: str) -> str:
 
 
 def _constructors(source: str, aliases: Sequence[str]) -> str:
-    source = _UNNAMED.sub(r"\1f", source)  # Metal has no double
     source = re.sub(
         r"\b(?:metal::)?vec\s*<([^<>();]*)>\s*\(", r"::emulator::make<metal::vec<\1>>(", source
     )

@@ -48,7 +48,8 @@ GIVES = {
         I + 20 + I + 3 * (2 + 1) + 16, [RAMP], of_type(mx.int32)),
     "arithmetic, comparison and functions of vectors": (
         "float4 v = float4(a[i]) + float4(0, 1, 2, 3); "
-        "float4 w = max(v, float4(3)) * 2.0f - v;\no[i] = dot(w, float4(1)) + precise::exp(v - v).x;",
+        "float4 w = max(v, float4(3)) * 2.0f - v;\n"
+        "o[i] = dot(w, float4(1)) + precise::exp(v - v).x;",
         (2 * np.maximum(V, 3) - V).sum(1) + 1, [RAMP], {}),
     "a scalar comes as a reference": (
         "o[i] = a + b;", 5.5, [mx.array(2.5), mx.array(3, mx.int8)], {}),
