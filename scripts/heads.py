@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from roofline import CONTEXT, LAYER_SECONDS, Pass, chain_acceptance, table
+from roofline import CONTEXT, LAYER_SECONDS, Pass, chain_acceptance
 from roofline_data import MACHINES, Machine
-from roofline_products import BANDWIDTH_SHARE, SCALAR_SHARE, fastest, weight_bytes
+from roofline_products import BANDWIDTH_SHARE, SCALAR_SHARE, fastest, table, weight_bytes
 from roofline_products import stock as stock_product
 
 

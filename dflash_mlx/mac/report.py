@@ -23,8 +23,7 @@ from kernels_metal.verify_qmm import FEW_ROWS
 Found = Mapping[str, Mapping[str, Any]]
 MOST_LINES = 60
 PROBLEMS = 8  # named in what is pasted
-# Of a GPU's float32 peak: what our products reach by rows, and MLX's, which pay 32 rows for fewer
-# (docs/roofline.md), and its large ones
+# Of a float32 peak: our products by rows, MLX's tiles of 32 and its large ones (docs/roofline.md)
 SHARES = {FEW_ROWS: 0.30, 8: 0.56, 16: 0.66, 32: 0.60}
 TILED, LARGE = 0.72, 0.85
 SEND = 'Please paste this into an issue "Report from a Mac", and attach the .md and .json files.'

@@ -4,6 +4,8 @@ The limits are what the kernels reach today, rounded down; faults that were once
 change could bring, are planted and have to fall below them.
 """
 
+import shutil
+
 import mlx.core as mx
 import pytest
 
@@ -12,10 +14,12 @@ from kernels_metal import verify_qmm as products
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.emulator import emulated
 from kernels_metal.emulator.model import ACCESS, busy_share, share_of_peak
-from kernels_metal.factory import Launch
+from kernels_metal.factory import SOURCE, Launch
 from kernels_metal.verify_qmm import VERIFY_QMM, Packing, Product
+from support.emulator_tiny import RAMP, run
 from support.kernels import arguments
 
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 CORES = {"M4": 10, "M4 Pro": 20, "M4 Max": 40, "M3 Ultra": 80}
 
 # Matrices that decide, by K, columns of y and whether gated: the least of what 10 to 40 cores, and
@@ -102,3 +106,36 @@ def test_attention_spends_two_thirds_of_its_cycles_on_multiplying(dim):
     assert share >= 0.65
     staged = given[1].nbytes * 2 // 8  # loads of four numbers, of keys and values; as many stores
     assert 2 * staged * ACCESS <= 0.05 * whole / share
+
+
+# Banks of threadgroup memory
+
+
+@pytest.mark.parametrize(("step", "cycles"), [(1, 1), (2, 2), (3, 1), (4, 4), (32, 32), (33, 1)])
+def test_words_of_one_bank_come_one_after_the_other_and_one_word_comes_to_all(step, cycles):
+    """A store, a load of the same, and a load of one word by all lanes."""
+    body = f"threadgroup float s[{32 * step}];\ns[i * {step}] = a[i];\n{BARRIER}"
+    _, counters = run(f"{body}o[i] = s[i * {step}] + s[0];", RAMP)
+    assert counters.threadgroup_cycles == 2 * cycles + 1
+
+
+def test_lanes_that_part_are_counted_apart():
+    body = f"threadgroup float s[96];\ns[i] = s[i + 32] = s[i + 64] = a[i];\n{BARRIER}"
+    branches = "if (i < 8) { o[i] = s[2 * i]; } else { o[i] = s[i + 32] + s[2 * i]; }"
+    _, counters = run(body + branches, RAMP)
+    assert counters.threadgroup_cycles == 3 + 1 + 1 + 2
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_of_values_lie_in_different_banks(dim, dtype, tmp_path):
+    copy = shutil.copytree(SOURCE, tmp_path / "source")
+    file = copy / "cascade_attention.metal"
+    file.write_text(file.read_text().replace("? D + 12 :", "? D + 8 :"))
+    sizes = {"rows": 8, "prefix": 200, "heads": 2, "kv_heads": 1, "dim": dim}
+    cycles = []
+    for folder in (None, copy):
+        with emulated(folder) as counted:
+            CASCADE_ATTENTION.kernel(*arguments(CASCADE_ATTENTION, dtype, **sizes))
+        cycles.append(counted.of("cascade_attention")[0].threadgroup_cycles)
+    assert cycles[0] <= 0.92 * cycles[1]
