@@ -25,10 +25,11 @@ from kernels_metal.checks import (
     check_range,
 )
 from kernels_metal.factory import Kernel, Launch, Prepared
-from kernels_metal.gpu import few_rows, may_use_matrices
+from kernels_metal.gpu import few_rows, fewest_unpacked, may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
 BITS, GROUPS = (4, 6, 8), (32, 64, 128)
+GROUPS_OF_6 = (64,)  # MLX's own
 # What `mx.quantize` calls the ways of packing, and weights that are not packed; how many bits and
 # weights along K have one scale in them, where that is settled; and what the kernels do, their FORM
 MODES: dict[str, tuple[tuple[int, int] | None, int]] = {
@@ -58,12 +59,12 @@ Matrix = tuple[mx.array, mx.array | None, mx.array | None]  # weights, scales an
 class Packing:
     """How weights are stored: 4, 6 or 8 bits, one scale and bias for 32, 64 or 128 along K.
 
-    Of 6 bits for 64 or 128. mode: as MLX names it; the other modes have a size and no biases, see
-    MODES, and "none" has no scales either. invariant: sum every row as if it were alone, so that n
-    rows give the bits of n single rows.
-    Otherwise the kernel, and with it the order of the sum, is what suits the number of rows. gated:
-    the matrix is two, of which the first gives gates for the second: y = silu(x A^T) * (x B^T), as
-    in most MLPs (SwiGLU, arXiv 2002.05202). Raises ValueError for another packing.
+    Of 6 bits for 64. mode: as MLX names it; other modes than affine have a size, see MODES, and no
+    biases, and "none" has no scales either. invariant: sum every row as if it were alone, so that n
+    rows give the bits of n single rows. Otherwise the kernel, and with it the order of the sum, is
+    what suits the number of rows. gated: the matrix is two, of which the first gives gates for the
+    second: y = silu(x A^T) * (x B^T), as in most MLPs (SwiGLU, arXiv 2002.05202). Raises ValueError
+    for another packing.
     """
 
     bits: int
@@ -76,7 +77,7 @@ class Packing:
         check_choice("mode", self.mode, tuple(MODES))
         size = MODES[self.mode][0]
         check_choice("bits", self.bits, BITS if size is None else size[:1])
-        groups = GROUPS[1:] if self.bits == 6 else GROUPS
+        groups = GROUPS_OF_6 if self.bits == 6 else GROUPS
         check_choice("group", self.group, groups if size is None else size[1:])
 
     @property
@@ -96,6 +97,11 @@ class Packing:
 
 
 UNPACKED = Packing(16, 32, mode="none")  # of 16 bits or 32, as many as x has
+PACKINGS = [
+    *(Packing(bits, group) for bits in (4, 8) for group in GROUPS),
+    *(Packing(6, group) for group in GROUPS_OF_6),
+    *(Packing(*size, mode=mode) for mode, (size, _) in MODES.items() if size),
+]
 
 
 class Product:
@@ -113,10 +119,10 @@ class Product:
         biases: mx.array | None,
         packing: Packing,
     ) -> None:
-        packed = packing.mode != "none"
-        check_array("weights", weights, (None, None), (mx.uint32,) if packed else FLOATS)
+        is_packed = packing.mode != "none"
+        check_array("weights", weights, (None, None), (mx.uint32,) if is_packed else FLOATS)
         columns, width = weights.shape
-        depth = width * 32 // packing.bits if packed else width
+        depth = width * 32 // packing.bits if is_packed else width
         fits, limit = depth % packing.step == 0, f"a multiple of {packing.step}"
         check(fits, "the columns of x that weights are for", depth, limit)
         check_contiguous("weights", weights)
@@ -129,7 +135,7 @@ class Product:
             dtypes = (array.dtype,)
         # What is missing is bound to what is there, and never read
         self.arrays = [weights, *more.values(), *[weights] * (2 - len(more))]
-        self._dtypes = FLOATS if dtypes[0] == mx.uint8 else (self.arrays[1].dtype,)
+        self._dtypes = FLOATS if dtypes == (mx.uint8,) else (self.arrays[1].dtype,)
         self.packing, self.depth, self.columns = packing, depth, columns
         self.halves = 2 if packing.gated else 1
         even = self.columns % self.halves == 0
@@ -165,7 +171,8 @@ class Product:
         most = MAX_ROWS if self.packing.invariant else few_rows()
         if most == 0:
             raise ValueError("the GPU is one whose own product is faster for few rows, or unknown")
-        check_range("the rows of x", rows, 1, most)
+        is_free = self.packing.mode != "none" or self.packing.invariant
+        check_range("the rows of x", rows, 1 if is_free else fewest_unpacked(), most)
         plan = self._matrix if (way or self.way(rows)) == "matrix" else self._scalar
         return plan(rows, x)
 
@@ -299,15 +306,20 @@ def _after(y: mx.array, x: mx.array, *rest: Any) -> tuple[Any, ...]:
 def _tried(x: mx.array, *rest: Any) -> tuple[str, list[dict[str, int]]]:
     """Every variant of both kernels for these bits, groups and dtype."""
     packing = rest[3]
-    mode = [*MODES].index(packing.mode)
-    same = {"bits": packing.bits, "group": packing.group, "gated": int(packing.gated), "mode": mode}
+    same = {**_named(packing), "gated": int(packing.gated)}
     most = few_rows()
     shapes = [(rows, 1024, columns) for rows in (1, 9, 17, 25) for columns in (104, 1040)]
     shapes = [shape for shape in shapes if shape[0] <= most] + [(8, 128, 1040)]
     names = ("rows", "depth", "columns")
     sizes = [{**dict(zip(names, shape, strict=True)), **same} for shape in shapes]
-    kind = f"{packing.bits}/{packing.group}" if mode == 0 else packing.mode
+    kind = packing.mode if packing.form else f"{packing.bits}/{packing.group}"
     return f"{kind}/gated" if packing.gated else kind, sizes
+
+
+def _named(packing: Packing) -> dict[str, int]:
+    """As sizes of a random call."""
+    mode = [*MODES].index(packing.mode)
+    return {"bits": packing.bits, "group": packing.group, "mode": mode}
 
 
 def drawn_packing(draw: Draw) -> Packing:
@@ -316,7 +328,7 @@ def drawn_packing(draw: Draw) -> Packing:
     if size := MODES[mode][0]:
         return Packing(*size, mode=mode)
     bits = draw.size("bits", BITS)
-    return Packing(bits, draw.size("group", GROUPS[1:] if bits == 6 else GROUPS))
+    return Packing(bits, draw.size("group", GROUPS_OF_6 if bits == 6 else GROUPS))
 
 
 def drawn_matrix(draw: Draw, columns: int, depth: int, packing: Packing) -> Matrix:
@@ -324,8 +336,8 @@ def drawn_matrix(draw: Draw, columns: int, depth: int, packing: Packing) -> Matr
     if packing.form == 3:
         return draw.normal(columns, depth), None, None
     if packing.form:
-        weights, scales = mx.quantize(draw.normal(columns, depth), mode=packing.mode)
-        return weights, scales, None
+        packed = mx.quantize(draw.normal(columns, depth), mode=packing.mode)
+        return packed[0], packed[1], None
     words = columns, depth * packing.bits // 32
     weights = mx.random.randint(0, 2**32, words, mx.uint32, key=draw.key())
     scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))
@@ -356,12 +368,5 @@ VERIFY_QMM = Operation(
     ways=_ways,
     after=_after,
     tried=_tried,
-    variants=[
-        {"bits": bits, "group": group, "mode": mode, "gated": gated}
-        for gated in (0, 1)
-        for mode, bits, group in (
-            *((0, bits, group) for bits in BITS for group in GROUPS if (bits, group) != (6, 32)),
-            *((mode, *size) for mode, (size, _) in enumerate(MODES.values()) if size),
-        )
-    ],
+    variants=[{**_named(packing), "gated": gated} for packing in PACKINGS for gated in (0, 1)],
 )
