@@ -48,7 +48,7 @@ def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(name):
 
 
 REFUSED = {
-    "qwen2": (3, "affine", "the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"),
+    "qwen2": (3, "affine", "the head dim of queries is 16, but must be one of"),
     "gemma2": (3, "affine", "gemma2 computes the attention of some layers itself"),
     "smollm3": (3, "affine", "bits is 3, but must be one of 4, 6, 8"),
     "olmo2": (6, "affine", "group is 32, but must be one of 64"),
@@ -64,7 +64,7 @@ def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(name)
     ours, run = pass_over(target)
     assert run.counters == []
     assert mx.array_equal(ours, stock)
-    assert reason in {choice.reason for choice in target.kernels.choices.values()}
+    assert any(choice.reason.startswith(reason) for choice in target.kernels.choices.values())
     assert not any(choice.kernel for choice in target.kernels.choices.values())
     target.use_kernels("off")
     assert target.kernels.choices == {}
