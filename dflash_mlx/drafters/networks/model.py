@@ -46,6 +46,7 @@ class PartialHead:
         self.rows_of = target.head_of
         self.ids, self.others = tokens[:size], tokens[size:]
         self.head = self.rows_of(mx.array(self.ids))
+        target.add_drafter(self.head)
 
 
 class ActiveVocabulary:
@@ -314,6 +315,7 @@ class BoundModel(Generic[_Context]):
             config.output_multiplier,
         )
         target.tap(self.aux_layers)
+        target.add_drafter(network)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens [...] to [..., d]."""
