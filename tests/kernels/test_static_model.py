@@ -62,9 +62,10 @@ LEAST = {8: 0.44, 16: 0.53, 24: 0.54, 32: 0.56}
 # At 8 rows, by how weights are packed; those that are not need no unpacking
 LEAST_OF = {"4-32": 0.42, "6-64": 0.43, "8-32": 0.41, "mxfp4": 0.45, "nvfp4": 0.45, "mxfp8": 0.44}
 LEAST_OF["none"] = 0.63
+FOUR_BITS = Packing(4, 64)
 
 
-def product_share(rows: int, packing: Packing = Packing(4, 64)) -> float:
+def product_share(rows: int, packing: Packing = FOUR_BITS) -> float:
     given = product(rows, 512, 1024, packing, mx.float16)
     with emulated() as run:
         products.verify_qmm(*given, "matrix")
