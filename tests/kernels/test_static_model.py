@@ -73,7 +73,9 @@ def product_share(rows: int, packing: Packing = FOUR_BITS) -> float:
     return share_of_peak(run.counters[0], rows * 512 * 1024, unpacked)
 
 
-@pytest.mark.parametrize(("packing", "least"), zip(KINDS, LEAST_OF.values(), strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("packing", "least"), [*zip(KINDS, LEAST_OF.values(), strict=True)], ids=str
+)
 def test_no_packing_costs_more_than_integers_and_one_tile_across_would(monkeypatch, packing, least):
     assert product_share(8, packing) >= least
     monkeypatch.setattr(products, "WIDE", 10**9)
