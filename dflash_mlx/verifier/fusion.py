@@ -1,6 +1,7 @@
 """Steps of mlx-lm's modules that are one launch each, where kernels run and that pays.
 
-Queries, keys and values are products of one input, gate and up are two more. mlx-lm calls such
+Queries, keys and values are products of one input, gate and up are two more, what a gated delta net
+takes from its input four. mlx-lm calls such
 modules one after the other with the same array, so the first call can compute all and the others
 take their part: no model's code is touched. The weights of a group are put side by side when a
 kernel could run for the first time; the modules then hold views of them. Attention like Qwen3's
@@ -43,7 +44,12 @@ GATED_MLPS = frozenset(
 NORMED_ATTENTIONS = frozenset(
     {"dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"}
 )
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # of gated delta nets
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 _ARRAYS = ("weight", "scales", "biases")
 
 

@@ -87,6 +87,7 @@ class Products:
         self._paths: Paths | None = None
         self._noted: Noted | None = None
         self._known: Noted = {}
+        self._nodes: tuple[mx.array, mx.array] | None = None  # an input along paths, and by nodes
 
     def hook(self, hooks: Hooks) -> None:
         for i, module in enumerate(self._modules):
@@ -101,7 +102,7 @@ class Products:
         try:
             yield
         finally:
-            self._noted, self._paths, self._known = None, None, {}
+            self._noted, self._paths, self._known, self._nodes = None, None, {}, None
 
     def _asking(self, i: int, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: nn.Module, x: mx.array) -> mx.array:
@@ -111,11 +112,17 @@ class Products:
             if noted is None:
                 return forward(module, x)
             on_paths = paths is not None and x.ndim == 3 and x.shape[:2] == paths.nodes.shape
-            y = forward(module, paths.collect(x) if paths and on_paths else x)
+            y = forward(module, self._by_nodes(paths, x) if paths and on_paths else x)
             noted.setdefault(i, []).append(own(y))
             return paths.spread(y) if paths and on_paths else y
 
         return product
+
+    def _by_nodes(self, paths: Paths, x: mx.array) -> mx.array:
+        """The same array for all products of one input, by which these are known to be a group."""
+        if self._nodes is None or self._nodes[0] is not x:
+            self._nodes = x, paths.collect(x)
+        return self._nodes[1]
 
 
 @dataclass(frozen=True)

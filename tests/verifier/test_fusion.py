@@ -27,7 +27,7 @@ from kernels_metal.emulator import Run, emulated
 from kernels_metal.shared_input import SHARED_INPUT, apart, together
 from kernels_metal.verify_qmm import GROUPS
 from support.families import VOCAB_SIZE, make_model
-from support.hybrids import BLOCKS, PROMPT, changed_target, fresh, pass_over, through_both
+from support.hybrids import BLOCKS, PROMPT, WIDE, changed_target, fresh, pass_over, through_both
 from support.kernels import arguments, assert_close, exact
 
 SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -163,6 +163,16 @@ def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up(name, bi
     assert any(case.startswith("shared_input/9/") for case in target.kernels.choices)
     target.use_kernels("off")
     assert mx.array_equal(pass_over(target, "nine")[0], stock)  # weights are views, and the same
+
+
+@pytest.mark.parametrize("block", ["chain", "tree"])  # along whose paths inputs are spread
+@pytest.mark.parametrize(("name", "launches"), [("qwen3_5", 3 * 4 + 1), ("qwen3_next", 13 + 6)])
+def test_what_a_gated_delta_net_takes_from_its_input_is_one_product(name, launches, block):
+    target = changed_target(name, 4, **WIDE)  # 2 of 3 layers; qwen3_next's have experts
+    (stock, _) = pass_over(target, block)
+    assert products(through_both(target, block)) == launches
+    target.use_kernels("off")
+    assert mx.array_equal(pass_over(target, block)[0], stock)
 
 
 def test_weights_are_stored_once_and_the_modules_see_them():
