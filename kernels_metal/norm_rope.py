@@ -78,9 +78,10 @@ def norm_rope(
 ) -> list[mx.array]:
     """Queries [1, heads, R, D] and keys [1, key/value heads, R, D], normalised and turned.
 
-    queries: [1, R, heads * D], or twice that where they are gated. keys: [1, R, key/value heads * D]; rows at any stride. positions:
-    int32 [R] of each row. D 64, 80, 96, 128 or 256, R up to 96; queries, keys and weights float32,
-    float16 or bfloat16. Raises ValueError for other shapes and dtypes.
+    queries: [1, R, heads * D], or twice that where they are gated. keys: [1, R, key/value heads *
+    D]; rows at any stride. positions: int32 [R] of each row. D 64, 80, 96, 128 or 256, R up to 96;
+    queries, keys and weights float32, float16 or bfloat16. Raises ValueError for other shapes and
+    dtypes.
     """
     check_arguments(queries, keys, positions, norm)
     return NormRope(queries, keys, norm)(queries, keys, padded(positions))

@@ -70,12 +70,12 @@ def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | No
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether its call is down(swiglu(gate(x), up(x)))."""
-    return _source(type(module).__call__) in GATED_MLPS
+    return source_of(type(module).__call__) in GATED_MLPS
 
 
 def is_normed_attention(module: Any) -> bool:
     """Whether it normalises queries and keys by head and turns them as in Qwen3 or Qwen3-Next."""
-    if _source(type(module).__call__) not in NORMED_ATTENTIONS | GATED_ATTENTIONS:
+    if source_of(type(module).__call__) not in NORMED_ATTENTIONS | GATED_ATTENTIONS:
         return False
     rope = module.rope
     plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
@@ -84,7 +84,7 @@ def is_normed_attention(module: Any) -> bool:
     return norms and plain and rope.dims <= module.q_norm["weight"].size
 
 
-def _source(call: Any) -> str:
+def source_of(call: Any) -> str:
     """Where a module's call is written, as family.Class."""
     kind = getattr(call, "__qualname__", "").removesuffix(".__call__")
     return f"{getattr(call, '__module__', '').rpartition('.')[2]}.{kind}"
@@ -105,7 +105,7 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
 
     Qwen3-Next's has a gate behind each head of its queries.
     """
-    plans, gated = Plans(kernels), _source(stock) in GATED_ATTENTIONS
+    plans, gated = Plans(kernels), source_of(stock) in GATED_ATTENTIONS
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[1]

@@ -3,8 +3,8 @@
 A recurrent state follows one path. So for a tree a mixer runs over all root-to-leaf paths at once,
 a batch of chains, from as many copies of the state before the pass; its matrix products, which are
 most of its work, see every node once. What they gave is noted until the commit, for calls that are
-run again over the rows that stay. Nothing of a mixer is written anew (compare the scans along trees
-of arXiv 2505.14969, 2608.20961).
+run again over the rows that stay. A gated delta net leaves more, see `tape.py`. Nothing of a mixer
+is written anew (compare the scans along trees of arXiv 2505.14969, 2608.20961).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ import numpy as np
 
 from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.verifier.hooks import Hooks
+from dflash_mlx.verifier.tape import Behind, DeltaKernel, Tape, Update, settled, updated_again
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
 # of its own. Only what the tests try is here.
@@ -37,6 +39,8 @@ UNTRIED = frozenset(
         "longcat_flash_ngram", "mamba",
     }
 )  # fmt: skip
+# Calls of gated delta nets as Qwen3-Next's: what is convolved and the state are all they keep
+DELTA_NETS = frozenset({"qwen3_5.GatedDeltaNet", "qwen3_next.Qwen3NextGatedDeltaNet"})
 STATE = object()  # stands for the layer's state among the arguments of a kept call
 Noted = dict[int, list[mx.array]]  # by a product's number: what it gave, [1, rows, d] each
 
@@ -74,46 +78,103 @@ class Paths:
 
     def copies(self, state: Sequence[mx.array | None]) -> list[mx.array | None]:
         paths = self.nodes.shape[0]
-        return [a if a is None else mx.broadcast_to(a, (paths, *a.shape[1:])) for a in state]
+        return [
+            mx.broadcast_to(a, (paths, *a.shape[1:])) if isinstance(a, mx.array) else a
+            for a in state
+        ]
 
 
 class Products:
-    """The linear modules of mixers: they see each node once, and give again what they gave."""
+    """The linear modules of mixers: they see each node once, and give again what they gave.
+
+    What a gated delta net's pass leaves for its commit is found here as well.
+    """
 
     def __init__(self, mixers: Sequence[nn.Module]) -> None:
         kinds = nn.Linear, nn.QuantizedLinear
-        self._modules = [m for mixer in mixers for m in mixer.modules() if isinstance(m, kinds)]
+        modules = [module for mixer in mixers for module in mixer.modules()]
+        self._modules = [module for module in modules if isinstance(module, kinds)]
+        self._convolutions = [module for module in modules if isinstance(module, nn.Conv1d)]
         # Of the one mixer that is running, if it is to be noted or given again
+        self._call: Call | None = None
+        self._layer: Any = None
         self._paths: Paths | None = None
-        self._noted: Noted | None = None
         self._known: Noted = {}
         self._nodes: tuple[mx.array, mx.array] | None = None  # an input along paths, and by nodes
+        self._window: mx.array | None = None  # what its convolution was given
+        self.leave_tapes = False
+        self.kernel: DeltaKernel | None = None
 
     def hook(self, hooks: Hooks) -> None:
         for i, module in enumerate(self._modules):
             hooks.replace(module, "__call__", self._asking(i, type(module).__call__))
+        for convolution in self._convolutions:
+            hooks.replace(convolution, "__call__", self._seeing(type(convolution).__call__))
 
     @contextmanager
     def of_call(
-        self, noted: Noted | None, paths: Paths | None = None, known: Noted | None = None
+        self, call: Call | None, layer: Any = None, known: Noted | None = None
     ) -> Iterator[None]:
-        """Within it products are noted, once per node of `paths`; `known` ones are not computed."""
-        self._noted, self._paths, self._known = noted, paths, known or {}
+        """Within it `call` of a layer is noted, once per node; `known` ones are not computed."""
+        self._call, self._layer, self._known = call, layer, known or {}
+        self._paths = None if layer is None else layer.running.paths
         try:
             yield
         finally:
-            self._noted, self._paths, self._known, self._nodes = None, None, {}, None
+            self._call, self._layer, self._paths, self._known = None, None, None, {}
+            self._nodes = self._window = None
+
+    @property
+    def are_taped(self) -> bool:
+        """Whether every pass has a tape, since a kernel replays what stays of it."""
+        return self.leave_tapes and self.kernel is not None and self.kernel.runs
+
+    def update(self, stock: Update, *rows: Any, **how: Any) -> Any:
+        """mlx-lm's `gated_delta_update`, of whose rows a tape is kept.
+
+        rows: q, k, v, a and b, [1, R, ...] each, decays and biases, the state and a mask.
+        """
+        *given, state, mask = rows
+        call, paths, window = self._call, self._paths, self._window
+        follows = paths is None or given[0].shape[:2] == paths.nodes.shape
+        if call is None or window is None or mask is not None or not follows:
+            return stock(*given, settled(state), mask, **how)
+        before = window.shape[1] - given[0].shape[1]
+        of_rows = given[:5]
+        if paths is not None:
+            of_rows = [*map(paths.collect, of_rows)]
+            nodes = paths.collect(window[:, before:])
+            window = mx.concatenate([window[:1, :before], nodes], axis=1)
+        gates, layer = given[5:], self._layer
+        if self.kernel is not None and self.kernel.runs:
+            made = self.kernel(stock, [*of_rows, *gates], layer.cache[1], layer.running.parents)
+            if made is not None:
+                y, behind, committed = made
+                call.tapes.append(Tape(window, before, behind.along, committed))
+                return (y if paths is None else paths.spread(y)), behind
+        again = updated_again(partial(stock, **how), of_rows[1:], gates)
+        call.tapes.append(Tape(window, before, again))
+        if isinstance(state, Behind):
+            state = settled(state) if paths is None else paths.copies([settled(state)])[0]
+        return stock(*given, state, mask, **how)
+
+    def _seeing(self, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def convolve(module: nn.Module, x: mx.array) -> mx.array:
+            self._window = None if self._call is None else x
+            return forward(module, x)
+
+        return convolve
 
     def _asking(self, i: int, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: nn.Module, x: mx.array) -> mx.array:
             if known := self._known.get(i):
                 return known.pop(0)
-            noted, paths = self._noted, self._paths
-            if noted is None:
+            call, paths = self._call, self._paths
+            if call is None:
                 return forward(module, x)
             on_paths = paths is not None and x.ndim == 3 and x.shape[:2] == paths.nodes.shape
             y = forward(module, self._by_nodes(paths, x) if paths and on_paths else x)
-            noted.setdefault(i, []).append(own(y))
+            call.noted.setdefault(i, []).append(own(y))
             return paths.spread(y) if paths and on_paths else y
 
         return product
@@ -135,6 +196,7 @@ class Call:
     products: Products
     layer: int = 0
     noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
+    tapes: list[Tape] = field(default_factory=list)  # of a gated delta net, as long
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -144,8 +206,12 @@ class Call:
         """Run it over those of its `rows` rows that are on `path`; what it returns is dropped.
 
         A row on a path has the same rows before it as in the pass, so what products gave for it
-        holds: only convolutions and the recurrence itself are computed again.
+        holds: only convolutions and the recurrence itself are computed again; where there is a
+        tape, nothing but the state.
         """
+        if self.tapes:
+            state.cache = self.tapes[0].after(state.cache, path)
+            return
         kept, noted = rows_on(path), self.noted.items()
         of_rows = {i: ys for i, ys in noted if all(y.shape[:2] == (1, rows) for y in ys)}
         known = {i: [y[:, kept] for y in ys] for i, ys in of_rows.items()}

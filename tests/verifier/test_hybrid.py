@@ -291,38 +291,44 @@ def test_caches_of_other_kinds_are_refused_with_the_layer_and_their_class(monkey
         Target(model, 512, "llama")
 
 
-def products_in(arrays: list[mx.array]) -> int:
-    """Matrix products that have yet to be computed for these arrays."""
+def steps_in(arrays: list[mx.array], kinds: str) -> int:
+    """Matrix products, or others, that have yet to be computed for these arrays."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *arrays)
-    return len(re.findall(r'label ="(?:Matmul|AddMM|QuantizedMatmul)"', graph.getvalue()))
+    return len(re.findall(rf'label ="(?:{kinds})"', graph.getvalue()))
 
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 2)])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits):
+def test_rows_that_stay_are_run_again_without_products_and_if_taped_without_convolutions(
+    name, parents, bits
+):
     target = changed_target(name, bits)
     path = [0, 1] if parents[2] == 1 else [0, 2, 3]
     states, left = [], []
-    for forget in (False, True):
+    for forgotten in ((), ("tapes",), ("tapes", "noted")):
         sequence = target.new_cache()
         target.forward(mx.arange(5), sequence, Block(5))
         sequence.commit(range(5))
         tree = tree_of([1, 2, 3, 4], list(parents))
         mx.eval(target.forward(ids_of(tree), sequence, Block.of(tree))[0])
         running = sequence.parts[0]._running
-        for call in running.calls if forget else ():
-            call.noted.clear()
+        for call in running.calls:
+            for part in forgotten:
+                getattr(call, part).clear()
         sequence.fork().commit(path)  # which takes nothing from the others
         sequence.commit(path)
-        left.append(products_in(sequence.parts[0].arrays))
+        kinds = "Matmul|AddMM|QuantizedMatmul", "Convolution"
+        left.append([steps_in(sequence.parts[0].arrays, kind) for kind in kinds])
         states.append(sequence.parts[0].arrays)
         kept = sequence.parts[0]._passes[-1].calls
-        assert kept and not any(call.noted for call in kept)  # nothing of a pass is kept
-    assert left[0] == 0 < left[1]
-    for ours, again in zip(*states, strict=True):
-        assert mx.abs(ours - again).max().item() < 1e-4
+        assert kept and not any(call.noted or call.tapes for call in kept)  # nothing is kept
+    (taped, none), (noted, convolved), (anew, _) = left
+    assert taped == none == noted == 0 < min(convolved, anew)
+    for ours, *others in zip(*states, strict=True):
+        for other in others:
+            assert mx.abs(ours - other).max().item() < 1e-4
 
 
 def test_hooks_leave_parameters_alone_and_passes_change_no_class():
