@@ -166,11 +166,11 @@ def check_arguments(
     check_array("q", rows.q, (1, count, heads, width), dtype)
     check_array("decays", rows.decays, (1, count, value_heads), (mx.float32,))
     check_array("beta", rows.beta, (1, count, value_heads), dtype)
-    check_array("state", state, (1, value_heads, value_width, width), (mx.float32,))
     check_choice("the head dim of keys", width, KEY_DIMS)
     whole = f"a multiple of {SIMD_GROUPS}"
     check(value_width % SIMD_GROUPS == 0, "the head dim of values", value_width, whole)
     check(value_heads % heads == 0, "the heads of values", value_heads, f"a multiple of {heads}")
+    check_array("state", state, (1, value_heads, value_width, width), (mx.float32,))
     known = len(parents) == count and all(-1 <= p < row for row, p in enumerate(parents))
     check(known, "parents", list(parents), f"{count} earlier rows or -1")
     if taped is not None:

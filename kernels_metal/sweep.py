@@ -72,6 +72,9 @@ def share(ours: mx.array, reference: mx.array) -> float:
 def _widened(argument: Any) -> Any:
     if isinstance(argument, list):
         return [_widened(item) for item in argument]
+    if isinstance(argument, tuple):
+        items = map(_widened, argument)
+        return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     if isinstance(argument, mx.array) and mx.issubdtype(argument.dtype, mx.floating):
         return argument.astype(mx.float32)
     return argument

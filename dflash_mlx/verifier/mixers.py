@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.verifier.hooks import Hooks
-from dflash_mlx.verifier.tape import Behind, DeltaKernel, Tape, Update, settled, updated_again
+from dflash_mlx.verifier.tape import Behind, DeltaKernels, Tape, Update, settled, updated_again
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
 # of its own. Only what the tests try is here.
@@ -102,8 +102,8 @@ class Products:
         self._known: Noted = {}
         self._nodes: tuple[mx.array, mx.array] | None = None  # an input along paths, and by nodes
         self._window: mx.array | None = None  # what its convolution was given
-        self.leave_tapes = False
-        self.kernel: DeltaKernel | None = None
+        self.nets: set[int] = set()  # ids of the mixers that leave tapes
+        self.kernels: DeltaKernels | None = None
 
     def hook(self, hooks: Hooks) -> None:
         for i, module in enumerate(self._modules):
@@ -127,7 +127,25 @@ class Products:
     @property
     def are_taped(self) -> bool:
         """Whether every pass has a tape, since a kernel replays what stays of it."""
-        return self.leave_tapes and self.kernel is not None and self.kernel.runs
+        return bool(self.nets) and self.kernels is not None and self.kernels.run
+
+    def whole(self, call: Call) -> Any:
+        """What kernels make of a net's call, along the paths of a tree as well; None for none."""
+        net, layer, kernels = call.mixer, self._layer, self.kernels
+        if kernels is None or not kernels.run or id(net) not in self.nets:
+            return None
+        x, *masks = call.args
+        if "in_proj_qkv" not in net or net.sharding_group is not None or masks[:1] != [None]:
+            return None
+        made = kernels.whole(net, x, layer.cache, layer.running.parents)
+        if made is None:
+            call.noted.clear()
+            return None
+        out, tape, state = made
+        call.tapes.append(tape)
+        if layer.running.paths is None:
+            layer.cache = [tape.window[:, x.shape[1] :], state]
+        return out
 
     def update(self, stock: Update, *rows: Any, **how: Any) -> Any:
         """mlx-lm's `gated_delta_update`, of whose rows a tape is kept.
@@ -146,8 +164,8 @@ class Products:
             nodes = paths.collect(window[:, before:])
             window = mx.concatenate([window[:1, :before], nodes], axis=1)
         gates, layer = given[5:], self._layer
-        if self.kernel is not None and self.kernel.runs:
-            made = self.kernel(stock, [*of_rows, *gates], layer.cache[1], layer.running.parents)
+        if self.kernels is not None and self.kernels.run:
+            made = self.kernels.update([*of_rows, *gates], layer.cache[1], layer.running.parents)
             if made is not None:
                 y, behind, committed = made
                 call.tapes.append(Tape(window, before, behind.along, committed))
@@ -188,9 +206,10 @@ class Products:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a mixer in a pass: `run(*args, **kwargs)`, with the state of a layer in it."""
+    """One call of a mixer in a pass: `forward(mixer, *args, **kwargs)`, with a layer's state."""
 
-    run: Callable[..., Any]
+    mixer: Any
+    forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     products: Products
@@ -227,10 +246,11 @@ class Call:
     def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:
         """This call with changed arguments; nothing of it is noted."""
         kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
-        return Call(self.run, tuple(map(change, self.args)), kwargs, self.products, layer)
+        args = tuple(map(change, self.args))
+        return Call(self.mixer, self.forward, args, kwargs, self.products, layer)
 
     def __call__(self) -> Any:
-        return self.run(*self.args, **self.kwargs)
+        return self.forward(self.mixer, *self.args, **self.kwargs)
 
 
 def own(value: Any) -> Any:

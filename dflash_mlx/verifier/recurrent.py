@@ -91,6 +91,8 @@ class RecurrentLayer(ArraysCache):
         if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
         with call.products.of_call(kept, self):
+            if (made := call.products.whole(kept)) is not None:
+                return made
             return call() if running.paths is None else self.along(running.paths, kept)
 
     def along(self, paths: Paths, call: Call) -> Any:
@@ -297,6 +299,7 @@ def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
     """Let passes keep mixers' calls: mixers' mlx-lm sources and products. DFlashError for none."""
     mixers = _mixers(model, name)
     products = Products(mixers)
+    products.nets |= {id(m) for m in mixers if source_of(type(m).__call__) in DELTA_NETS}
     for mixer in mixers:
         once(mixer, hook_mixers, partial(_hooked, products))  # not by two targets
     return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers), products
@@ -304,7 +307,6 @@ def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
 
 def _hooked(products: Products, stock: Callable[..., Any]) -> Callable[..., Any]:
     if source_of(stock) in DELTA_NETS:
-        products.leave_tapes = True
         update = stock.__globals__["gated_delta_update"]
         stock = rebound(stock, {"gated_delta_update": partial(products.update, update)})
     return through(partial(_call, products), stock)
@@ -316,7 +318,7 @@ def _call(
     run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
     if run is None:
         return forward(mixer, *args, **kwargs)
-    return run(Call(partial(forward, mixer), args, kwargs, products))
+    return run(Call(mixer, forward, args, kwargs, products))
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:

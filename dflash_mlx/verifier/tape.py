@@ -14,9 +14,12 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.verifier.routing import Kernels, Plans
+from kernels_metal.delta_inputs import DELTA_INPUTS, DeltaInputs, Mixer
 from kernels_metal.gated_delta import GATED_DELTA, DeltaRows, GatedDelta, Taped, replayed
+from kernels_metal.operation import Operation
 
 Update = Callable[..., Any]  # mlx-lm's `gated_delta_update`
+Parents = Sequence[int]
 
 
 @dataclass
@@ -53,6 +56,10 @@ def settled(state: Any) -> Any:
     return state.array() if isinstance(state, Behind) else state
 
 
+# y, the state behind all rows, and what is to be done when some of them stay
+Step = tuple[mx.array, Behind, Callable[[], None]]
+
+
 @dataclass(frozen=True)
 class Tape:
     """The rows of one layer in a pass.
@@ -85,58 +92,89 @@ def updated_again(
     return behind
 
 
-class DeltaKernel:
-    """The kernel in the place of mlx-lm's update, where it was chosen."""
+class DeltaKernels:
+    """The kernels in the place of what mlx-lm does between products, where they were chosen.
+
+    parents: of the rows of a pass, -1 for the state before it.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self._plans = Plans(kernels)
 
     @property
-    def runs(self) -> bool:
+    def run(self) -> bool:
         return self._plans.kernels.active
 
-    def __call__(
-        self, update: Update, rows: Sequence[mx.array], state: Any, parents: Sequence[int]
-    ) -> tuple[mx.array, Behind, Callable[[], None]] | None:
-        """y, the state behind all rows and what is to be done at the commit; None for mlx-lm's.
+    def update(self, given: Sequence[mx.array], state: Any, parents: Parents) -> Step | None:
+        """Of what mlx-lm's update is given: q, k, v, a and b, then rates and biases.
 
-        rows: q, k, v, a and b, [1, R, ...] each, then decays and biases.
+        None for mlx-lm's.
         """
-        q, k, v, a, b, decays, biases = rows
-        plans, names = self._plans, update.__globals__
-        given: list[DeltaRows] = []
+        from mlx_lm.models.gated_delta import compute_g
 
-        def made() -> DeltaRows:
-            return DeltaRows(q, k, v, names["compute_g"](decays, a, biases), mx.sigmoid(b))
+        q, k, v, a, b, rates, biases = given
 
-        def settle() -> GatedDelta | None:
-            given.append(made())
-            start = mx.zeros((1, *v.shape[2:], k.shape[3]))
-            call = given[0], start, None, range(-1, k.shape[1] - 1)
-            chosen = plans.kernels.chosen(_beside(names), call)
-            return None if chosen is None else GatedDelta(given[0])
+        def rows() -> DeltaRows:
+            return DeltaRows(q, k, v, compute_g(rates, a, biases), mx.sigmoid(b))
 
-        kernel = plans.find((k.shape, v.shape, v.dtype), settle)
-        if kernel is None:
+        rule = self._plans.find((k.shape, v.shape, v.dtype), lambda: self._rule(rows()))
+        return None if rule is None else _step(rule, rows(), state, parents)
+
+    def whole(
+        self, net: Any, x: mx.array, cache: Sequence[Any], parents: Parents
+    ) -> tuple[mx.array, Tape, Behind] | None:
+        """Of a net like Qwen3.5's, for x [1, R, d]: what it returns, its tape and its state."""
+        mixer = Mixer(net.conv1d["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
+        qkv, z, b, a = (net[f"in_proj_{name}"](x) for name in ("qkv", "z", "b", "a"))
+        before = mixer.weight.shape[1] - 1
+        first = mx.zeros((1, before, qkv.shape[2]), qkv.dtype) if cache[0] is None else cache[0]
+
+        def settle() -> tuple[DeltaInputs, GatedDelta] | None:
+            call = (qkv, a, b), first, mixer, range(-1, x.shape[1] - 1)
+            if self._plans.kernels.chosen(DELTA_INPUTS, call) is None:
+                return None
+            inputs = DeltaInputs((qkv, a, b), mixer)
+            rule = self._rule(inputs(*call)[0])
+            return None if rule is None else (inputs, rule)
+
+        steps = self._plans.find((x.shape, x.dtype, qkv.shape), settle)
+        if steps is None:
             return None
-        taken = given[0] if given else made()
-        earlier = state if isinstance(state, Behind) else None
-        first = settled(state) if earlier is None or earlier.taped is None else earlier.state
-        if first is None:
-            first = mx.zeros((1, *v.shape[2:], k.shape[3]))
-        y, begun, deltas = kernel(taken, first, earlier.taped if earlier else None, parents)
-        behind = Behind(begun, Taped(k, taken.decays, deltas, range(k.shape[1])))
-        return y, behind, lambda: None if earlier is None else earlier.found(begun)
+        rows, window = steps[0]((qkv, a, b), first, mixer, parents)
+        y, behind, committed = _step(steps[1], rows, cache[1], parents)
+        out = net.out_proj(net.norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
+        return out, Tape(window, before, behind.along, committed), behind
+
+    def _rule(self, rows: DeltaRows) -> GatedDelta | None:
+        call = rows, _nothing(rows), None, range(-1, rows.k.shape[1] - 1)
+        chosen = self._plans.kernels.chosen(raced(), call)
+        return None if chosen is None else GatedDelta(rows)
 
 
-def _beside(names: dict[str, Any]) -> Any:
-    """The operation, raced with mlx-lm's own kernel over the rows of a chain."""
-    stock = names["gated_delta_kernel" if mx.metal.is_available() else "gated_delta_ops"]
-    return replace(
-        GATED_DELTA,
-        reference=lambda rows, state, *_: [stock(*rows, state)[0]],
-        compared=lambda out, *_: out[:1],
-    )
+def _step(rule: GatedDelta, rows: DeltaRows, state: Any, parents: Parents) -> Step:
+    taped = state.taped if isinstance(state, Behind) else None
+    first = state if taped is None else state.state
+    first = _nothing(rows) if first is None else settled(first)
+    y, begun, deltas = rule(rows, first, taped, parents)
+    behind = Behind(begun, Taped(rows.k, rows.decays, deltas, range(rows.k.shape[1])))
+    return y, behind, lambda: state.found(begun) if isinstance(state, Behind) else None
+
+
+def _nothing(rows: DeltaRows) -> mx.array:
+    return mx.zeros((1, *rows.v.shape[2:], rows.k.shape[3]))
+
+
+def raced() -> Operation:
+    """The operation, in races with mlx-lm's own kernel over the rows of a chain."""
+    from mlx_lm.models import gated_delta
+
+    metal = mx.metal.is_available()
+    stock = gated_delta.gated_delta_kernel if metal else gated_delta.gated_delta_ops
+
+    def reference(rows: DeltaRows, state: mx.array, *_: Any) -> list[mx.array]:
+        return [stock(*rows, state)[0]]
+
+    return replace(GATED_DELTA, reference=reference, compared=lambda out, *_: out[:1])
 
 
 def _rows(x: mx.array, rows: Sequence[int]) -> mx.array:

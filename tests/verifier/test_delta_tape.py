@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.verifier import tape
 from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.sequence import Rows
 from dflash_mlx.verifier.tape import Behind
 from kernels_metal.dispatch import difference as apart
@@ -36,16 +37,22 @@ from support.walks import Walk
 
 TOLERANCE = 1e-4
 NETS = 2  # of three layers
-HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 4, "linear_num_key_heads": 1}
-HEADS |= {"linear_num_value_heads": 2}
+HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64}
+NARROW = {**HEADS, "linear_value_head_dim": 4}  # for which mlx-lm makes the rows of the rule
+WIDE = {**HEADS, "linear_value_head_dim": 64}
 PROMPT = prompt_of(3, 12)
 
 
 @cache
-def target_of(name="qwen3_5"):
-    target = changed_target(name, None, **HEADS)
+def target_of(name="qwen3_5", heads="narrow"):
+    target = changed_target(name, None, **{"narrow": NARROW, "wide": WIDE}[heads])
     target.use_kernels("on")
     return target
+
+
+@pytest.fixture(params=["narrow", "wide"])
+def target(request):
+    return target_of("qwen3_5", request.param)
 
 
 @contextmanager
@@ -69,9 +76,12 @@ def launches(run):
     return len(run.of("gated_delta"))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(name):
-    target, tokens = target_of(name), list(PROMPT)
+@pytest.mark.parametrize(
+    ("name", "heads"), [("qwen3_5", "narrow"), ("qwen3_5", "wide"), ("qwen3_next", "narrow")]
+)
+def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(name, heads):
+    target, tokens = target_of(name, heads), list(PROMPT)
+    state = target.model.layers[0].linear_attn.head_v_dim * 2 * 64 * 4  # bytes
     with emulated() as run:
         cache = fresh(target, tokens)
         for kept in (0, 2, 5, 1, 4):
@@ -80,7 +90,7 @@ def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(name):
             assert launches(run) == before + NETS
             read = [c.buffers["state"].read for c in run.of("gated_delta")[-NETS:]]
             written = [c.buffers["begun"].written for c in run.of("gated_delta")[-NETS:]]
-            assert read == written == [4 * 2 * 4 * 64] * NETS  # one state, whatever stays
+            assert read == written == [state] * NETS  # whatever stays
             cache.commit(range(kept))
             tokens += rows[:kept]
             assert all(isinstance(state, Behind) for state in states_of(cache))
@@ -88,8 +98,8 @@ def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(name):
         assert off(target, cache, tokens) < TOLERANCE
 
 
-def test_trees_take_one_launch_and_one_state_and_stay_without_drift():
-    rng, target, tokens = np.random.default_rng(1), target_of(), list(PROMPT)
+def test_trees_take_one_launch_and_one_state_and_stay_without_drift(target):
+    rng, tokens = np.random.default_rng(1), list(PROMPT)
     with emulated() as run:
         cache = fresh(target, tokens)
         for _ in range(30):
@@ -107,8 +117,8 @@ def test_trees_take_one_launch_and_one_state_and_stay_without_drift():
     assert mx.abs(alone - found).max().item() < TOLERANCE
 
 
-def test_answers_are_plain_decodings():
-    target, prompt = target_of(), prompt_of(4, 20)
+def test_answers_are_plain_decodings(target):
+    prompt = prompt_of(4, 20)
     with stock(target):
         plain = plain_answer(target, prompt, 80)
     drafter = oracle(prompt, plain, some_right(2))
@@ -125,10 +135,11 @@ def test_answers_are_plain_decodings():
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=4)
-def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(seed):
+@pytest.mark.parametrize("heads", ["narrow", "wide"])
+def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(heads, seed):
     """Interrupts between a pass and its commit among them."""
     with emulated():
-        walk = Walk(target_of(), seed)
+        walk = Walk(target_of("qwen3_5", heads), seed)
         for _ in range(10):
             walk.step()
         walk.cache.discard()
@@ -136,8 +147,8 @@ def test_passes_forks_and_ways_back_in_any_order_leave_the_state_of_the_tokens(s
 
 
 @pytest.mark.parametrize("again", ["off", "on"])
-def test_kernels_may_be_switched_between_a_pass_its_commit_and_the_next(again):
-    target, rows = target_of(), prompt_of(4, 5)
+def test_kernels_may_be_switched_between_a_pass_its_commit_and_the_next(target, again):
+    rows = prompt_of(4, 5)
     tree = tree_of([1, 2, 3, 4], [-1, 0, 0, 2])
     with emulated():
         for passes in (0, 1):
@@ -161,8 +172,8 @@ def restored(target, cache):
     return other
 
 
-def test_what_is_saved_is_the_state_behind_the_replayed_rows():
-    target, rows = target_of(), prompt_of(4, 5)
+def test_what_is_saved_is_the_state_behind_the_replayed_rows(target):
+    rows = prompt_of(4, 5)
     with emulated():
         cache = fresh(target, PROMPT)
         forward(target, cache, rows)
@@ -175,8 +186,7 @@ def test_what_is_saved_is_the_state_behind_the_replayed_rows():
             assert off(target, each, PROMPT + rows[:3] + rows[:1]) < TOLERANCE
 
 
-def test_sequences_side_by_side_replay_what_stays_of_their_own():
-    target = target_of()
+def test_sequences_side_by_side_replay_what_stays_of_their_own(target):
     with emulated() as run:
         assert target.joins
         caches = [fresh(target, prompt) for prompt in (PROMPT, prompt_of(7, 9))]
@@ -198,9 +208,9 @@ def test_sequences_side_by_side_replay_what_stays_of_their_own():
 @pytest.mark.parametrize(
     "fault", ["nothing", "one row too many", "another's tape", "saved before", "not put back"]
 )
-def test_a_wrong_replay_is_noticed(fault, monkeypatch):
+def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
     along, settled = Behind.along, tape.settled
-    target, rows, others = target_of(), prompt_of(4, 5), []
+    rows, others = prompt_of(4, 5), []
 
     def stays(behind, state, path):
         if fault == "one row too many":
@@ -233,11 +243,50 @@ def test_a_wrong_replay_is_noticed(fault, monkeypatch):
     assert worst < TOLERANCE if fault == "nothing" else worst > 0.01
 
 
+def test_a_net_of_the_kernels_takes_two_launches_between_its_products(monkeypatch):
+    target, tree = target_of("qwen3_5", "wide"), tree_of([1, 2, 3, 4], [-1, 0, 0, 2])
+    for block, ids in ((Block(5), mx.arange(5)), (Block.of(tree), ids_of(tree))):
+        with emulated() as run:
+            cache = fresh(target, PROMPT)
+            target.forward(ids, cache, block)  # what is settled at the first pass of a shape
+            cache.discard()
+            run.counters.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(mx, "conv1d", None)
+                target.forward(ids, cache, block)
+            assert [counters.kernel for counters in run.counters if "delta" in counters.kernel] == [
+                "delta_inputs",
+                "gated_delta",
+            ] * NETS
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_net_whose_kernel_is_refused_keeps_its_products_once(mixed, monkeypatch):
+    target, rows = target_of("qwen3_5", "wide"), prompt_of(4, 5)
+    refused = {"delta_inputs"} if mixed else {"delta_inputs", "gated_delta"}
+    chosen = Kernels.chosen
+    monkeypatch.setattr(
+        Kernels,
+        "chosen",
+        lambda kernels, operation, *given: (
+            None if operation.name in refused else chosen(kernels, operation, *given)
+        ),
+    )
+    target.use_kernels("on")  # which makes the choices again
+    with emulated() as run:
+        cache = fresh(target, PROMPT)
+        forward(target, cache, rows)
+        cache.commit(range(3))
+        cache.rewind(len(PROMPT) + 2)
+        assert launches(run) == (2 * NETS if mixed else 0)
+        assert off(target, cache, PROMPT + rows[:2]) < TOLERANCE
+    monkeypatch.undo()
+    target.use_kernels("on")
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_kernel_is_raced_with_what_mlx_lm_launches_and_agrees_with_it(rows):
-    from mlx_lm.models.gated_delta import gated_delta_update
-
-    raced = tape._beside(gated_delta_update.__globals__)
+    raced = tape.raced()
     args = arguments(raced, rows=rows, dim=64)
     with emulated():
         ours = raced.compared(raced.kernel(*args), *args)
