@@ -51,6 +51,7 @@ class Paths:
 
     nodes: mx.array  # [B, L] the node in every place
     places: mx.array  # [N] a place of every node, counted row by row
+    leads: Sequence[int]  # [N] the path of this place
 
     @classmethod
     def of(cls, tree: Tree) -> Paths:
@@ -62,7 +63,8 @@ class Paths:
             path = np.flatnonzero(tree.ancestors[leaf])
             nodes[i, : len(path)] = path
             places[path] = i * nodes.shape[1] + np.arange(len(path))
-        return cls(mx.array(nodes.astype(np.int32)), mx.array(places))
+        leads = (places // nodes.shape[1]).tolist()
+        return cls(mx.array(nodes.astype(np.int32)), mx.array(places), leads)
 
     def spread(self, value: Any) -> Any:
         """[1, N, ...] -> [B, L, ...]; whatever else, as it is."""
@@ -157,21 +159,20 @@ class Products:
         follows = paths is None or given[0].shape[:2] == paths.nodes.shape
         if call is None or window is None or mask is not None or not follows:
             return stock(*given, settled(state), mask, **how)
-        before = window.shape[1] - given[0].shape[1]
-        of_rows = given[:5]
-        if paths is not None:
-            of_rows = [*map(paths.collect, of_rows)]
-            nodes = paths.collect(window[:, before:])
-            window = mx.concatenate([window[:1, :before], nodes], axis=1)
-        gates, layer = given[5:], self._layer
+        before, layer = window.shape[1] - given[0].shape[1], self._layer
         if self.kernels is not None and self.kernels.run:
-            made = self.kernels.update([*of_rows, *gates], layer.cache[1], layer.running.parents)
+            nodes = given if paths is None else [*map(paths.collect, given)]
+            made = self.kernels.update(nodes, layer.cache[1], layer.running.parents)
             if made is not None:
                 y, behind, committed = made
-                call.tapes.append(Tape(window, before, behind.along, committed))
-                return (y if paths is None else paths.spread(y)), behind
-        again = updated_again(partial(stock, **how), of_rows[1:], gates)
-        call.tapes.append(Tape(window, before, again))
+                if paths is not None:
+                    y, ends = paths.spread(y), paths.collect(window[:, before:])
+                    window = mx.concatenate([window[:1, :before], ends], axis=1)
+                call.tapes.append(Tape(window, before, behind.along, committed=committed))
+                return y, behind
+        leads = None if paths is None else paths.leads
+        again = updated_again(partial(stock, **how), given[1:5], given[5:], leads)
+        call.tapes.append(Tape(window, before, again, leads))
         if isinstance(state, Behind):
             state = settled(state) if paths is None else paths.copies([settled(state)])[0]
         return stock(*given, state, mask, **how)

@@ -64,32 +64,49 @@ Step = tuple[mx.array, Behind, Callable[[], None]]
 class Tape:
     """The rows of one layer in a pass.
 
-    window: [1, before + R, C] what was convolved, of which the first came from earlier passes.
-    behind: of the state before the pass and a path, the state behind it. committed: to be called
-    when some of the rows stay.
+    window: [B, before + R, C] what was convolved, of which the first came from earlier passes.
+    behind: of the state before the pass and a path, the state behind it. leads: B paths of a tree
+    are side by side; one of them, for each row that it leads to. committed: to be called when some
+    of the rows stay.
     """
 
     window: mx.array
     before: int
     behind: Callable[[Any, Sequence[int]], Any]
+    leads: Sequence[int] | None = None
     committed: Callable[[], None] = lambda: None
 
     def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
         """The layer's states behind the rows on `path`; cache: those before the pass."""
-        kept = [*range(self.before), *(self.before + row for row in path)][-self.before :]
-        return [_rows(self.window, kept), self.behind(cache[1], path)]
+        (window,), steps = along([self.window], path, self.leads)
+        kept = [*range(self.before), *(self.before + row for row in steps)][-self.before :]
+        return [_rows(window, kept), self.behind(cache[1], path)]
 
 
 def updated_again(
-    update: Update, rows: Sequence[mx.array], gates: Sequence[mx.array]
+    update: Update,
+    rows: Sequence[mx.array],
+    gates: Sequence[mx.array],
+    leads: Sequence[int] | None,
 ) -> Callable[[Any, Sequence[int]], Any]:
-    """See `Tape.behind`. rows: k, v, a and b; gates: what `update` is given behind the rows."""
+    """See `Tape`. rows: k, v, a and b; gates: what `update` is given behind the rows."""
 
     def behind(state: Any, path: Sequence[int]) -> Any:
-        keys, *others = (_rows(x, path) for x in rows)
+        on_path, steps = along(rows, path, leads)
+        keys, *others = (_rows(x, steps) for x in on_path)
         return update(keys, keys, *others, *gates, settled(state), None)[1]  # there are no queries
 
     return behind
+
+
+def along(
+    arrays: Sequence[mx.array], path: Sequence[int], leads: Sequence[int] | None
+) -> tuple[list[mx.array], Sequence[int]]:
+    """Arrays [1, R, ...] in which the rows on `path` are, and where: nothing is copied."""
+    if leads is None:
+        return [*arrays], path
+    lead = leads[path[-1]]
+    return [x[lead : lead + 1] for x in arrays], range(len(path))
 
 
 class DeltaKernels:
@@ -143,7 +160,7 @@ class DeltaKernels:
         rows, window = steps[0]((qkv, a, b), first, mixer, parents)
         y, behind, committed = _step(steps[1], rows, cache[1], parents)
         out = net.out_proj(net.norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
-        return out, Tape(window, before, behind.along, committed), behind
+        return out, Tape(window, before, behind.along, committed=committed), behind
 
     def _rule(self, rows: DeltaRows) -> GatedDelta | None:
         call = rows, _nothing(rows), None, range(-1, rows.k.shape[1] - 1)

@@ -8,14 +8,6 @@ from kernels_metal.cache_commit import CACHE_COMMIT, accepted_rows_reference, ca
 from kernels_metal.checks import FLOATS
 from kernels_metal.draft_head import DRAFT_HEAD, draft_head, draft_head_reference
 from kernels_metal.emulator import emulated
-from kernels_metal.gated_delta import (
-    GATED_DELTA,
-    DeltaRows,
-    Taped,
-    gated_delta,
-    gated_delta_reference,
-    orders,
-)
 from kernels_metal.norm_rope import (
     HEAD_DIMS,
     NORM_ROPE,
@@ -183,67 +175,6 @@ def test_few_positions_are_padded_and_many_are_not():
     assert padded(nine) is nine
 
 
-# gated_delta
-
-
-def stepped(state: np.ndarray, key, decay, delta) -> np.ndarray:
-    return state * decay[:, None, None] + key[:, None] * delta[..., None]
-
-
-def ruled(rows: DeltaRows, state: mx.array, taped: Taped | None, parents) -> list[np.ndarray]:
-    """The gated delta rule as the papers write it, row by row in float64."""
-    q, k, v, decays, beta = (exact(x)[0] for x in rows)
-    k, q = (np.repeat(x, v.shape[1] // k.shape[1], axis=1) for x in (k, q))
-    begun, found, ys, deltas = exact(state)[0], [], [], []
-    for row in taped.path if taped else ():
-        key = np.repeat(exact(taped.k)[0, row], v.shape[1] // taped.k.shape[2], axis=0)
-        begun = stepped(begun, key, exact(taped.decays)[0, row], exact(taped.deltas)[0, row])
-    for row, parent in enumerate(parents):
-        before = found[parent] if parent >= 0 else begun
-        decayed = before * decays[row][:, None, None]
-        held = np.einsum("hvk,hk->hv", decayed, k[row])
-        deltas.append((v[row] - held) * beta[row][:, None])
-        found.append(stepped(before, k[row], decays[row], deltas[-1]))
-        ys.append(np.einsum("hvk,hk->hv", found[-1], q[row]))
-    return [np.stack(ys)[None], begun[None], np.stack(deltas)[None]]
-
-
-TREE = (-1, 0, 0, 1, 0, 3, 5, 4, 6, 8, 5, 2)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("parents", [range(-1, 11), TREE, (-1, *[0] * 11)], ids=str)
-@pytest.mark.parametrize("taped", [0, 5])
-def test_kernel_and_reference_follow_the_rule_along_every_path(taped, parents, dtype):
-    rows, state, tape, _ = arguments(GATED_DELTA, dtype, rows=12, dim=64, taped=taped)
-    tape = tape and tape._replace(path=[0, 2, 3])
-    right = ruled(rows, state, tape, parents)
-    with emulated():
-        kernel = gated_delta(rows, state, tape, parents)
-    reference = gated_delta_reference(rows, state, tape, parents)
-    for side in (kernel, reference):
-        for found, expected, of in zip(side, right, (dtype, mx.float32, mx.float32), strict=True):
-            assert_close(found, expected, of)
-
-
-def test_a_walk_goes_back_to_the_first_state_where_a_branch_begins():
-    chain = orders((4, 6), (-1, 0, 1)).tolist()
-    assert chain == [2, 3, 4, 6, 0, 4, 8, 0]  # two replayed, three rows, filled up to eight
-    done, again = 4 * 0 + 1, 2
-    walk = [4 * 0, 4 * 1, 4 * 3, done + again, 4 * 2]
-    assert orders((), (-1, 0, 0, 1)).tolist() == [0, 5, *walk, 0]
-    assert orders((), (-1, -1)).tolist()[:4] == [0, 2, 4 * 0, 4 * 1 + again]
-
-
-def ruling():
-    pairs = []
-    for parents in (range(-1, 4), (-1, 0, 1, 0, 1)):
-        rows, state, tape, _ = arguments(GATED_DELTA, rows=5, dim=64, taped=4)
-        given = rows, state, tape._replace(path=[0, 2]), parents
-        pairs += zip(map(exact, gated_delta(*given)), ruled(*given), strict=True)
-    return pairs
-
-
 COMMITTING = against(CACHE_COMMIT, {}, change=strided)
 SIZES = {"rows": 3, "dim": 80, "heads": 2, "kv_heads": 1, "together": 1, "first": 9}
 TURNING = against(NORM_ROPE, SIZES, {**SIZES, "gated": 1, "partial": 1})
@@ -287,25 +218,6 @@ test_a_fault_is_found = each_is_found(
             "inline void clear_list(float* values", "lint"),
         "of equal logits the last wins": ("value == values[i] && id < ids[i]",
             "value == values[i] && id > ids[i]", "result"),
-    }),
-    ("gated_delta", ruling, {
-        "one row too many is replayed": ("at < replayed;", "at <= replayed;", "bounds or result"),
-        "one row too few": ("at < replayed;", "at + 1 < replayed;", "result"),
-        "the tape's first rows, whatever stays": ("from = orders[2 + at]", "from = at", "result"),
-        "the tape's keys are this pass's": ("key = taped_k + from", "key = k + from", "result"),
-        "the state of the pass before": ("begun[place + i] = now[i];",
-            "begun[place + i] = state[place + i];", "result"),
-        "branches go on from the last row": ("(order & 2) != 0 ? root[i] : now[i]", "now[i]",
-            "result"),
-        "another row's delta": ("simd_shuffle(kept, node)", "simd_shuffle(kept, 0)", "result"),
-        "no decay of what is held": (": now[i]) * decay", ": now[i])", "result"),
-        "the sum of one lane": ("held = simd_sum(held);", "", "result"),
-        "only the first lanes add up": ("held = simd_sum(held);",
-            "held = lane < 16 ? simd_sum(held) : 0.0f;", "divergence"),
-        "queries before the row": ("out += now[i] * float(query[i]);",
-            "out += root[i] * float(query[i]);", "result"),
-        "every lane writes": ("if (lane == 0) {\n      y", "if (true) {\n      y", "race"),
-        "heads of values have keys of their own": ("head / (HV / HK)", "head", "bounds or result"),
     }),
     ("norm_rope", TURNING, {
         "rows as if nothing stood between them": ("row * queries_strides[1]",

@@ -21,6 +21,7 @@ from kernels_metal.cascade_attention import (
     cascade_attention,
 )
 from kernels_metal.catalog import CATALOG, OPERATIONS
+from kernels_metal.delta_inputs import DELTA_INPUTS, Mixer, delta_inputs
 from kernels_metal.draft_head import DRAFT_HEAD, draft_head
 from kernels_metal.emulator import emulated
 from kernels_metal.factory import SOURCE
@@ -132,6 +133,10 @@ def rows_of(rows, width=128, values=4, depth=8):
     return DeltaRows(keys, keys, zeros(1, rows, values, depth), gates, gates)
 
 
+def products_of(rows, dtype=mx.float32):
+    return tuple(zeros(1, rows, width, dtype=dtype) for width in (1024, 4, 4))
+
+
 def taped_of(path, heads=2):
     return Taped(zeros(1, 3, heads, 128), zeros(1, 3, 4), zeros(1, 3, 4, 8), path)
 
@@ -143,6 +148,7 @@ TAKEN = {
     accepted_rows: (CACHE_COMMIT, {"caches": 2, "rows": 2, "prefix": 6}),
     verify_qmm: (VERIFY_QMM, {"rows": 4, "depth": 128, "columns": 6, "group": 32}),
     norm_rope: (NORM_ROPE, {"rows": 8, "heads": 2}),
+    delta_inputs: (DELTA_INPUTS, {"rows": 4}),
     gated_delta: (GATED_DELTA, {"rows": 4, "taped": 3}),
 }
 
@@ -234,6 +240,14 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"positions": zeros(8)}, "dtype of positions is float32"),
         ({"norm": normed_by(zeros(128, dtype=mx.int8))}, "query_weight is int8, .* be float32"),
         ({"norm": normed_by(zeros(72))}, "the head dim is 72"),
+    ],
+    delta_inputs: [
+        ({"products": products_of(33)}, "rows of qkv is 33, but must be 1 to 32"),
+        ({"products": products_of(4, mx.float16)}, "dtype of qkv is float16"),
+        ({"state": zeros(1, 4, 1024)}, r"shape of state is \[1, 4, 1024\]"),
+        ({"mixer": Mixer(zeros(1024, 4, 1), *[zeros(4)] * 2, 3)}, "the head dim is 102"),
+        ({"mixer": Mixer(zeros(1024, 9, 1), *[zeros(4)] * 2, 2)}, "taps of .* is 9"),
+        ({"parents": (-1, 1, 0, 2)}, r"parents is \[-1, 1, 0, 2\]"),
     ],
     gated_delta: [
         ({"rows": rows_of(33)}, "the rows of k is 33, but must be 1 to 32"),
