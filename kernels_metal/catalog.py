@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kernels_metal.cache_commit import CACHE_COMMIT
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
-from kernels_metal.delta_inputs import DELTA_INPUTS
+from kernels_metal.delta_net import DELTA_NET
 from kernels_metal.draft_head import DRAFT_HEAD
-from kernels_metal.gated_delta import GATED_DELTA
 from kernels_metal.norm_rope import NORM_ROPE
 from kernels_metal.operation import Operation
 from kernels_metal.verify_qmm import VERIFY_QMM
@@ -17,7 +16,6 @@ OPERATIONS: tuple[Operation, ...] = (
     CACHE_COMMIT,
     VERIFY_QMM,
     NORM_ROPE,
-    DELTA_INPUTS,
-    GATED_DELTA,
+    DELTA_NET,
 )
 CATALOG = {kernel.name: operation for operation in OPERATIONS for kernel in operation.kernels}

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,8 +19,11 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.core.tree import Tree, rows_on
+from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks
-from dflash_mlx.verifier.tape import Behind, DeltaKernels, Tape, Update, settled, updated_again
+from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.tape import Behind, DeltaKernels, Rows, part, settled
+from kernels_metal.delta_net import MAX_ROWS
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
 # of its own. Only what the tests try is here.
@@ -92,7 +94,10 @@ class Products:
     What a gated delta net's pass leaves for its commit is found here as well.
     """
 
-    def __init__(self, mixers: Sequence[nn.Module]) -> None:
+    def __init__(self, mixers: Sequence[nn.Module], kernels: Kernels) -> None:
+        self._kernels = DeltaKernels(kernels)
+        taped = (mixer for mixer in mixers if source_of(type(mixer).__call__) in DELTA_NETS)
+        self._nets = {id(net) for net in taped if "in_proj_qkv" in net}  # that kernels know
         kinds = nn.Linear, nn.QuantizedLinear
         modules = [module for mixer in mixers for module in mixer.modules()]
         self._modules = [module for module in modules if isinstance(module, kinds)]
@@ -104,8 +109,6 @@ class Products:
         self._known: Noted = {}
         self._nodes: tuple[mx.array, mx.array] | None = None  # an input along paths, and by nodes
         self._window: mx.array | None = None  # what its convolution was given
-        self.nets: set[int] = set()  # ids of the mixers that leave tapes
-        self.kernels: DeltaKernels | None = None
 
     def hook(self, hooks: Hooks) -> None:
         for i, module in enumerate(self._modules):
@@ -128,53 +131,45 @@ class Products:
 
     @property
     def are_taped(self) -> bool:
-        """Whether every pass has a tape, since a kernel replays what stays of it."""
-        return bool(self.nets) and self.kernels is not None and self.kernels.run
+        """Whether passes of one row leave a tape as well, since a kernel replays what stays."""
+        return bool(self._nets) and self._kernels.run
 
-    def whole(self, call: Call) -> Any:
-        """What kernels make of a net's call, along the paths of a tree as well; None for none."""
-        net, layer, kernels = call.mixer, self._layer, self.kernels
-        if kernels is None or not kernels.run or id(net) not in self.nets:
+    def by_kernels(self, call: Call) -> Any:
+        """What they make of a net's call, also of the rows of a tree; None where they do not."""
+        net, layer, (x, *masks) = call.mixer, self._layer, call.args
+        if id(net) not in self._nets or not self._kernels.run or masks[:1] != [None]:
             return None
-        x, *masks = call.args
-        if "in_proj_qkv" not in net or net.sharding_group is not None or masks[:1] != [None]:
+        if x.shape[1] > MAX_ROWS or net.sharding_group is not None:
             return None
-        made = kernels.whole(net, x, layer.cache, layer.running.parents)
+        made = self._kernels(net, x, layer.cache, layer.running.parents)
+        call.noted.clear()  # of a pass by kernels no call is run again
         if made is None:
-            call.noted.clear()
             return None
-        out, tape, state = made
-        call.tapes.append(tape)
+        out, rows, states = made
+        call.tapes.append(rows)
         if layer.running.paths is None:
-            layer.cache = [tape.window[:, x.shape[1] :], state]
+            layer.cache = states
         return out
 
-    def update(self, stock: Update, *rows: Any, **how: Any) -> Any:
-        """mlx-lm's `gated_delta_update`, of whose rows a tape is kept.
+    def update(self, stock: Callable[..., Any], *rows: Any, **how: Any) -> Any:
+        """mlx-lm's `gated_delta_update`, what it was given of rows is kept.
 
-        rows: q, k, v, a and b, [1, R, ...] each, decays and biases, the state and a mask.
+        rows: q, k, v, a and b, [1, R, ...] each, rates and biases, the state and a mask.
         """
         *given, state, mask = rows
         call, paths, window = self._call, self._paths, self._window
         follows = paths is None or given[0].shape[:2] == paths.nodes.shape
-        if call is None or window is None or mask is not None or not follows:
-            return stock(*given, settled(state), mask, **how)
-        before, layer = window.shape[1] - given[0].shape[1], self._layer
-        if self.kernels is not None and self.kernels.run:
-            nodes = given if paths is None else [*map(paths.collect, given)]
-            made = self.kernels.update(nodes, layer.cache[1], layer.running.parents)
-            if made is not None:
-                y, behind, committed = made
-                if paths is not None:
-                    y, ends = paths.spread(y), paths.collect(window[:, before:])
-                    window = mx.concatenate([window[:1, :before], ends], axis=1)
-                call.tapes.append(Tape(window, before, behind.along, committed=committed))
-                return y, behind
-        leads = None if paths is None else paths.leads
-        again = updated_again(partial(stock, **how), given[1:5], given[5:], leads)
-        call.tapes.append(Tape(window, before, again, leads))
         if isinstance(state, Behind):
             state = settled(state) if paths is None else paths.copies([settled(state)])[0]
+        if call is not None and window is not None and mask is None and follows:
+
+            def state_behind(state: Any, batch: int, places: Sequence[int]) -> Any:
+                k, *others = (part(x, batch, places) for x in given[1:5])
+                return stock(k, k, *others, *given[5:], settled(state), None, **how)[1]
+
+            before = window.shape[1] - given[0].shape[1]
+            leads = None if paths is None else paths.leads
+            call.tapes.append(Rows(window, before, state_behind, leads))
         return stock(*given, state, mask, **how)
 
     def _seeing(self, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -216,7 +211,7 @@ class Call:
     products: Products
     layer: int = 0
     noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
-    tapes: list[Tape] = field(default_factory=list)  # of a gated delta net, as long
+    tapes: list[Rows] = field(default_factory=list)  # of a gated delta net, as long
 
     @property
     def arrays(self) -> list[mx.array]:

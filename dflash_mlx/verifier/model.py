@@ -32,7 +32,6 @@ from dflash_mlx.verifier.hooks import (
 from dflash_mlx.verifier.mixers import TREE_MIXERS, Products
 from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.sequence import Rows, SequenceCache, new_sequence
-from dflash_mlx.verifier.tape import DeltaKernels
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.dispatch import Mode
 
@@ -78,8 +77,7 @@ class Target:
         if self.is_recurrent:
             from dflash_mlx.verifier.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
 
-            self._mixers, self._products = hook_mixers(model, name)
-            self._products.kernels = DeltaKernels(self.kernels)
+            self._mixers, self._products = hook_mixers(model, name, self.kernels)
         self._asked: slice | mx.array = _ALL  # the rows that the head multiplies
         self._kernel_hooks, self._hooks = Hooks(), Hooks()
         self._hook()

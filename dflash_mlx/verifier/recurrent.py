@@ -27,6 +27,7 @@ from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
 from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
+from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.tape import settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
@@ -91,7 +92,7 @@ class RecurrentLayer(ArraysCache):
         if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
         with call.products.of_call(kept, self):
-            if (made := call.products.whole(kept)) is not None:
+            if (made := call.products.by_kernels(kept)) is not None:
                 return made
             return call() if running.paths is None else self.along(running.paths, kept)
 
@@ -295,11 +296,10 @@ class RecurrentStates(Cache):
         self._passes = [passes[i] for i in sorted(kept)]
 
 
-def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
+def hook_mixers(model: Any, name: str, kernels: Kernels) -> tuple[frozenset[str], Products]:
     """Let passes keep mixers' calls: mixers' mlx-lm sources and products. DFlashError for none."""
     mixers = _mixers(model, name)
-    products = Products(mixers)
-    products.nets |= {id(m) for m in mixers if source_of(type(m).__call__) in DELTA_NETS}
+    products = Products(mixers, kernels)
     for mixer in mixers:
         once(mixer, hook_mixers, partial(_hooked, products))  # not by two targets
     return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers), products

@@ -2,52 +2,51 @@
 
 The state after any path of rows is computed from the state before the pass and what the pass has
 computed of each row: convolution, norms and gates are not computed again, and no module is called.
-Where the kernel `gated_delta` runs, nothing is computed at a commit: the next pass does it first.
+Where kernels run, nothing is computed at a commit: the next pass does it first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from dflash_mlx.verifier.routing import Kernels, Plans
-from kernels_metal.delta_inputs import DELTA_INPUTS, DeltaInputs, Mixer
-from kernels_metal.gated_delta import GATED_DELTA, DeltaRows, GatedDelta, Taped, replayed
-from kernels_metal.operation import Operation
-
-Update = Callable[..., Any]  # mlx-lm's `gated_delta_update`
-Parents = Sequence[int]
+from kernels_metal.delta_net import (
+    DELTA_NET,
+    Before,
+    DeltaNet,
+    Mixer,
+    Tape,
+    delta_net_reference,
+    replayed,
+)
 
 
 @dataclass
 class Behind:
     """The state behind some rows of a pass, computed by the next pass or when somebody asks.
 
-    state: before them. taped: the rows, on a path.
+    state: before them. tape: with the rows on its path; None when they are in the state.
     """
 
     state: mx.array
-    taped: Taped | None
+    tape: Tape | None
 
     def found(self, state: mx.array) -> None:
-        """It is known."""
-        self.state, self.taped = state, None
-
-    def along(self, _: Any, path: Sequence[int]) -> Behind:
-        """The same for others of the rows; see `Tape.behind`."""
-        return Behind(self.state, None if self.taped is None else self.taped._replace(path=path))
+        self.state, self.tape = state, None
 
     def array(self) -> mx.array:
-        if self.taped is not None:
-            self.found(replayed(self.state, self.taped))
+        if self.tape is not None:
+            self.found(replayed(self.state, self.tape))
         return self.state
 
     @property
     def nbytes(self) -> int:
-        arrays = () if self.taped is None else self.taped[:3]
+        arrays = () if self.tape is None else self.tape[:3]
         return self.state.nbytes + sum(array.nbytes for array in arrays)
 
 
@@ -56,64 +55,39 @@ def settled(state: Any) -> Any:
     return state.array() if isinstance(state, Behind) else state
 
 
-# y, the state behind all rows, and what is to be done when some of them stay
-Step = tuple[mx.array, Behind, Callable[[], None]]
-
-
 @dataclass(frozen=True)
-class Tape:
+class Rows:
     """The rows of one layer in a pass.
 
     window: [B, before + R, C] what was convolved, of which the first came from earlier passes.
-    behind: of the state before the pass and a path, the state behind it. leads: B paths of a tree
-    are side by side; one of them, for each row that it leads to. committed: to be called when some
-    of the rows stay.
+    state_behind: of the state before the pass, arrays' batch and places there, the state behind
+    them. leads: where B paths of a tree are side by side, one of them that leads to each row.
     """
 
     window: mx.array
     before: int
-    behind: Callable[[Any, Sequence[int]], Any]
+    state_behind: Callable[[Any, int, Sequence[int]], Any]
     leads: Sequence[int] | None = None
-    committed: Callable[[], None] = lambda: None
+    committed: Callable[[], None] = lambda: None  # to be called when some of the rows stay
 
     def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
         """The layer's states behind the rows on `path`; cache: those before the pass."""
-        (window,), steps = along([self.window], path, self.leads)
-        kept = [*range(self.before), *(self.before + row for row in steps)][-self.before :]
-        return [_rows(window, kept), self.behind(cache[1], path)]
+        batch, places = 0, path
+        if self.leads is not None:
+            batch, places = self.leads[path[-1]], range(len(path))
+        kept = [*range(self.before), *(self.before + place for place in places)][-self.before :]
+        return [part(self.window, batch, kept), self.state_behind(cache[1], batch, places)]
 
 
-def updated_again(
-    update: Update,
-    rows: Sequence[mx.array],
-    gates: Sequence[mx.array],
-    leads: Sequence[int] | None,
-) -> Callable[[Any, Sequence[int]], Any]:
-    """See `Tape`. rows: k, v, a and b; gates: what `update` is given behind the rows."""
-
-    def behind(state: Any, path: Sequence[int]) -> Any:
-        on_path, steps = along(rows, path, leads)
-        keys, *others = (_rows(x, steps) for x in on_path)
-        return update(keys, keys, *others, *gates, settled(state), None)[1]  # there are no queries
-
-    return behind
-
-
-def along(
-    arrays: Sequence[mx.array], path: Sequence[int], leads: Sequence[int] | None
-) -> tuple[list[mx.array], Sequence[int]]:
-    """Arrays [1, R, ...] in which the rows on `path` are, and where: nothing is copied."""
-    if leads is None:
-        return [*arrays], path
-    lead = leads[path[-1]]
-    return [x[lead : lead + 1] for x in arrays], range(len(path))
+def part(x: mx.array, batch: int, rows: Sequence[int]) -> mx.array:
+    """[1, n, ...] of x [B, R, ...]; rows that follow each other are not copied."""
+    first, end = rows[0], rows[-1] + 1
+    x = x[batch : batch + 1]
+    return x[:, first:end] if len(rows) == end - first else x[:, mx.array(list(rows))]
 
 
 class DeltaKernels:
-    """The kernels in the place of what mlx-lm does between products, where they were chosen.
-
-    parents: of the rows of a pass, -1 for the state before it.
-    """
+    """The kernels in the place of all that Qwen3.5's nets do between products, if chosen."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._plans = Plans(kernels)
@@ -122,79 +96,54 @@ class DeltaKernels:
     def run(self) -> bool:
         return self._plans.kernels.active
 
-    def update(self, given: Sequence[mx.array], state: Any, parents: Parents) -> Step | None:
-        """Of what mlx-lm's update is given: q, k, v, a and b, then rates and biases.
+    def __call__(
+        self, net: Any, x: mx.array, cache: Sequence[Any], parents: Sequence[int]
+    ) -> tuple[mx.array, Rows, list[Any]] | None:
+        """What a net returns for x [1, R, d], what it leaves, and its states behind all rows.
 
-        None for mlx-lm's.
+        cache: its states before them. parents: of the rows, -1 for what was before.
         """
-        from mlx_lm.models.gated_delta import compute_g
-
-        q, k, v, a, b, rates, biases = given
-
-        def rows() -> DeltaRows:
-            return DeltaRows(q, k, v, compute_g(rates, a, biases), mx.sigmoid(b))
-
-        rule = self._plans.find((k.shape, v.shape, v.dtype), lambda: self._rule(rows()))
-        return None if rule is None else _step(rule, rows(), state, parents)
-
-    def whole(
-        self, net: Any, x: mx.array, cache: Sequence[Any], parents: Parents
-    ) -> tuple[mx.array, Tape, Behind] | None:
-        """Of a net like Qwen3.5's, for x [1, R, d]: what it returns, its tape and its state."""
         mixer = Mixer(net.conv1d["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
-        qkv, z, b, a = (net[f"in_proj_{name}"](x) for name in ("qkv", "z", "b", "a"))
-        before = mixer.weight.shape[1] - 1
-        first = mx.zeros((1, before, qkv.shape[2]), qkv.dtype) if cache[0] is None else cache[0]
+        convolved, state = cache
+        if state is None:
+            (channels, taps, _), heads = mixer.weight.shape, mixer.rates.size
+            convolved = mx.zeros((1, taps - 1, channels), mixer.weight.dtype)
+            state = mx.zeros((1, heads, mixer.dim, mixer.dim))
+        earlier = state if isinstance(state, Behind) else Behind(state, None)
+        before = Before(convolved, earlier.state, earlier.tape)
 
-        def settle() -> tuple[DeltaInputs, GatedDelta] | None:
-            call = (qkv, a, b), first, mixer, range(-1, x.shape[1] - 1)
-            if self._plans.kernels.chosen(DELTA_INPUTS, call) is None:
-                return None
-            inputs = DeltaInputs((qkv, a, b), mixer)
-            rule = self._rule(inputs(*call)[0])
-            return None if rule is None else (inputs, rule)
+        def products() -> list[mx.array]:
+            return [net[f"in_proj_{name}"](x) for name in ("qkv", "a", "b", "z")]
 
-        steps = self._plans.find((x.shape, x.dtype, qkv.shape), settle)
-        if steps is None:
+        def settle() -> DeltaNet | None:
+            given = products()[:3]
+            chain = given, mixer, before._replace(tape=None), range(-1, x.shape[1] - 1)
+            chosen = self._plans.kernels.chosen(raced(), chain)
+            return None if chosen is None else DeltaNet(given, mixer)
+
+        run = self._plans.find((x.shape, x.dtype, mixer.weight.shape), settle)
+        if run is None:
             return None
-        rows, window = steps[0]((qkv, a, b), first, mixer, parents)
-        y, behind, committed = _step(steps[1], rows, cache[1], parents)
-        out = net.out_proj(net.norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
-        return out, Tape(window, before, behind.along, committed=committed), behind
+        *given, z = products()
+        step = run(given, mixer, before, parents)
+        y = net.norm(step.y, z.reshape(step.y.shape))
+        out, kept = net.out_proj(y.reshape(*x.shape[:2], -1)), convolved.shape[1]
 
-    def _rule(self, rows: DeltaRows) -> GatedDelta | None:
-        call = rows, _nothing(rows), None, range(-1, rows.k.shape[1] - 1)
-        chosen = self._plans.kernels.chosen(raced(), call)
-        return None if chosen is None else GatedDelta(rows)
+        def behind(_: Any, batch: int, path: Sequence[int]) -> Behind:
+            return Behind(step.begun, step.tape._replace(path=path))
 
-
-def _step(rule: GatedDelta, rows: DeltaRows, state: Any, parents: Parents) -> Step:
-    taped = state.taped if isinstance(state, Behind) else None
-    first = state if taped is None else state.state
-    first = _nothing(rows) if first is None else settled(first)
-    y, begun, deltas = rule(rows, first, taped, parents)
-    behind = Behind(begun, Taped(rows.k, rows.decays, deltas, range(rows.k.shape[1])))
-    return y, behind, lambda: state.found(begun) if isinstance(state, Behind) else None
+        rows = Rows(step.window, kept, behind, committed=lambda: earlier.found(step.begun))
+        return out, rows, [step.window[:, -kept:], Behind(step.begun, step.tape)]
 
 
-def _nothing(rows: DeltaRows) -> mx.array:
-    return mx.zeros((1, *rows.v.shape[2:], rows.k.shape[3]))
-
-
-def raced() -> Operation:
+def raced() -> Any:
     """The operation, in races with mlx-lm's own kernel over the rows of a chain."""
     from mlx_lm.models import gated_delta
 
     metal = mx.metal.is_available()
     stock = gated_delta.gated_delta_kernel if metal else gated_delta.gated_delta_ops
-
-    def reference(rows: DeltaRows, state: mx.array, *_: Any) -> list[mx.array]:
-        return [stock(*rows, state)[0]]
-
-    return replace(GATED_DELTA, reference=reference, compared=lambda out, *_: out[:1])
-
-
-def _rows(x: mx.array, rows: Sequence[int]) -> mx.array:
-    """Some of the rows of x [1, R, ...]; those that follow each other are not copied."""
-    first, end = rows[0], rows[-1] + 1
-    return x[:, first:end] if len(rows) == end - first else x[:, mx.array(list(rows))]
+    return replace(
+        DELTA_NET,
+        reference=partial(delta_net_reference, rule=stock),
+        compared=lambda out, *_: [out.y, out.window],
+    )

@@ -1,7 +1,7 @@
 // What a gated delta net makes of its products: convolution along each row's path, SiLU, the norms
 // of queries and keys, decays and betas. A SIMD-group takes one head of one row.
 //
-// qkv: [1, R, C], a, b: [1, R, HV], rows at any stride. state: [1, TAPS - 1, C], what was convolved
+// qkv: [1, R, C], a, b: [1, R, HV], rows at any stride. convolved: [1, TAPS - 1, C], what was
 // before. weight: [C, TAPS, 1]. rates, biases: [HV]. sources: [R, TAPS] in order: rows of `window`.
 // q, k: [1, R, HK, D]. v: [1, R, HV, D]. decays, beta: [1, R, HV]. window: [1, TAPS - 1 + R, C], the
 // state and the rows behind it.
@@ -24,7 +24,7 @@ for (int i = 0; i < EACH; ++i) {
   float sum = 0.0f;
   for (int tap = 0; tap < TAPS; ++tap) {
     const int from = sources[row * TAPS + tap];
-    const T x = from < BEFORE ? state[from * WIDTH + place + i]
+    const T x = from < BEFORE ? convolved[from * WIDTH + place + i]
                               : qkv[(from - BEFORE) * step + place + i];
     sum += float(x) * float(weight[(place + i) * TAPS + tap]);
   }
@@ -32,7 +32,7 @@ for (int i = 0; i < EACH; ++i) {
   squares += found[i] * found[i];
   window[(BEFORE + row) * WIDTH + place + i] = qkv[row * step + place + i];
   for (int from = row; from < BEFORE; from += rows) {
-    window[from * WIDTH + place + i] = state[from * WIDTH + place + i];
+    window[from * WIDTH + place + i] = convolved[from * WIDTH + place + i];
   }
 }
 

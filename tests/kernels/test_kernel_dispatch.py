@@ -276,8 +276,7 @@ CASES = {
     "cache_commit": "5/8x2x64/16/float16",
     "verify_qmm": "8/1024x256x64x0/4/float16",
     "norm_rope": "8/8x2x128/16/float16",
-    "delta_inputs": "8/2x4x128x4/16/float16+float32",
-    "gated_delta": "8/2x128x4x8/16/float16",
+    "delta_net": "8/2x4x128x4/16/float16+float32",
 }
 
 
