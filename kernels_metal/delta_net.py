@@ -60,8 +60,8 @@ class Mixer(NamedTuple):
 class Tape(NamedTuple):
     """What the rows of a pass did to the state, and those of them that stay, in order.
 
-    k: [1, M, key heads, D]. decays: float32 [1, M, value heads]. deltas: float32 [1, M, value
-    heads, D]. path: rows, each behind its parent.
+    k: float32 [1, M, key heads, D]. decays: float32 [1, M, value heads]. deltas: float32 [1, M,
+    value heads, D]. path: rows, each behind its parent.
     """
 
     k: mx.array
@@ -110,7 +110,7 @@ class DeltaNet:
                 *((1, rows, heads, dim),) * 2,
                 *(v, gates, gates, (1, taps - 1 + rows, channels)),
             ),
-            output_dtypes=(dtype, dtype, dtype, mx.float32, dtype, dtype),
+            output_dtypes=(*[mx.float32] * 5, dtype),
             template=(*settings, ("TAPS", taps)),
         )
         rule = Launch(
@@ -198,7 +198,7 @@ def replayed(state: mx.array, tape: Tape) -> mx.array:
     """The state behind the rows that stay, by MLX's own operations."""
     shared = tape.decays.shape[2] // tape.k.shape[2]
     for row in tape.path:
-        key = mx.repeat(tape.k[:, row], shared, 1)[:, :, None].astype(mx.float32)
+        key = mx.repeat(tape.k[:, row], shared, 1)[:, :, None]
         decay = tape.decays[:, row, :, None, None]
         state = state * decay + key * tape.deltas[:, row, :, :, None]
     return state
@@ -270,7 +270,7 @@ def check_arguments(
     check(known, "parents", list(parents), f"{rows} earlier rows or -1")
     if (tape := before.tape) is not None:
         kept = tape.k.shape[1]
-        check_array("the tape's k", tape.k, (1, None, mixer.key_heads, dim), dtype)
+        check_array("the tape's k", tape.k, (1, None, mixer.key_heads, dim), (mx.float32,))
         check_array("its decays", tape.decays, (1, kept, values), (mx.float32,))
         check_array("its deltas", tape.deltas, (1, kept, values, dim), (mx.float32,))
         check(all(0 <= row < kept for row in tape.path), "its path", tape.path, "rows of it")
@@ -286,8 +286,8 @@ def _after(out: Step, products: Products, *rest: Any) -> tuple[Any, ...]:
 
 
 def _compared(out: Step, *_: Any) -> list[mx.array]:
-    """Decays to what mlx-lm computes them from, where the kernel rounds nothing."""
-    return [*out[:3], out.tape.k, out.tape.decays.astype(out.y.dtype), out.tape.deltas]
+    """In y's dtype, to which mlx-lm rounds in between, where the kernels do not."""
+    return [*out[:3], *(array.astype(out.y.dtype) for array in out.tape[:3])]
 
 
 def _arguments(draw: Draw) -> tuple[Any, ...]:
@@ -302,10 +302,10 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     mixer = Mixer(weight, draw.normal(values).astype(mx.float32), draw.normal(values), heads)
     state, tape = mx.random.normal((1, values, dim, dim), key=draw.key()), None
     if taped := draw.extra("taped", (0, 1, 4, 16)):
-        k, gates = draw.normal(1, taped, heads, dim) / dim**0.5, draw.normal(1, taped, values)
-        deltas = draw.normal(1, taped, values, dim).astype(mx.float32)
+        shapes = (1, taped, heads, dim), (1, taped, values), (1, taped, values, dim)
+        k, gates, deltas = (draw.normal(*shape).astype(mx.float32) for shape in shapes)
         path = [row for row in range(taped) if draw.given or draw.rng.random() < 0.7]
-        tape = Tape(k, mx.sigmoid(gates.astype(mx.float32)), deltas, path)
+        tape = Tape(k / dim**0.5, mx.sigmoid(gates), deltas, path)
     return tuple(products), mixer, Before(convolved, state, tape), draw.parents(rows)
 
 

@@ -74,7 +74,7 @@ def _widened(argument: Any) -> Any:
     if isinstance(argument, list):
         return [_widened(item) for item in argument]
     if isinstance(argument, tuple):
-        packed = any(getattr(item, "dtype", None) == mx.uint32 for item in argument)
+        packed = any(isinstance(item, mx.array) and item.dtype == mx.uint32 for item in argument)
         items = argument if packed else [*map(_widened, argument)]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     if isinstance(argument, mx.array) and mx.issubdtype(argument.dtype, mx.floating):

@@ -136,10 +136,11 @@ class Products:
 
     def by_kernels(self, call: Call) -> Any:
         """What they make of a net's call, also of the rows of a tree; None where they do not."""
-        net, layer, (x, *masks) = call.mixer, self._layer, call.args
-        if id(net) not in self._nets or not self._kernels.run or masks[:1] != [None]:
+        net, layer = call.mixer, self._layer
+        if id(net) not in self._nets or not self._kernels.run or net.sharding_group is not None:
             return None
-        if x.shape[1] > MAX_ROWS or net.sharding_group is not None:
+        x, *masks = call.args
+        if masks[:1] != [None] or x.shape[1] > MAX_ROWS:
             return None
         made = self._kernels(net, x, layer.cache, layer.running.parents)
         call.noted.clear()  # of a pass by kernels no call is run again

@@ -40,17 +40,17 @@ float size = 1.0f;
 if (head < 2 * HK) {
   size = rsqrt(simd_sum(squares) + 1e-6f) * (head < HK ? rsqrt(float(D)) : 1.0f);
 }
-device T* to = head < HK       ? q + (row * HK + head) * D
+device float* to = head < HK       ? q + (row * HK + head) * D
                : head < 2 * HK ? k + (row * HK + head - HK) * D
                                : v + (row * HV + head - 2 * HK) * D;
 #pragma clang loop unroll(full)
 for (int i = 0; i < EACH; ++i) {
-  to[lane * EACH + i] = T(found[i] * size);
+  to[lane * EACH + i] = found[i] * size;
 }
 if (head >= 2 * HK && lane == 0) {
   const int gate = head - 2 * HK;
   const float x = float(a[row * a_strides[1] + gate]) + float(biases[gate]);
   const float plus = max(x, 0.0f) + log(1.0f + exp(-abs(x)));
   decays[row * HV + gate] = exp(-exp(float(rates[gate])) * plus);
-  beta[row * HV + gate] = T(1.0f / (1.0f + exp(-float(b[row * b_strides[1] + gate]))));
+  beta[row * HV + gate] = 1.0f / (1.0f + exp(-float(b[row * b_strides[1] + gate])));
 }

@@ -26,10 +26,10 @@ for (int at = 0; at < replayed; ++at) {
   const int from = orders[2 + at];
   const float decay = taped_decays[from * HV + head];
   const float delta = taped_deltas[(from * HV + head) * D + row];
-  const device T* key = taped_k + from * HK * D + first;
+  const device float* key = taped_k + from * HK * D + first;
 #pragma clang loop unroll(full)
   for (int i = 0; i < EACH; ++i) {
-    now[i] = now[i] * decay + float(key[i]) * delta;
+    now[i] = now[i] * decay + key[i] * delta;
   }
 }
 float root[EACH];
@@ -45,25 +45,25 @@ for (int at = 0; at < orders[1]; ++at) {
   const int node = order >> 2;
   const bool is_new = (order & 1) == 0;
   const float decay = decays[node * HV + head];
-  const device T* key = k + node * HK * D + first;
+  const device float* key = k + node * HK * D + first;
   float held = 0.0f;
 #pragma clang loop unroll(full)
   for (int i = 0; i < EACH; ++i) {
     now[i] = ((order & 2) != 0 ? root[i] : now[i]) * decay;
-    held += now[i] * float(key[i]);
+    held += now[i] * key[i];
   }
   float delta = simd_shuffle(kept, node);
   if (is_new) {
     held = simd_sum(held);
-    delta = (float(v[(node * HV + head) * D + row]) - held) * float(beta[node * HV + head]);
+    delta = (v[(node * HV + head) * D + row] - held) * beta[node * HV + head];
     kept = lane == node ? delta : kept;
   }
   float out = 0.0f;
-  const device T* query = q + node * HK * D + first;
+  const device float* query = q + node * HK * D + first;
 #pragma clang loop unroll(full)
   for (int i = 0; i < EACH; ++i) {
-    now[i] += float(key[i]) * delta;
-    out += now[i] * float(query[i]);
+    now[i] += key[i] * delta;
+    out += now[i] * query[i];
   }
   if (is_new) {
     out = simd_sum(out);

@@ -92,12 +92,10 @@ def test_kernels_and_reference_do_what_the_net_does_along_every_path(sizes, pare
     assert run.counters[1].buffers["begun"].written == before.state.nbytes
     references = parts(delta_net_reference(*given))
     near = {4: 1e-4, 2: 0.1}[dtype.size]  # of numbers that were rounded on the way
-    for ours, stocks, right in zip(kernels, references, expected(*given), strict=True):
-        if dtype == mx.float32:
-            assert_close(ours, right)
-        for side in (ours, stocks):
-            assert side.shape == right.shape
-            assert np.abs(exact(side) - right).max() <= near * np.abs(right).max()
+    of = dtype, dtype, *[mx.float32] * 4
+    for ours, stocks, right, kind in zip(kernels, references, expected(*given), of, strict=True):
+        assert_close(ours, right, kind)
+        assert np.abs(exact(stocks) - right).max() <= near * np.abs(right).max()
 
 
 def test_a_walk_goes_back_to_the_first_state_where_a_branch_begins():
@@ -141,8 +139,8 @@ test_a_fault_is_found = each_is_found(
         "the sum of one lane": ("held = simd_sum(held);", "", "result"),
         "only the first lanes add up": ("held = simd_sum(held);",
             "held = lane < 16 ? simd_sum(held) : 0.0f;", "divergence"),
-        "queries before the row": ("out += now[i] * float(query[i]);",
-            "out += root[i] * float(query[i]);", "result"),
+        "queries before the row": ("out += now[i] * query[i];",
+            "out += root[i] * query[i];", "result"),
         "every lane writes": ("if (lane == 0) {\n      y", "if (true) {\n      y", "race"),
         "heads of values have keys of their own": ("head / (HV / HK)", "head", "bounds or result"),
     }),

@@ -178,7 +178,11 @@ def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up(name, bi
 def test_what_a_gated_delta_net_takes_from_its_input_is_one_product(name, launches, block):
     target = make_target(name)  # 2 of 3 layers; qwen3_next's have experts
     (stock, _) = pass_over(target, block)
-    assert products(through_both(target, block)) == launches
+    through_both(target, block)
+    with emulated() as run:
+        for _ in range(2):  # what is settled at the first pass of a shape is not counted
+            pass_over(target, block, run)
+    assert products(run) == launches
     target.use_kernels("off")
     assert mx.array_equal(pass_over(target, block)[0], stock)
 
