@@ -223,6 +223,9 @@ def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
         put_back = "dflash_mlx.verifier.recurrent.RecurrentStates._put_back"
         monkeypatch.setattr(put_back, lambda states, back: None)
     with emulated():
+        other = fresh(target, prompt_of(7, 9))
+        forward(target, other, rows[::-1])
+        other.commit(range(3))
         cache = fresh(target, PROMPT)
         said = list(PROMPT)
         for block in (rows, rows[::-1]):
