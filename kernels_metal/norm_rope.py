@@ -153,12 +153,13 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     heads = draw.size("heads", [kv_heads * group for group in (1, 2, 4)])
     gated, part = draw.chance("gated", 0.3), draw.chance("partial", 0.3)
     widths = heads * dim * (1 + gated), kv_heads * dim
+    size = 10.0 ** -draw.extra("small", (0, 0, 3))  # so small that epsilon counts
     if draw.chance("together", 0.5):
         queries, keys, _ = mx.split(
-            draw.normal(1, rows, sum(widths) + dim), np.cumsum(widths).tolist(), axis=-1
+            size * draw.normal(1, rows, sum(widths) + dim), np.cumsum(widths).tolist(), axis=-1
         )
     else:
-        queries, keys = (draw.normal(1, rows, width) for width in widths)
+        queries, keys = (size * draw.normal(1, rows, width) for width in widths)
     first = draw.extra("first", (0, 1, 100, 30_000))
     positions = mx.array(
         [first + (row if draw.given else draw.rng.randrange(9)) for row in range(rows)]
