@@ -296,9 +296,11 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     heads, taps = draw.size("heads", (1, 2)), draw.size("taps", (2, 4))
     values = heads * draw.size("shared", (1, 2))
     widths = (2 * heads + values) * dim, values, values
-    whole = draw.normal(1, rows, sum(widths))
+    size = 10.0 ** -draw.extra("small", (0, 0, 3))  # so small that epsilon counts
+    whole = size * draw.normal(1, rows, sum(widths))
     products = mx.split(whole, [widths[0], widths[0] + values], axis=-1)
-    weight, convolved = draw.normal(widths[0], taps, 1), draw.normal(1, taps - 1, widths[0])
+    weight = draw.normal(widths[0], taps, 1)
+    convolved = size * draw.normal(1, taps - 1, widths[0])
     mixer = Mixer(weight, draw.normal(values).astype(mx.float32), draw.normal(values), heads)
     state, tape = mx.random.normal((1, values, dim, dim), key=draw.key()), None
     if taped := draw.extra("taped", (0, 1, 4, 16)):

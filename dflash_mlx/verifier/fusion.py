@@ -1,11 +1,11 @@
 """Steps of mlx-lm's modules that are one launch each, where kernels run and that pays.
 
 Queries, keys and values are products of one input, gate and up are two more, what a gated delta net
-takes from its input four. mlx-lm calls such
-modules one after the other with the same array, so the first call can compute all and the others
-take their part: no model's code is touched. The weights of a group are put side by side when a
-kernel could run for the first time; the modules then hold views of them. Attention like Qwen3's
-normalises and turns queries and keys in one launch, and SwiGLU is part of gate's and up's product.
+takes from its input four. mlx-lm calls such modules one after the other with the same array, so the
+first call can compute all and the others take their part: no model's code is touched. The weights
+of a group are put side by side when a kernel could run for the first time; the modules then hold
+views of them. Attention like Qwen3's normalises and turns queries and keys in one launch, and
+SwiGLU is part of gate's and up's product.
 """
 
 from __future__ import annotations

@@ -115,8 +115,9 @@ def test_every_row_has_its_own_path_under_its_taps():
 
 def stepping():
     pairs = []
-    for parents in (range(-1, 4), (-1, 0, 1, 0, 1)):
-        products, mixer, before, _ = arguments(DELTA_NET, rows=5, dim=64, taped=4)
+    for small, parents in enumerate([range(-1, 4), (-1, 0, 1, 0, 1)]):
+        sizes = {"rows": 5, "dim": 64, "taped": 4, "small": 3 * small}
+        products, mixer, before, _ = arguments(DELTA_NET, **sizes)
         given = products, mixer, before._replace(tape=before.tape._replace(path=[0, 2])), parents
         pairs += zip(map(exact, parts(delta_net(*given))), expected(*given), strict=True)
     return pairs
@@ -158,6 +159,7 @@ test_a_fault_is_found = each_is_found(
         "keys are scaled as queries": ("head < HK ? rsqrt", "head < 2 * HK ? rsqrt", "result"),
         "the sum of one lane": ("rsqrt(simd_sum(squares) + 1e-6f)", "rsqrt(squares + 1e-6f)",
             "result"),
+        "no epsilon": ("simd_sum(squares) + 1e-6f", "simd_sum(squares)", "result"),
         "rates are no logarithms": ("-exp(float(rates[gate]))", "-float(rates[gate])", "result"),
         "no bias": (" + float(biases[gate])", "", "result"),
         "the state is left out of the window": ("from < BEFORE; from += rows", "from < 0; ++from",
