@@ -12,6 +12,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, Options, values_given
 from dflash_mlx.drafters.methods import (
     METHODS,
+    as_usual,
     check_given,
     find_method,
     options_of,
@@ -165,3 +166,22 @@ def expand(
         what = f"no method has a {key} to sweep over"
         raise DFlashError(what, f"add one of {', '.join(takes[1:])} to --methods")
     return expanded, {"setting": key, "lines": lines}
+
+
+def keep_speeds(
+    pair: Pair, methods: Mapping[str, DecodeConfig], figures: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Keep which drafter is fastest, and say so; "" where not each ran as `auto` would run it.
+
+    figures: of the methods, as `summarise` makes them.
+    """
+    speeds, families, times = pair.speeds, dict[str, str](), dict[str, float]()
+    for family, name in () if speeds is None else speeds.drafters:
+        families[name] = family = family or pair.drafters[0].family
+        count = max(1, pair.capabilities.count(family))
+        alone = Capabilities((family,) * count, pair.target.takes_trees, pair.preset)
+        method = settle(DecodeConfig(), alone).method
+        if method not in figures or not as_usual(methods[method]):
+            return ""
+        times[name] = figures[method]["speedup"]
+    return "" if speeds is None else speeds.keep(families, times)
