@@ -42,11 +42,9 @@ class Speeds:
 
     @property
     def best(self) -> Speed | None:
-        """The fastest; of those that nobody could tell apart, the first. None if not measured."""
-        best: Speed | None = None
-        for each in self.found:
-            best = each if best is None or each[2] > best[2] * MARGIN else best
-        return best
+        """The first that nobody could tell from the fastest; None where nothing was measured."""
+        most = max((times for _, _, times in self.found), default=0.0)
+        return next((each for each in self.found if each[2] * MARGIN >= most), None)
 
     def told(self) -> str:
         """Which drafts and why, in a sentence; "" where nothing was measured."""

@@ -80,7 +80,7 @@ def fastest_first(
     """
     known = (("", names.drafter or ""), *names.others)
     here = [(family, name) for family, name in known if name and is_here(name, DRAFTER)]
-    if names.asks_first or names.asks_second or len(here) < 2 or here[0] != known[0]:
+    if names.asks_second or len(here) < 2 or here[0] != known[0]:
         return names
     speeds = Speeds.stored(speeds_file(target, config), names.shown, here)
     names = replace(names, speeds=speeds)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from dflash_chat.backend import Backend
+from dflash_chat.speeds import Timing
 from dflash_mlx import PairConfig, generate, load_pair
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark.selection import keep_speeds, read_methods, settle_all
@@ -21,6 +23,7 @@ from dflash_mlx.models import choice, names
 from dflash_mlx.models.check import describe_target
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.models.names import Entry
+from dflash_mlx.serve import running
 from dflash_mlx.session import comparing as session_comparing
 from dflash_mlx.session.comparing import comparing
 from dflash_mlx.verifier.model import Target
@@ -100,6 +103,7 @@ def test_the_faster_of_two_is_measured_and_taken_from_the_next_start_on(
     assert "from the next start on " + later.notes[0] == said and len(later.notes) == 1
     assert later.notes[0].startswith(faster) and "2.10" in said and "1.70" in said
     assert [*comparing(later)] == [], "once"
+    assert not any("draft models" in key for key in first.learned), "the other is let go"
 
 
 def test_what_is_measured_again_may_take_the_place_back(both, file, monkeypatch):
@@ -233,7 +237,6 @@ def test_what_does_not_fit_beside_the_first_is_never_taken(both, file, monkeypat
     [*_, said] = comparing(pair)
     assert "cannot be used here" in said
     assert families(pair_of(both)) == ["dflash", "dflash"]
-    assert not any(key[:1] == ("draft models",) for key in pair.learned), "nothing stays loaded"
 
 
 def test_where_the_fastest_is_gone_the_other_drafts(both, file, monkeypatch):
@@ -243,6 +246,24 @@ def test_where_the_fastest_is_gone_the_other_drafts(both, file, monkeypatch):
     pair = pair_of(both)
     assert families(pair) == ["dflash", "dflash"] and pair.speeds is None
     assert [*comparing(pair)] == []
+
+
+def test_the_chat_gets_and_the_server_says_what_was_found(both, file, monkeypatch, capsys):
+    plant(monkeypatch, 1.7, 2.1)
+    monkeypatch.setattr(Pair, "calibrating", lambda pair, again: iter([(1, 1)]))
+    backend = Backend()
+    (loaded,) = backend.load(PairConfig(both["model"]))
+    _, timing, *steps, said = backend.measure(False)
+    assert isinstance(timing, Timing), "before drafters are compared"
+    assert not any(steps) and both["model"] in said
+    file.unlink()
+    _ = [*running._measure(loaded.pair, False)]
+    assert f"{running.PROGRAM}: {said}" in capsys.readouterr().err
+    file.unlink()
+    events = backend.measure(False)
+    _ = next(events), next(events), next(events)
+    _ = [*backend.load(PairConfig(both["model"]))]
+    assert [*events] == [] and not file.exists(), "another pair was loaded meanwhile"
 
 
 def test_the_pair_s_line_and_the_doctor_say_why(both, file):
