@@ -10,7 +10,7 @@ import pytest
 
 from dflash_chat.backend import Backend
 from dflash_chat.speeds import Timing
-from dflash_mlx import PairConfig, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark.selection import keep_speeds, read_methods, settle_all
 from dflash_mlx.cli import doctor
@@ -20,6 +20,7 @@ from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.speeds import MARGIN, Speeds, read_speeds
 from dflash_mlx.models import choice, names
+from dflash_mlx.models import load as loading
 from dflash_mlx.models.check import describe_target
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.models.names import Entry
@@ -237,6 +238,16 @@ def test_what_does_not_fit_beside_the_first_is_never_taken(both, file, monkeypat
     [*_, said] = comparing(pair)
     assert "cannot be used here" in said
     assert families(pair_of(both)) == ["dflash", "dflash"]
+
+
+def test_a_target_that_would_have_to_be_widened_stays_as_it_is(both, file, monkeypatch):
+    plant(monkeypatch, 0.9, 2.1)
+    pair = pair_of(both)
+    monkeypatch.setattr(loading, "fits_target", lambda target, layers: False)
+    monkeypatch.setattr(Target, "widen", lambda *_: pytest.fail("widened"))
+    assert "cannot be used here" in [*comparing(pair)][-1]
+    with pytest.raises(DFlashError, match="start again with --drafter"):
+        pair.of("mtp")
 
 
 def test_where_the_fastest_is_gone_the_other_drafts(both, file, monkeypatch):
