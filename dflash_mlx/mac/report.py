@@ -12,9 +12,10 @@ from dflash_mlx.mac.items import (
     KEYS,
     MODELS,
     ROWS,
+    Item,
     Model,
-    attention_name,
-    product_name,
+    attention_item,
+    product_item,
 )
 from kernels_metal.dispatch import MARGIN, STOCK
 from kernels_metal.faults import first_error
@@ -23,9 +24,9 @@ from kernels_metal.verify_qmm import FEW_ROWS
 Found = Mapping[str, Mapping[str, Any]]
 MOST_LINES = 60
 PROBLEMS = 8  # named in what is pasted
-# Of a GPU's float32 peak: what our products reach by rows (docs/roofline.md), and MLX's large ones
-SHARES = {8: 0.56, 16: 0.66, 32: 0.60}
-LARGE = 0.85
+# Of a float32 peak: our products by rows, MLX's tiles of 32 and its large ones (docs/roofline.md)
+SHARES = {FEW_ROWS: 0.30, 8: 0.56, 16: 0.66, 32: 0.60}
+TILED, LARGE = 0.72, 0.85
 SEND = 'Please paste this into an issue "Report from a Mac", and attach the .md and .json files.'
 
 
@@ -35,7 +36,7 @@ def summary(facts: Mapping[str, str], found: Found) -> list[str]:
         "dflash-chat on a Mac",
         f"{facts['chip']}, {facts['cpu cores']} CPU and {facts['gpu cores']} GPU cores "
         f"({facts['gpu']}), {facts['memory']}, {facts['free memory']} free",
-        f"macOS {facts['macos']}, MLX {facts['mlx']}, mlx-lm {facts['mlx-lm']}, "
+        f"macOS {facts['macos']} {facts['build']}, MLX {facts['mlx']}, mlx-lm {facts['mlx-lm']}, "
         f"Python {facts['python']}, {facts['power']}, power mode {facts['power mode']}",
         _machine(found),
         *_variants(found),
@@ -47,18 +48,10 @@ def summary(facts: Mapping[str, str], found: Found) -> list[str]:
     return [*lines[: MOST_LINES - 1], SEND]
 
 
-def markdown(facts: Mapping[str, str], found: Found) -> str:
-    """The file: the summary and the facts."""
-    lines = ["# dflash-chat on a Mac", "", "```", *summary(facts, found), "```", "", "## Facts", ""]
-    lines += [f"* {name}: {value}" for name, value in facts.items()]
-    return "\n".join([*lines, ""])
-
-
 def ways(found: Found, model: Model, rows: int) -> dict[str, str]:
     """Which kernel `auto` would take for each matrix of a model, "" for stock."""
     return {
-        matrix: chosen(_us(found, product_name(model.name, matrix, rows)))
-        for matrix in model.matrices
+        matrix: chosen(_us(found, product_item(model, matrix, rows))) for matrix in model.matrices
     }
 
 
@@ -69,8 +62,8 @@ def chosen(us: Mapping[str, float]) -> str:
     return best if ours and ours[best] <= us[STOCK] * (1 - MARGIN) else ""
 
 
-def _us(found: Found, name: str) -> Mapping[str, float]:
-    us: Mapping[str, float] = found.get(name, {}).get("us", {})
+def _us(found: Found, item: Item) -> Mapping[str, float]:
+    us: Mapping[str, float] = found.get(item["name"], {}).get("us", {})
     return us
 
 
@@ -112,7 +105,7 @@ def times(found: Found, model: Model, rows: int) -> tuple[float, float] | None:
     """Milliseconds of a pass's products: by stock, and by the fastest of each."""
     stock = best = 0.0
     for matrix, (_, _, count) in model.matrices.items():
-        us = _us(found, product_name(model.name, matrix, rows))
+        us = _us(found, product_item(model, matrix, rows))
         if STOCK not in us:
             return None
         stock += us[STOCK] * count / 1e3
@@ -121,14 +114,14 @@ def times(found: Found, model: Model, rows: int) -> tuple[float, float] | None:
 
 
 def predicted(found: Found, model: Model, rows: int) -> float | None:
-    """Milliseconds of a pass's products by bytes and by multiplications, whichever take longer."""
+    """Milliseconds of a pass's products, by MLX's or ours; by bytes or by multiplications."""
     speed, peak = (float(found.get("machine", {}).get(what, 0)) for what in ("GB/s", "float32"))
     if not (speed and peak):
         return None
     share = next((share for most, share in SHARES.items() if rows <= most), SHARES[32])
     weights = sum(depth * columns * n for depth, columns, n in model.matrices.values())
-    padded = -(-rows // 8) * 8 if rows > FEW_ROWS else 0
-    multiplied = 2 * padded * weights / (share * peak / LARGE * 1e9)
+    padded = -(-rows // 8) * 8 if rows > FEW_ROWS else rows
+    multiplied = 2 * weights * min(padded / share, 32 / TILED) / (peak / LARGE * 1e9)
     return max(weights * 0.5625 / speed / 1e6, multiplied)  # bytes of a weight, scales included
 
 
@@ -149,11 +142,10 @@ def _attention(found: Found) -> Iterator[str]:
         for keys in KEYS:
             cells = []
             for rows in ATTENTION_ROWS:
-                us = _us(found, attention_name(heads, keys, rows))
+                us = _us(found, attention_item(heads, keys, rows))
                 best = min((time for way, time in us.items() if way != STOCK), default=None)
                 cells.append(f"{_number(us.get(STOCK))}/{_number(best)}")
-            name = attention_name(heads, keys, 0).removeprefix("attention ").rpartition(",")[0]
-            yield f"  {name}: {'  '.join(cells)}"
+            yield f"  {heads}, {keys} keys: {'  '.join(cells)}"
 
 
 def _last(found: Found) -> Iterator[str]:

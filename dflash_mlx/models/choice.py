@@ -10,7 +10,7 @@ import platformdirs
 
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import as_usual, needs_drafter
+from dflash_mlx.drafters.methods import as_usual, family_wanted
 from dflash_mlx.engine.speeds import Speeds
 from dflash_mlx.models.check import ModelFacts
 from dflash_mlx.models.names import Names, is_here
@@ -84,7 +84,7 @@ def fastest_first(
         return names
     speeds = Speeds.stored(speeds_file(target, config), names.shown, here)
     names = replace(names, speeds=speeds)
-    named = any(needs_drafter(use.method) or not as_usual(use) for use in uses)
+    named = any(family_wanted(use.method) or not as_usual(use) for use in uses)
     if (best := speeds.best) is None or named:
         return names
     names, first = replace(names, why=speeds.told()), speeds.found[0]
