@@ -55,6 +55,7 @@ from dflash_mlx.models.library import (
 )
 from dflash_mlx.models.load import load, load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL
+from dflash_mlx.session.comparing import comparing
 from dflash_mlx.session.session import Question, Responder, Session, generate, prefix_cache, stream
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
