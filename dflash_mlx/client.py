@@ -24,8 +24,8 @@ from dflash_mlx.core.statistics import Observer, Statistics
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import (
     check_given,
+    family_wanted,
     find_method,
-    needs_drafter,
     own_options,
     settle,
 )

@@ -64,6 +64,17 @@ def few_rows() -> int:
     return 32 if _FIRST <= found <= _TILED else 24 if _TILED < found <= _LAST else 0
 
 
+def fewest_unpacked() -> int:
+    """Rows from which our products by weights that are not packed can beat MLX's own.
+
+    MLX multiplies 2 to 32 rows as if they were 64 before an M3. Since then it reads weights once
+    for a few rows, and again for each few more of up to 15 (its `GemvWide`).
+    """
+    if executor() is not metal:
+        return 1
+    return 6 if generation(gpu_family()) > _TILED else 2
+
+
 def cores() -> int:
     """About how many cores the GPU has that runs kernels here, by the letter of its name.
 

@@ -20,8 +20,17 @@ import mlx.nn as nn
 from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, NormRope
-from kernels_metal.shared_input import SHARED_INPUT, bounds, product, side_by_side
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
+from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
+from kernels_metal.verify_qmm import (
+    MAX_ROWS,
+    UNPACKED,
+    VERIFY_QMM,
+    Matrix,
+    Multiply,
+    Packing,
+    Product,
+    stock,
+)
 
 Call = Callable[..., mx.array]
 # What mlx-lm's sources call code that is Qwen3's; `test_fusion.py` compares these with it.
@@ -47,9 +56,16 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases")
 
 
-def arrays_of(module: Any) -> tuple[mx.array, mx.array, mx.array]:
-    """Of one quantised matrix."""
-    return module["weight"], module["scales"], module["biases"]
+def arrays_of(module: Any) -> Matrix:
+    """Of one matrix, packed or not."""
+    return module["weight"], module.get("scales"), module.get("biases")
+
+
+def packing_of(module: Any) -> Packing:
+    """How its weights are stored. Raises ValueError for what the kernels do not know."""
+    if module.get("scales") is None:
+        return UNPACKED
+    return Packing(module.bits, module.group_size, mode=module.mode)
 
 
 def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | None:
@@ -142,9 +158,9 @@ def groups_in(module: nn.Module) -> Iterator[list[Any]]:
     """The members of each group of a module whose weights can stand side by side."""
     for names in GROUPS:
         members: list[Any] = [module.get(name) for name in names]
-        if all(isinstance(m, nn.QuantizedLinear) and m.mode == "affine" for m in members):
+        if all(isinstance(m, nn.QuantizedLinear) for m in members):
             forms = {
-                (m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
+                (m.mode, m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
                 for m in members
             }
             if len(forms) == 1:
@@ -157,7 +173,7 @@ class Group:
     def __init__(self, members: Sequence[Any], kernels: Kernels, alike: list[Group]) -> None:
         self.members, self._kernels = members, kernels
         self._alike = alike  # the groups of this shape in the model, this one among them
-        self.packing = Packing(members[0].bits, members[0].group_size)
+        self.packing = packing_of(members[0])
         self._whole: Any = None  # weights, scales and biases of all members
         self._views: list[Any] = []  # of each, in it
         self._plans = Plans(kernels)
@@ -207,7 +223,7 @@ class Group:
             bias = mx.concatenate([member["bias"] for member in self.members])
 
         def products(x: mx.array) -> list[mx.array]:
-            y = product(x, whole, packing) if multiply is None else multiply(x)
+            y = stock(x, whole, packing) if multiply is None else multiply(x)
             return mx.split(y if bias is None else y + bias, ends, axis=-1)  # type: ignore[return-value]
 
         return products
@@ -244,5 +260,4 @@ class Group:
     def _join(self) -> None:
         self._whole, self._views = side_by_side([*map(arrays_of, self.members)])
         for member, view in zip(self.members, self._views, strict=True):
-            for name, array in zip(_ARRAYS, view, strict=True):
-                member[name] = array
+            member.update({n: a for n, a in zip(_ARRAYS, view, strict=True) if a is not None})

@@ -124,6 +124,8 @@ class ToyConfig:
 
 
 class ToyFiles(FileFormat):
+    model = ToyModel
+
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "toy"
 
@@ -165,7 +167,7 @@ class ToyOptions(Options):
 
 
 def make(how: Plan) -> ToyDrafter:
-    (model,) = how.pair.of("toy")
+    (model,) = how.models
     assert isinstance(model, ToyModel)
     assert isinstance(how.config.options, ToyOptions)
     drafter = ToyDrafter(model)
@@ -178,7 +180,6 @@ METHOD = Method(
     "toy bigrams",
     make,
     ToyOptions,
-    family="toy",
     files=ToyFiles(),
     best_with=1,
     sources=(TokenSource("bigram", "bigram", "secondary"),),
