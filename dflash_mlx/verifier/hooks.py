@@ -114,7 +114,7 @@ def route(model: nn.Module) -> None:
         known = {name: call.__globals__.get(name) for name in names}
         meanings = {n: new for n, value in known.items() for old, new in ours if value is old}
         if meanings:
-            replace(module, "__call__", _rebound(call, meanings))
+            replace(module, "__call__", rebound(call, meanings))
 
 
 def attention(  # noqa: PLR0913  # mlx-lm's signature
@@ -146,7 +146,7 @@ def attending_itself(model: Any) -> str:
     return ""
 
 
-def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
+def rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
     """A copy of a function in which these global names mean something else.
 
     Families import these functions by name, so for one model alone there is no other place to
