@@ -126,7 +126,7 @@ REFUSED: list[tuple[Any, ...]] = [  # the options, and what the sentence says
     ([*PROMPT, "--drafter", "/nowhere/x"], "no folder '/nowhere/x'"),
     ([*PROMPT, "--drafter", "owner/name"], "could not be downl"),
     # conversations
-    (["--messages", Contents("hello")], "is no JSON text"),
+    (["--messages", Contents("hello")], "is not JSON"),
     (["--messages", Contents("[]")], "holds no messages"),
     (["--messages", Contents('[{"role": "user", "content": 3}]')], "message 1"),
     (
@@ -159,7 +159,7 @@ REFUSED: list[tuple[Any, ...]] = [  # the options, and what the sentence says
     ([*PROMPT, "--exact", "--temperature", "1"], "--exact is for greedy", "temperature 0"),
     # what an answer has to be
     ([*UNSEEN, "--json-schema", "nowhere.json"], "nowhere.json cannot be read"),
-    ([*UNSEEN, "--json-schema", Contents("{")], "--json-schema", "is no JSON text", "column 2"),
+    ([*UNSEEN, "--json-schema", Contents("{")], "--json-schema", "is not JSON", "column 2"),
     ([*UNSEEN, "--json-schema", Contents(STRUCTURES["strin"])], "--json-schema", "strin"),
     ([*UNSEEN, "--json-schema", Contents("[1]")], "--json-schema", "choose a JSON object"),
     ([*UNSEEN, "--json-schema", Contents(STRUCTURES["array"])], "--json-schema", "uniqueItems"),

@@ -225,9 +225,9 @@ def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, cap
     model = str(write_model(tmp_path / "Qwen3-4B-4bit"))
     doctor.main(["--model", model])
     out = capsys.readouterr().out
-    assert "  drafter  none, so drafts are looked up in the text\n" in out
+    assert "  drafter  none, so drafts come from prompt lookup\n" in out
     assert "  warning  the drafter z-lab/Qwen3-4B-DFlash-b16 cannot be used (" in out
-    assert "), so drafts are n-gram lookups\n           name another one with --drafter" in out
+    assert "), so drafts come from prompt lookup\n           name another one with --drafter" in out
     assert "  can be used\n" in out
     refused("--model", model, "--drafter", "z-lab/Qwen3-4B-DFlash-b16")
 

@@ -1,0 +1,47 @@
+"""What the command lines say of their options."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import pytest
+
+from dflash_chat import main as chat
+from dflash_mlx import corpus
+from dflash_mlx.benchmark import __main__ as benchmark
+from dflash_mlx.cli import doctor, generate
+from dflash_mlx.cli import options as cli
+from dflash_mlx.convert import __main__ as convert
+from dflash_mlx.core.option import option
+from dflash_mlx.serve import command as serve
+from dflash_mlx.train import __main__ as train
+
+ANSWERING = (generate.parser, benchmark.parser, chat._parser)
+OTHERS = (doctor.parser, serve.parser, convert.parser, train.parser, corpus.parser)
+SHARED = {"model", "drafter", "block_size", "max_tokens"}
+SHARED |= {"temperature", "top_p", "top_k", "min_p", "seed"}
+
+
+@pytest.mark.parametrize("make", [*ANSWERING, *OTHERS])
+def test_help_has_every_option_and_every_setting_has_one(make):
+    parser = make()
+    actions = {action.dest: action for action in parser._actions}
+    assert [dest for dest, action in actions.items() if not action.help] == []
+    if make in ANSWERING:
+        assert ("method" in actions) != ("methods" in actions)
+        assert actions.keys() >= SHARED
+    text = parser.format_help()
+    shown = [action for action in actions.values() if action.help != argparse.SUPPRESS]
+    assert [o for action in shown for o in action.option_strings if o not in text] == []
+    assert "{'" not in text, "a % in a help text was filled in"
+
+
+def test_a_percent_sign_in_a_help_text_is_only_that():
+    @dataclass(frozen=True)
+    class Settings:
+        share: int = option(90, "what is 90 % sure, or %(dest)s", type=int)
+
+    parser = cli.Parser(prog="program")
+    cli.add_options(parser, Settings)
+    assert "what is 90 % sure, or %(dest)s (default: 90)" in " ".join(parser.format_help().split())
