@@ -69,7 +69,7 @@ class Backend:
             if responder is not self._responder:
                 return
             # A line as the screen reads it from what libraries print.
-            sys.stderr.write(f"\rtiming this machine, once: {100 * done // total:3}%|")
+            sys.stderr.write(f"\rmeasuring this machine, once: {100 * done // total:3}%|")
             yield done
         yield Timing(*responder.plain_speed())
         for said in comparing(responder.pair, again):

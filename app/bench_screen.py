@@ -24,7 +24,7 @@ class BenchScreen(Comparison):
 
     def compose(self) -> ComposeResult:
         keys = "Esc leaves and keeps what is finished"
-        with self.frame("What pays on this machine", keys, name="bench"):
+        with self.frame("What is fastest on this machine", keys, name="bench"):
             yield self._done
             yield self._bar
             with VerticalScroll():

@@ -36,8 +36,10 @@ COMMANDS = (
     Command("system", "[text]", "the system prompt; - removes it"),
     Command("settings", "", "all settings of decoding and sampling"),
     Command("race", "[question]", "decode plainly and with drafts, side by side"),
-    Command("bench", "[methods]", "a dozen prompts with every method: what pays on this machine"),
-    Command("draft", "", "show how the tokens came to be, or hide it"),
+    Command(
+        "bench", "[methods]", "a dozen prompts with every method: which is fastest on this machine"
+    ),
+    Command("draft", "", "show who guessed each token, or hide it"),
     Command("stats", "", "all figures of the last answer"),
     Command("retry", "", "answer the last question again; the old answer stays in /open"),
     Command("edit", "", "change the last question; what followed stays in /open"),

@@ -21,8 +21,8 @@ ENDINGS = {
     "stopped": "stopped here",
     "length": f"cut: raise “{label_of('max_tokens')}” in /settings",
     "context": "cut: the context is full; /new begins afresh",
-    "failed": "broken off by an error",
-    UNFINISHED: "broken off here; /retry answers again",
+    "failed": "stopped by an error",
+    UNFINISHED: "stopped here; /retry answers again",
 }
 
 

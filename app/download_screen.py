@@ -47,7 +47,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
             yield ProgressBar(total=1.0, show_eta=False, id="fetching")
 
     def on_mount(self) -> None:
-        self.say("asking the hub ...")
+        self.say("asking Hugging Face ...")
         self.query_one("#fetching").display = False
         self.query_one(OptionList).focus()
         self.set_interval(_LOOK, self._look)
@@ -86,7 +86,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
             if self._download is None:
                 self.say("")
         elif self._everything:
-            self.say("The hub says nothing of it.")
+            self.say("Hugging Face says nothing about it.")
         else:
             self.dismiss(self._config)
 
@@ -125,4 +125,4 @@ class DownloadScreen(Dialog[PairConfig | None]):
         else:
             download.stop()
             self.query_one("#fetching").display = False
-            self.say("Stopped. Files that came whole stay; Enter goes on with the others.")
+            self.say("Stopped. Finished files stay; Enter resumes.")

@@ -31,7 +31,7 @@ MEANINGS = {
     "draft costs time, never a word",
     "accepted by position": "how often the 1st, 2nd, ... drafted token in a row was accepted",
     "first token after": "from Enter to the first token",
-    "of these known already": "still in memory from earlier turns, and not computed again",
+    "reused from earlier turns": "still in memory, so they were not computed again",
     "context in use": "what the model can see at once; /new begins afresh",
 }
 
@@ -187,7 +187,7 @@ def statistics_rows(figures: Figures) -> list[tuple[str, str]]:
         ("accepted by position", _positions(figures)),
         ("first token after", f"{figures['time_to_first_token']:.3f} s"),
         ("tokens of the prompt", str(figures["prompt_tokens"])),
-        ("of these known already", str(figures["reused_tokens"])),
+        ("reused from earlier turns", str(figures["reused_tokens"])),
         ("reading the prompt", f"{figures['prefill_seconds']:.3f} s"),
         ("writing the answer", f"{figures['decode_seconds']:.3f} s"),
         ("context in use", f"{_context(figures)} of {figures['context_length']} tokens"),

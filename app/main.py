@@ -99,7 +99,7 @@ def _talk(
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if not stream.isatty():
             raise DFlashError(
-                f"standard {name} is no terminal, so the chat has nowhere to be",
+                f"standard {name} is not a terminal, which the chat needs",
                 "give a question with --prompt, or leave the redirection out",
             )
     from dflash_chat.backend import Backend
@@ -117,7 +117,7 @@ def _talk(
     with caught_stderr(read):
         app.run()
     if app.return_code:  # Textual has written its traceback, which goes into the log
-        raise RuntimeError("the chat broke off\n" + "".join(output))
+        raise RuntimeError("the chat stopped\n" + "".join(output))
     for problem in filter(None, (app.left, backend.problem)):
         cli.say(f"{PROGRAM}: {problem}")
     cli.end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)

@@ -51,7 +51,7 @@ def _file(match: re.Match[str], line: str) -> Path | None:
         return None
     raise DFlashError(
         f"there is no file {name[:80]}",
-        "check the name, or put a space behind the @ to send it as it is",
+        "check the name, or put a space after the @ to send it as it is",
     )
 
 
@@ -60,7 +60,7 @@ def _text(file: Path, room: int) -> str:
     try:
         if file.is_dir():
             raise DFlashError(
-                f"{file} is a folder", "name a file in it, or put a space behind the @"
+                f"{file} is a folder", "name a file in it, or put a space after the @"
             )
         if not file.is_file():  # a FIFO or a device: reading one may never end
             raise DFlashError(f"{file} is not a regular file", "save what it gives to a file")

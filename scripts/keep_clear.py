@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> None:
             rows.setdefault(text_of(row), row)
     kept = [row for row in rows.values() if near.isdisjoint(marks(row))]
     if not kept:
-        raise DFlashError("every prompt comes too near to the evaluation", "give other prompts")
+        raise DFlashError("every prompt overlaps the evaluation", "give other prompts")
     write_report(arguments.out, "".join(json.dumps(row) + "\n" for row in kept))
-    print(f"{len(kept)} prompts; {len(rows) - len(kept)} dropped for the evaluation's sake")
+    print(f"{len(kept)} prompts; {len(rows) - len(kept)} dropped (overlaps the evaluation prompts)")
 
 
 def text_of(row: Row) -> str:

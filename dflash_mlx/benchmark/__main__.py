@@ -129,12 +129,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--limit", type=int, help="use the first N prompts of each category")
     result.add_argument(
-        "--json", type=Path, help="keep the report here; after Ctrl+C it has what was finished"
+        "--json", type=Path, help="keep the report here; after Ctrl+C it has what is finished"
     )
     result.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what the report of --json lacks; it must have the same settings",
+        help="resume the report of --json; it must have the same settings",
     )
     settings = (PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
     cli.add_options(result, *settings, without=["method"])

@@ -182,7 +182,7 @@ def result_of(plain: Lane, drafted: Lane, difference: Difference | None) -> Race
     if difference.margin is None:
         why = "one answer ends there"
     elif difference.is_near_tie:
-        why = f"where two tokens are all but tied (logits {difference.margin:.1e} apart)"
+        why = f"where two tokens are nearly tied (logits {difference.margin:.1e} apart)"
     else:
         why = f"with logits {difference.margin:.2f} apart, which is no tie: please report it"
     return RaceResult(f"The same up to token {difference.position}, {why}. {speed}.", False)

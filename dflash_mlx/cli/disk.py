@@ -39,7 +39,7 @@ def models(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--download",
         action="store_true",
-        help="fetch it with its draft model; Ctrl+C stops, and the same command goes on",
+        help="fetch it with its draft model; after Ctrl+C the same command resumes",
     )
     arguments = parser.parse_args(argv)
     if arguments.name is None:
@@ -76,17 +76,17 @@ def clean(argv: Sequence[str]) -> None:
         return
     busy = [each for each in found if being_written(each)]
     for name in sorted({each.name for each in busy}):
-        print(f"{name} is being downloaded, or was until a moment ago, so it stays.")
+        print(f"{name} is being downloaded, or was a moment ago, so it stays.")
     if not (found := [each for each in found if each not in busy]):
         return
     _print(_lines(found))
     freed = amount(sum(each.size for each in found))
     if not arguments.yes:
-        print(f"Nothing was removed. With --yes these go, and {freed} become free.")
+        print(f"Nothing was removed. Add --yes to delete them ({freed}).")
     else:
         for each in found:
             remove_entry(each)
-        print(f"Removed; {freed} are free.")
+        print(f"Removed {freed}.")
 
 
 def download(config: PairConfig) -> None:
@@ -119,7 +119,7 @@ def _everything(here: Path) -> Iterator[str]:
     kept, there = cache_entries(here), available_memory()
     yield from _lines(kept)
     yield ""
-    yield f"to download; sizes go by the names, with 4 bits a weight; {amount(there)} of memory:"
+    yield f"to download (sizes computed for 4 bits a weight; {amount(there)} of memory available):"
     for model in available_models(here):
         if not model.here:
             needs = memory_needed(model.needs, there, "about ")
@@ -127,7 +127,7 @@ def _everything(here: Path) -> Iterator[str]:
             mark = "" if model.verified else "  not verified"
             yield f"  {model.name:<36}  {about}{mark}".rstrip()
     yield "not verified: there is a draft model, but this program was never tried with its files."
-    yield "dflash-chat models NAME says it exactly and lists quantisations; --download fetches it."
+    yield "dflash-chat models NAME shows details and quantisations; --download fetches it."
 
 
 def _lines(kept: Sequence[CacheEntry]) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _short(path: Path) -> str:
 
 def _offered(config: PairConfig) -> Iterator[str]:
     there = available_memory()
-    yield f"{amount(there)} of memory are there"
+    yield f"{amount(there)} of memory available"
     if config.model is not None and (pair := registered(config.model)) is not None:
         mark = "" if pair.verified else ", not verified"
         yield f"draft model {pair.drafter}{mark}" + f"; others: {pair.more}" * bool(pair.more)

@@ -103,20 +103,20 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--mac",
         action="store_true",
-        help="run every kernel on this Mac, race them, and write a report (about four minutes; a "
-        "second start goes on where one ended)",
+        help="run every kernel on this Mac, compare their speed, and write a report (about four "
+        "minutes; the same command resumes)",
     )
     result.add_argument(
         "--report",
         type=Path,
         default=Path(mac.NAME),
         metavar="FILE",
-        help=f"of --mac, with .md and .json behind it (default: {mac.NAME})",
+        help=f"with --mac: the files' name, without .md and .json (default: {mac.NAME})",
     )
     result.add_argument(
-        "--rehearse", action="store_true", help="of --mac: in the emulator, without times"
+        "--rehearse", action="store_true", help="with --mac: in the emulator, without times"
     )
-    result.add_argument("--seed", type=int, default=0, help="another one gives other shapes")
+    result.add_argument("--seed", type=int, default=0, help="of the random shapes (default: 0)")
     return result
 
 
@@ -165,7 +165,7 @@ def _calibrations(folder: Path) -> list[str]:
         except (OSError, ValueError, KeyError, TypeError):
             told = "unreadable, will be measured again"
         lines.append(f"  {model_of(file)}  {day}  {told}")
-    return lines or ["  none yet: the chat and the server measure it while nothing is asked"]
+    return lines or ["  none yet: the chat and the server measure it while idle"]
 
 
 def _stored_choices(folder: Path) -> list[str]:
@@ -177,7 +177,7 @@ def _stored_choices(folder: Path) -> list[str]:
             lines.append(f"    {taken:<7} {choice.reason}  ({case})")
     for case, verdict in trial_verdicts(folder).items():
         lines.append(f"  {'safe' if verdict.safe else 'unsafe':<7} {verdict.reason}  ({case})")
-    return lines or ["  none: the first answer of a model on Metal makes them"]
+    return lines or ["  none: made when a model first answers on Metal"]
 
 
 def no_emulator() -> str:

@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", help="the text to answer, - reads standard input")
     source.add_argument("--messages", type=Path, help="a JSON file with the conversation so far")
     result.add_argument("--system", help="system prompt")
-    result.add_argument("--raw", action="store_true", help="use no chat template")
+    result.add_argument(
+        "--raw", action="store_true", help="send the text as it is, without a chat template"
+    )
     result.add_argument("--json", action="store_true", help="print one JSON object at the end")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
     return result

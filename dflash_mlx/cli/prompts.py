@@ -48,7 +48,7 @@ def read_prompts(source: Path) -> list[Row]:
     except OSError as error:
         raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
     except ValueError as error:
-        raise DFlashError(f"{file} is no text in UTF-8 ({error})", shape) from None
+        raise DFlashError(f"{file} is not text in UTF-8 ({error})", shape) from None
     rows = []
     for where, given in _parsed(text, file, shape).items():
         row = _adapted(Path(file).stem, given, where)
@@ -87,7 +87,7 @@ def _parsed(text: str, file: str, shape: str) -> dict[str, Any]:
         try:
             listed = parse_json(text)
         except ValueError as error:
-            raise DFlashError(f"{file} is no list in JSON ({error})", shape) from None
+            raise DFlashError(f"{file} is not a list in JSON ({error})", shape) from None
         return {f"entry {i} of {file}": row for i, row in enumerate(listed, start=1)}
     found: dict[str, Any] = {}
     for i, line in enumerate(text.split("\n"), start=1):
@@ -95,7 +95,7 @@ def _parsed(text: str, file: str, shape: str) -> dict[str, Any]:
         try:
             found |= {where: parse_json(line)} if line.strip() else {}
         except ValueError as error:
-            raise DFlashError(f"{where} is no JSON ({error})", shape) from None
+            raise DFlashError(f"{where} is not JSON ({error})", shape) from None
     return found
 
 

@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
         "--pair", metavar="DRAFTER", help="convert this drafter too; DST holds both, for --model"
     )
     result.add_argument(
-        "--second-drafter", metavar="DRAFTER", help="with --pair: and d2sd's variable-prefix one"
+        "--second-drafter",
+        metavar="DRAFTER",
+        help="with --pair: d2sd's variable-prefix drafter, too",
     )
     result.add_argument(
         "--check",

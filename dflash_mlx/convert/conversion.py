@@ -45,7 +45,7 @@ class ConvertConfig:
 
     bits: int | None = option(
         None,
-        "quantise the matrices to so many bits, a drafter's to 4 or 8",
+        "quantise the matrices to this many bits, a drafter's to 4 or 8",
         type=int,
         choices=(2, 3, 4, 5, 6, 8),
     )
@@ -64,18 +64,20 @@ class ConvertConfig:
         choices=("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"),
     )
     dtype: str | None = option(
-        None, "of what is not quantised (default: as the checkpoint says)", choices=DTYPES
+        None, "data type of the other weights (default: as the checkpoint says)", choices=DTYPES
     )
     dequantize: bool = option(
-        False, "undo a target's quantisation, before another one if asked for", action="store_true"
+        False,
+        "undo a target's quantisation; with --bits, then quantise it again",
+        action="store_true",
     )
     mtp: bool = option(
         False,
-        "of a target take the head for multi-token prediction alone, to give it with --drafter",
+        "extract only a target's head for multi-token prediction, for use with --drafter",
         action="store_true",
     )
     drafter_bits: int | None = option(
-        None, "with --pair: quantise the drafters so", type=int, choices=(4, 8)
+        None, "with --pair: quantise the drafters to 4 or 8 bits", type=int, choices=(4, 8)
     )
 
     def __post_init__(self) -> None:
@@ -116,7 +118,7 @@ class Conversion:
             step = "choose other bits, another group size, mode or recipe"
             if isinstance(error, RuntimeError):  # MLX's own, of files that it cannot read or write
                 step = "check the disks of SRC and DST, then convert again"
-            what = f"{self.facts.name} cannot be converted so ({in_one_line(error)})"
+            what = f"{self.facts.name} cannot be converted like this ({in_one_line(error)})"
             raise DFlashError(what, f"{step}; nothing was left behind") from None
 
 

@@ -42,53 +42,52 @@ class PairConfig:
     )
     drafter: str | None = option(
         None,
-        "drafter: a Hugging Face id or a local folder, or none (default: the one that is known for "
-        "the model; without one, --method auto looks up n-grams)",
+        "draft model: a Hugging Face id or a local folder, or none (default: the one that is known "
+        "for the model; without one, drafts come from prompt lookup)",
     )
     second_drafter: str | None = option(
         None,
-        "d2sd's variable-prefix drafter, likewise; none lets the first one continue its own drafts "
-        "(default: the one that fits the model)",
+        "d2sd's variable-prefix draft model, named likewise; with none, the first one continues "
+        "its own drafts (default: the one that fits the model)",
     )
     kernels: str = option(
         "auto",
-        "Metal kernels of the loaded models: auto uses each where it agrees with MLX and is faster "
-        "on this machine, which is tried once; on wherever one can run; without Metal, none can",
+        "Metal kernels: auto uses each one that agrees with MLX and is faster on this machine, "
+        "which it tries once; on uses every one that can run. They need Metal",
         choices=("auto", "off", "on"),
     )
     drafter_bits: int | None = option(
         None,
-        "quantise the drafters' weights to 4 or 8 bits when they are loaded: less memory, a few "
-        "more wrong guesses, the same answers",
+        "quantise the draft models to 4 or 8 bits when they are loaded: less memory, slightly "
+        "worse drafts, the same answers",
         type=int,
         choices=BITS,
     )
     kv_bits: int | None = option(
         None,
-        "keep the keys and values of target and drafters in 4 or 8 bits: less memory for long "
-        "conversations; the target computes with rounded numbers then, so answers change, with and "
-        "without drafts alike",
+        "keep keys and values in 4 or 8 bits: less memory for long conversations. Answers change, "
+        "because the model then computes with rounded numbers, with and without drafts alike",
         type=int,
         choices=BITS,
     )
     draft_window: int | None = option(
         None,
-        "how many tokens back the drafters see, the current one included: bounds the memory of "
-        "their context; the same answers (default: as they were trained)",
+        "how many tokens back the draft models see, the current one included: limits the memory "
+        "of their context; the same answers (default: as they were trained)",
         least=2,
         type=int,
     )
     draft_vocabulary: int | None = option(
         None,
-        "draft only from so many of the likeliest tokens and those of the conversation, which is "
+        "draft only from this many frequent tokens and those of the conversation, which is "
         "faster; the same answers (default: a quarter of the model's, or 8192)",
         least=1,
         type=int,
     )
     template: tuple[str, ...] = option(
         (),
-        "KEY=VALUE for the model's chat template, the value as JSON: enable_thinking=false; may be "
-        "given several times",
+        "an argument of the model's chat template, the value as JSON, as in enable_thinking=false; "
+        "may be repeated",
         metavar="KEY=VALUE",
     )
 
@@ -123,15 +122,15 @@ class PrefixConfig:
 
     prefix_gb: float | None = option(
         None,
-        "gigabytes of memory for what the model has read of earlier conversations, so that they go "
-        "on without being read again (default: a sixteenth of the memory)",
+        "gigabytes of memory for earlier conversations as the model has read them, so that they "
+        "continue without being read again (default: a sixteenth of the memory)",
         least=0,
         type=float,
     )
     prefix_disk_gb: float = option(
         4.0,
-        "gigabytes of disk for the same, so that conversations go on after a restart, too; holds "
-        "what was said, for you alone to read; 0 keeps nothing there",
+        "gigabytes of disk for the same, after a restart; these files contain your conversations, "
+        "and only you can read them; 0 keeps nothing there",
         least=0,
     )
 
@@ -152,27 +151,27 @@ class SamplingConfig:
     )
     top_p: float = option(
         1.0,
-        "keep the smallest set with this probability mass",
+        "choose from the likeliest tokens that together have this probability",
         label="Likeliest tokens, by probability (top-p)",
         least=ABOVE_0,
         most=1,
     )
     top_k: int = option(
         0,
-        "keep the k most likely tokens, 0 keeps all",
+        "choose from this many of the likeliest tokens; 0 is all of them",
         label="Likeliest tokens, by number (top-k)",
         least=0,
     )
     min_p: float = option(
         0.0,
-        "drop tokens below this share of the likeliest one",
+        "leave out tokens below this share of the likeliest one's probability",
         label="Least share of the likeliest (min-p)",
         least=0,
         most=1,
     )
     repetition_penalty: float = option(
         1.0,
-        "divide logits of recent tokens, 1 is off",
+        "make recent tokens less likely; 1 is off",
         label="Penalty for repeating",
         least=ABOVE_0,
     )
@@ -209,13 +208,13 @@ class StructureConfig:
         type=file_text,
         metavar="FILE",
     )
-    json_object: bool = option(False, "every answer is a JSON object, likewise")
+    json_object: bool = option(False, "every answer is a JSON object; needs llguidance")
     regex: str | None = option(
-        None, "a regular expression that every answer matches from begin to end, likewise"
+        None, "a regular expression that the whole of every answer matches; needs llguidance"
     )
     grammar: str | None = option(
         None,
-        "a file with a grammar in Lark's form that every answer follows, likewise",
+        "a file with a grammar in Lark's syntax that every answer follows; needs llguidance",
         type=file_text,
         metavar="FILE",
     )
@@ -232,7 +231,7 @@ class StructureConfig:
             try:
                 schema = parse_json(self.json_schema)
             except ValueError as error:
-                what = f"json_schema is no JSON text ({error})"
+                what = f"json_schema is not JSON ({error})"
                 raise DFlashError(what, "correct it", "json_schema") from None
             is_object = isinstance(schema, dict)
             require(is_object, "json_schema", self.json_schema[:40], "a JSON object")
@@ -249,21 +248,21 @@ class DecodeConfig:
 
     method: str = option(
         AUTO,
-        "how tokens are drafted: none is plain decoding, auto what the pair is best used with",
+        "how tokens are drafted: none is plain decoding, auto picks the best for the pair",
         label="Method",
     )
     block_size: int | None = option(
         None,
-        "tokens per draft block, the anchor included; a method that drafts chains then verifies "
-        "all of them (default: the drafter's, and as many are verified as pay)",
+        "tokens per draft block, the anchor included; methods that draft chains then always check "
+        "the whole block (default: the draft model's, checked as far as that is faster)",
         type=int,
         label="Tokens in a draft block",
         least=2,
     )
     budget: int | None = option(
         None,
-        "of trees: tokens that a pass verifies, the anchor included, or auto: as many as pay on "
-        "this machine, and no draft where none pays (default: auto)",
+        "for trees: tokens checked in one pass, the anchor included; auto chooses automatically, "
+        "and drafts nothing where that is faster (default: auto)",
         type=number_or_auto,
         label="Tokens checked in one pass",
         least=2,
@@ -271,30 +270,30 @@ class DecodeConfig:
     )
     lookup: bool = option(
         True,
-        "let what followed the last words before join the drafts, where their size is not given",
+        "also guess by repeating earlier text, unless the size of drafts is given",
         action=argparse.BooleanOptionalAction,
         label="Look up what was said before",
     )
     recalibrate: bool = option(
         False,
-        "time this machine again, to see what pays",
+        "measure this machine again, instead of using earlier measurements",
         label="Time this machine again",
     )
     acceptance: str = option(
         "auto",
-        "of chains, with a temperature above 0: match keeps a draft that equals what "
-        "the target draws, and one seed gives one answer with and without drafting; reject draws "
-        "the drafts too and keeps each with probability min(1, p/q), which follows the same law "
-        "and accepts more, but gives other answers for a seed, and one answer for it only with "
-        "--block-size; auto rejects where no seed is given and no tree is drafted",
+        "for chains, with a temperature above 0: match keeps a draft that equals the token that "
+        "the target draws, so a seed gives the same answer with and without drafts; reject draws "
+        "drafts and keeps each with probability min(1, p/q): the same distribution and more "
+        "accepted drafts, but another answer for a seed, and a fixed one only with --block-size; "
+        "auto is reject if no seed is given and no tree is drafted, else match",
         choices=("auto", "match", "reject"),
         label="Acceptance",
     )
     exact: bool = option(
         False,
-        "decide near-ties as plain decoding does, so that greedy answers are its answers token by "
-        "token; takes memory for a second cache, time for every near-tie, and computes a whole "
-        "conversation anew for every answer",
+        "decide near-ties as plain decoding does, so that greedy answers are the same token by "
+        "token; needs memory for a second cache and time for every near-tie, and reads the whole "
+        "conversation again for every answer",
         label="Near-ties as in plain decoding",
     )
     max_tokens: int = option(
@@ -305,12 +304,12 @@ class DecodeConfig:
     )
     stop: tuple[str, ...] = option(
         (),
-        "stop before this text appears; may be given several times",
+        "stop before this text appears; may be repeated",
         label="Texts that end the answer",
     )
     prefill_step: int = option(
         512,
-        "prompt tokens per target pass",
+        "prompt tokens per pass of the model",
         label="Tokens of the prompt in one pass",
         least=1,
     )

@@ -128,7 +128,7 @@ def file_text(name: str) -> str:
         reason = error.strerror or str(error)
         raise argparse.ArgumentTypeError(f"{name} cannot be read ({reason})") from None
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{name} is no text in UTF-8 ({error})") from None
+        raise argparse.ArgumentTypeError(f"{name} is not text in UTF-8 ({error})") from None
 
 
 def require(condition: bool, name: str, value: Any, allowed: str) -> None:

@@ -78,7 +78,7 @@ class Reason:
             return f"As many drafted tokens are checked as pay; {more}."
         if self.drafted:
             return "Nothing that was drafted was likely enough to be worth checking."
-        return "Nothing was drafted, because that does not pay at the moment."
+        return "Nothing was drafted, because plain decoding is faster at the moment."
 
 
 class Drafter(Protocol):

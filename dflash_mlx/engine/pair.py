@@ -85,7 +85,7 @@ class Pair:
     @property
     def fallback(self) -> str:
         """What `auto` does for want of a drafter, "" where there is one."""
-        return f"{self.undrafted}, so drafts are n-gram lookups" if self.undrafted else ""
+        return f"{self.undrafted}, so drafts come from prompt lookup" if self.undrafted else ""
 
     @cached_property
     def capabilities(self) -> Capabilities:

@@ -221,7 +221,7 @@ class PrefixFiles:
             file.unlink()
 
     def _refuse(self, why: str) -> None:
-        self.problem = self.problem or f"{why}, so conversations are read anew after a restart"
+        self.problem = self.problem or f"{why}, so conversations are read again after a restart"
 
 
 def _keys_of(file: Path, versions: str) -> Keys:

@@ -98,7 +98,7 @@ def check_memory(config: PairConfig, machines: int = 1) -> None:
     names = find_names(config)
     needs, there = needed_by(names, machines), available_memory()
     if needs > there:
-        has = f"needs about {amount(needs)} of memory, and {amount(there)} are there"
+        has = f"needs about {amount(needs)} of memory, and {amount(there)} are available"
         step = "choose a smaller or a quantised model, or close other programs"
         raise DFlashError(f"{names.shown} {has}", step)
 

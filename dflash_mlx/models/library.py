@@ -53,12 +53,12 @@ TO_DOWNLOAD = "to download"
 KINDS = {
     "model": "models to talk to",
     "drafter": "draft models",
-    "unfinished": "downloads that were broken off",
+    "unfinished": "unfinished downloads",
     "converted": "pairs that dflash_mlx.convert has written, in this folder",
     "folder": "other model folders, in this folder; yours, so never removed from here",
-    "calibration": "times of a model's passes on this machine, measured again when needed",
-    "kernels": "which kernels a model uses on this machine, found out again when needed",
-    "prefixes": "what models have read of conversations, read again when needed",
+    "calibration": "how long a model's passes take on this machine, measured again when needed",
+    "kernels": "which kernels are faster on this machine, measured again when needed",
+    "prefixes": "conversations as models have read them, read again when needed",
     "features": "hidden states for training draft models, computed again when needed",
     "emulator": "compiled kernels of the emulator, compiled again when needed",
 }
@@ -274,7 +274,7 @@ def find_entries(names: list[str], kept: list[CacheEntry]) -> list[CacheEntry]:
         if not some and not kinds:
             kinds_named = ", ".join(kind for kind in KINDS if kind != YOURS)
             raise DFlashError(
-                f"nothing here goes by the name {name[:200]!r}",
+                f"nothing is called {name[:200]!r}",
                 f"take one from the list of dflash-chat models, or a kind: {kinds_named}",
             )
         found |= {each.path: each for each in some}
@@ -301,7 +301,7 @@ def remove_entry(kept: CacheEntry) -> None:
     if kept.kind == YOURS:
         raise DFlashError(f"{kept.path} is a folder of your own", "remove it yourself")
     if being_written(kept):
-        what = f"{kept.name} is being downloaded, or was until a moment ago"
+        what = f"{kept.name} is being downloaded, or was a moment ago"
         raise DFlashError(what, "wait until that has ended, then try again in a minute")
     try:
         if kept.repository:

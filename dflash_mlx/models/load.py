@@ -313,7 +313,7 @@ def check_named(config: PairConfig) -> Report:
     found.add(report.findings)
     left_out = list(choice.notes)
     if choice.missing and names.drafter is not None:
-        left_out.append(f"{choice.missing}, so drafts are n-gram lookups")
+        left_out.append(f"{choice.missing}, so drafts come from prompt lookup")
     found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
     found.add(_on_drafters(names, [drafter.name for drafter in report.drafters]))
     if not report.errors and target.source is not None and target.source.folder is not None:
@@ -346,7 +346,7 @@ def lines(report: Report) -> Iterator[str]:
     for drafter in report.drafters:
         yield f"  drafter  {_in_words(drafter)}"
     if not report.drafters:
-        yield "  drafter  none, so drafts are looked up in the text"
+        yield "  drafter  none, so drafts come from prompt lookup"
     if report.target.weights.tensors:
         how = " as float32 on this processor" if on_cpu() else ""
         yield f"  memory   about {amount(report.memory(on_cpu()))}{how}"

@@ -133,7 +133,7 @@ class Source:
             if not isinstance(found, dict):
                 raise ValueError(f"it is a JSON {type(found).__name__}, not an object")
         except (OSError, ValueError, RecursionError) as error:
-            what = f"{self.place(file)} is no readable {file} ({error})"
+            what = f"{self.place(file)} cannot be read ({error})"
             raise DFlashError(what, next_step) from None
         return found
 
@@ -207,15 +207,14 @@ class Source:
         step = how_to_name(self.option)
         if isinstance(error, GatedRepoError):  # which the next one includes
             what = f"{self.name} is open only to those who have accepted its licence"
-            step = f"accept its licence on the hub and log in with hf auth login, or {step}"
+            step = f"accept its licence on Hugging Face and log in with hf auth login, or {step}"
         elif isinstance(error, RepositoryNotFoundError):
             what = f"{self.name!r} is neither a folder nor a public model"
         elif isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError):
-            what = f"the hub refuses {self.name} ({reason})"
+            what = f"Hugging Face refuses {self.name} ({reason})"
             step = f"check the name and your access, or {step}"
         else:
-            what = f"{self.name} is no local folder and could not be downloaded, since the hub "
-            what += f"cannot be reached ({reason})"
+            what = f"{self.name} was not found here, and Hugging Face cannot be reached ({reason})"
             step = f"check the network connection and the name, or {step}"
         return DFlashError(what, step)
 

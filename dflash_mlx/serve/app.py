@@ -125,7 +125,7 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
         return ApiError(400, f"{field} is nothing that this server knows; leave it out", field)
     if not field:
         why = problem.get("ctx", {}).get("error", problem["msg"])
-        return ApiError(400, f"the request is no JSON object ({str(why)[:200]})")
+        return ApiError(400, f"the request is not a JSON object ({str(why)[:200]})")
     said = str(problem["msg"])[:300]
     told = long or problem["type"] == "missing"
     given = "" if told else f", not {reprlib.repr(problem['input'])}"

@@ -21,48 +21,47 @@ class ServeConfig:
     host: str = option(
         "127.0.0.1", "address to listen on; one that other machines reach needs a --key"
     )
-    port: int = option(8080, "port to listen on, 0 for any that is free", least=0, most=65535)
+    port: int = option(8080, "port to listen on, 0 for any free one", least=0, most=65535)
     key: str | None = option(
         None,
-        "key that every request has to bring, as Authorization: Bearer or x-api-key (default: the "
-        "environment variable DFLASH_KEY, if it is set, so that no list of processes shows it)",
+        "key that every request has to send, as Authorization: Bearer or x-api-key (default: the "
+        "environment variable DFLASH_KEY, which no list of processes shows)",
     )
     name: tuple[str, ...] = option(
         (),
-        "further name by which clients may ask for the model; may be given several times",
+        "another name by which clients may ask for the model; may be repeated",
         action="append",
     )
     allow_host: tuple[str, ...] = option(
         (),
         "name by which clients may call this machine, besides localhost and addresses; may be "
-        "given several times",
+        "repeated",
         action="append",
     )
     allow_origin: tuple[str, ...] = option(
         (),
-        "origin of web pages that may use the server, as https://chat.example; may be given "
-        "several times",
+        "origin of web pages that may use the server, as https://chat.example; may be repeated",
         action="append",
     )
     parallel: int = option(8, "answers that are decoded together; further ones wait", least=1)
-    queue: int = option(64, "answers that may wait; beyond that clients are told to", least=0)
+    queue: int = option(64, "answers that may wait; later clients are told to come back", least=0)
     memory_gb: float | None = option(
         None,
         "gigabytes for the caches of all answers (default: half of what the model leaves free)",
         least=ABOVE_0,
         type=float,
     )
-    body_mb: float = option(16.0, "megabytes that a request may have", least=ABOVE_0)
-    messages: int = option(4096, "messages that a conversation may have", least=1)
-    connections: int = option(512, "connections that may be open", least=1)
+    body_mb: float = option(16.0, "largest request, in megabytes", least=ABOVE_0)
+    messages: int = option(4096, "most messages of a conversation", least=1)
+    connections: int = option(512, "most open connections", least=1)
     idle: float = option(
         60.0,
-        "seconds that a client may take to send its request, to go on reading its answer, or to "
-        "ask again on an open connection",
+        "seconds that a client may take to send its request, to read on, or to ask again on an "
+        "open connection",
         least=ABOVE_0,
     )
     grace: float = option(
-        30.0, "seconds that answers may go on after Ctrl+C or a signal to end", least=0
+        30.0, "seconds that running answers may take to finish after Ctrl+C or SIGTERM", least=0
     )
     # Whether it ends with its standard input, which a view holds that must not outlive it.
     watched: bool = False

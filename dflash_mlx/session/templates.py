@@ -78,7 +78,7 @@ def read_messages(file: Path) -> list[Message]:
         reason = error.strerror or str(error)
         raise DFlashError(f"{file} cannot be read ({reason})", f"give {_SHAPE}") from None
     except ValueError as error:
-        raise DFlashError(f"{file} is no JSON text ({error})", f"give {_SHAPE}") from None
+        raise DFlashError(f"{file} is not JSON ({error})", f"give {_SHAPE}") from None
     return check_messages(messages, str(file))
 
 

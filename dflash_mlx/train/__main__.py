@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         required=True,
         type=Path,
-        help="folder of the drafter; a run that was stopped goes on",
+        help="folder of the drafter; a run that was stopped resumes",
     )
     result.add_argument(
         "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"

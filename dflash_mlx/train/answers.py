@@ -253,7 +253,7 @@ def read_openings(file: Path) -> tuple[str, ...]:
     except OSError as error:
         raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
     except ValueError as error:
-        raise DFlashError(f"{file} is no JSON text ({error})", shape) from None
+        raise DFlashError(f"{file} is not JSON ({error})", shape) from None
     are_texts = isinstance(openings, list) and all(isinstance(text, str) for text in openings)
     if not (openings and are_texts):
         raise DFlashError(f"{file} holds {reprlib.repr(openings)}", shape)

@@ -209,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
         "decoding, and the mean number of right drafts after a kept prefix of 0, 1, ... tokens.",
     )
     result.add_argument(
-        "--drafter", required=True, action="append", help="may be given several times"
+        "--drafter", required=True, action="append", help="a drafter to compare; may be repeated"
     )
     rows = result.add_mutually_exclusive_group()
     rows.add_argument("--held-out", type=int, default=50, help="as in training (default: 50)")

@@ -113,7 +113,7 @@ class DataConfig(_Checked):
     """Where texts and features are."""
 
     corpus: tuple[Path, ...] = option(
-        (), "corpus file; may be given several times", action="append", type=Path, required=True
+        (), "corpus file; may be repeated", action="append", type=Path, required=True
     )
     cache: Path | None = option(
         None,
@@ -135,7 +135,7 @@ class CorpusConfig(_Checked):
     method: str = option(
         AUTO,
         "how tokens are drafted meanwhile, which changes no answer: none is plain decoding, auto "
-        "what the model and its drafter are best used with",
+        "picks the best for the model and its drafter",
     )
     seed: int = _count(
         0, "decides the order, which answers are greedy, and every draw", 0, 2**32 - 1
@@ -146,7 +146,7 @@ class CorpusConfig(_Checked):
         None, "let the model write N user turns itself and answer those"
     )
     opening: tuple[str, ...] = option(
-        (), "how a user turn begins; may be given several times, taken in turn", action="append"
+        (), "how a user turn begins; may be repeated, they are taken in turn", action="append"
     )
     self_temperature: float = _number(0.9, "of the user turns that the model writes", HOTTEST)
     self_top_p: float = _number(0.95, "of the user turns that the model writes", 1)

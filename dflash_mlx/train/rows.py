@@ -118,7 +118,7 @@ def parse(
         except ValueError as error:
             if i == len(lines):
                 break
-            raise _damaged(f"line {i} of {path} is no JSON ({error})") from None
+            raise _damaged(f"line {i} of {path} is not JSON ({error})") from None
         if i == 1 and isinstance(values, dict) and "format" in values:
             header = _header(path, values)
             vocab_size = header.vocab_size if vocab_size is None else vocab_size

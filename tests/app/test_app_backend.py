@@ -90,7 +90,7 @@ def test_what_does_not_fit_in_memory_with_its_drafters_is_refused(backend, folde
     monkeypatch.setattr(downloads, "available_memory", lambda: target)
     (event,) = backend.load(PairConfig(folders["model"]))
     assert not event.pair.drafters
-    with pytest.raises(DFlashError, match=f", and {amount(target)} are there"):
+    with pytest.raises(DFlashError, match=f", and {amount(target)} are available"):
         next(backend.load(PairConfig(folders["model"], folders["drafter"])))
 
 

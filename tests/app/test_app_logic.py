@@ -188,7 +188,10 @@ def test_paging_back_and_forth_reaches_both_ends_and_never_shows_more():
     ("output", "progress"),
     [
         ("unpacking:  45%|████  | 44.1M/98.4M", Progress("unpacking", 0.45)),
-        ("timing this machine, once: 100%|█| 12/12", Progress("timing this machine, once", 1.0)),
+        (
+            "measuring this machine, once: 100%|█| 12/12",
+            Progress("measuring this machine, once", 1.0),
+        ),
         ("   ━━━╸   45.0/90.0 MB 11.2 MB/s eta", Progress("downloading, 90 MB", 0.5)),
         ("\x1b[32m━━\x1b[0m 9.8/98 MB\r\x1b[K", Progress("downloading, 98 MB", 0.1)),
         ("a: 10%|x\rb: 20%|x", Progress("b", 0.2)),

@@ -61,7 +61,7 @@ async def test_a_follow_up_prefills_its_end_and_up_finds_old_questions(chat, app
     assert 0 < reused < prompt
     await chat.press("f3")
     await chat.pause()
-    assert re.search(rf"of these known already +{reused}\b", chat.text)
+    assert re.search(rf"reused from earlier turns +{reused}\b", chat.text)
     await chat.press("escape")
     app.prompt.text = "dra"
     await chat.press("up")
@@ -202,7 +202,7 @@ async def test_a_model_that_cannot_be_loaded_is_a_sentence_and_another_can_be(
     await chat.answered()
 
 
-UNDRAFTED = "no drafter is known for M, so drafts are n-gram lookups"
+UNDRAFTED = "no drafter is known for M, so drafts come from prompt lookup"
 
 
 def undrafted():

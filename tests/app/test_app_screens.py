@@ -262,8 +262,8 @@ async def test_what_is_printed_while_loading_is_shown_as_progress(chat, app, bac
 @in_chat(lambda: ScriptedBackend(waits="measure"), decode=DecodeConfig())
 async def test_timing_the_machine_shows_how_far_it_is_and_blocks_no_keys(chat, app, backend):
     await chat.until(lambda: app.pair and app.listener.waiting)
-    sys.stderr.write("\rtiming this machine, once:  50%|████      | 6/12")
-    await chat.shows("timing this machine, once")
+    sys.stderr.write("\rmeasuring this machine, once:  50%|████      | 6/12")
+    await chat.shows("measuring this machine, once")
     assert "50%" in chat.text
     await chat.press("h", "i")
     assert app.prompt.text == "hi"

@@ -189,7 +189,7 @@ def test_a_kill_in_the_middle_of_an_answer_keeps_what_was_said_until_then(chat, 
     assert (earlier, question.content) == (before, "second question")
     assert answer.ending == UNFINISHED and answer.content
     with chat("--resume") as terminal:
-        screen = terminal.until(lambda screen: "broken off here" in screen)
+        screen = terminal.until(lambda screen: "stopped here" in screen)
         assert "damaged" not in screen
         terminal.type(CTRL_Q)
         assert terminal.wait() == 0
@@ -290,7 +290,7 @@ def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monk
         terminal.until(lambda screen: "there is no folder" in screen)
         terminal.type("hello" + ENTER)
         assert terminal.wait() == 1
-        assert "the chat broke off" in terminal.text
+        assert "the chat stopped" in terminal.text
         assert "Traceback" not in terminal.text
     (log,) = tmp_path.glob("dflash-chat-*.log")
     assert "ZeroDivisionError" in log.read_text()

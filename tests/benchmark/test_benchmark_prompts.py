@@ -187,10 +187,10 @@ KNOWN = ("messages", *QUESTIONS)
 BAD = {
     "": ["holds no prompts"],
     "[]": ["holds no prompts"],
-    "hello\n": ["line 1 of", "is no JSON"],
-    GOOD + "{\n": ["line 2 of", "is no JSON"],
+    "hello\n": ["line 1 of", "is not JSON"],
+    GOOD + "{\n": ["line 2 of", "is not JSON"],
     GOOD + "\n[]\n": ["line 3 of", "has no category"],
-    "[{]": ["no list in JSON"],
+    "[{]": ["is not a list in JSON"],
     "[1]": ["entry 1 of", "no category"],
     '{"category": null, "prompt": "a"}': ["line 1 of", "has no category"],
     '{"category": "chat"}': ["line 1 of", "has the fields category", *KNOWN],

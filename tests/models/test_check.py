@@ -119,7 +119,7 @@ PANICS = {  # the tokenizers library
         ({"model": {"vocab": 5}}, "names no token"),
         ({"model": {"type": "BPE"}, "added_tokens": 5}, "is 5, not a list"),
         ({"model": PANICS}, "token 'a'"),
-        ([], "no readable"),
+        ([], "cannot be read"),
     ],
 )
 def test_a_drafters_damaged_tokenizer_is_refused_in_a_sentence(model, drafter, tokenizer, value):
@@ -136,7 +136,7 @@ def test_a_tokenizer_that_the_hub_refuses_keeps_the_hubs_sentence(model, drafter
     source.files = there.source.files | {"tokenizer.json": 9}
     monkeypatch.setattr("dflash_mlx.models.source.hf_hub_download", Mock(side_effect=OSError("no")))
     (found,) = check_pair(check_target(model), replace(there, source=source)).errors
-    assert "who/drafter" in found.what and "no readable" not in found.what
+    assert "who/drafter" in found.what and "cannot be read" not in found.what
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def make_pipe(folder: Path) -> None:
 TARGETS: dict[str, tuple[Damage, str]] = {
     "no config": (remove("config.json"), "has no config.json"),
     "a config that is a pipe": (make_pipe, "has no config.json"),
-    "no JSON": (overwrite("config.json", "{"), "is no readable config.json"),
+    "no JSON": (overwrite("config.json", "{"), "config.json cannot be read"),
     "a list": (overwrite("config.json", "[]"), "list, not an object"),
     "no family": (set_to(model_type=None), "model_type"),
     "a family that is a path": (set_to(model_type="../x"), "'../x'"),

@@ -79,7 +79,7 @@ def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hu
     [
         ("owner/none", "'owner/none' is neither a folder nor a public model"),
         ("owner/wide", "owner/wide is open only to those who have accepted its licence"),
-        ("owner/drafter", "owner/drafter is no local folder .* cannot be reached"),
+        ("owner/drafter", "owner/drafter was not found here, and .* cannot be reached"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_one_sentence(model, hub, monkeypatch, option, name, value):

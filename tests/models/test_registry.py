@@ -240,7 +240,7 @@ def test_a_drafter_is_done_without_unless_it_was_asked_for(hub, tmp_path, drafte
         pair = load_pair(PairConfig("Qwen/Qwen3-4B"), *uses)
         assert not pair.drafters
         assert reason in pair.undrafted and DRAFTER in pair.undrafted
-        assert pair.fallback.endswith("so drafts are n-gram lookups")
+        assert pair.fallback.endswith("so drafts come from prompt lookup")
     answer = generate(pair, "hello", DecodeConfig(max_tokens=5))
     assert answer.statistics.method == "ngram"
     with pytest.raises(DFlashError, match=r"z-lab/Qwen3-4B-DFlash-b16.*--drafter"):
@@ -361,8 +361,8 @@ def test_a_pair_folder_is_a_model_with_its_drafters_and_may_be_moved(folder, hub
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "no readable pair.json"),
-        ("[]", "no readable pair.json"),
+        ("{", "pair.json cannot be read"),
+        ("[]", "pair.json cannot be read"),
         ({"version": 2, "made_from": MADE_FROM}, "version 2, supported is 1"),
         ({"version": 1, "made_from": {"target": "x"}}, "made_from"),
         ({"version": 1, "made_from": {**MADE_FROM, "../elsewhere": "x"}}, "made_from"),

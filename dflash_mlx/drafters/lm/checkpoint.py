@@ -72,7 +72,7 @@ class LanguageFiles(FileFormat):
         if config.model_type in _COUNTED and not 0 < theirs <= own:
             yield Finding("error", what, CHOOSE_ANOTHER)
         elif 0 < own < theirs:
-            step = "expect fewer accepted drafts behind that; answers are right all the same"
+            step = "expect fewer accepted drafts after that; answers stay the same"
             yield Finding("note", what, step)
 
     def check_settings(self, config: Any, settings: PairConfig, name: str) -> None:
