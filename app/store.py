@@ -296,7 +296,7 @@ def _entry(file: Path) -> Entry | None:
 def _contents(file: Path) -> bytes:
     """Of a regular file; OSError for anything else, without waiting for who would write into it."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is not a file")
     return file.read_bytes()
 
 

@@ -74,7 +74,7 @@ def what_pays(report: Report, capabilities: Capabilities) -> str:
     figures, plain = methods[best], methods[PLAIN]["tokens_per_second"]
     if best == PLAIN or figures["speedup"] < PAYS:
         return (
-            f"Drafts do not pay on this machine: nothing was more than {PAYS:.2f} times as fast "
+            f"Drafts do not pay on this machine: no method was more than {PAYS:.2f} times as fast "
             f"as plain decoding, which writes {plain:.1f} tokens a second"
         )
     label = find_method(best.partition(":")[0]).called(capabilities)
@@ -184,5 +184,5 @@ def result_of(plain: Lane, drafted: Lane, difference: Difference | None) -> Race
     elif difference.is_near_tie:
         why = f"where two tokens are nearly tied (logits {difference.margin:.1e} apart)"
     else:
-        why = f"with logits {difference.margin:.2f} apart, which is no tie: please report it"
+        why = f"with logits {difference.margin:.2f} apart, which is not a tie: please report it"
     return RaceResult(f"The same up to token {difference.position}, {why}. {speed}.", False)

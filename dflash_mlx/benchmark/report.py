@@ -24,7 +24,7 @@ from dflash_mlx.system.machine import describe_machine, describe_versions
 
 Report = dict[str, Any]
 FINISHED, RUNS = "finished", "runs"
-_ANEW = "leave --resume out to measure anew, or name another file with --json"
+_ANEW = "leave --resume out to measure again, or name another file with --json"
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
 _CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair
 _COLUMNS = {  # what stands below a heading
@@ -96,7 +96,7 @@ def read_report(file: Path) -> Report:
         raise DFlashError(f"{file} cannot be read ({error})", _ANEW) from None
     told = found.get("settings") if isinstance(found, dict) and FINISHED in found else None
     if not isinstance(told, dict) or not isinstance(told.get("sampling"), dict):
-        raise DFlashError(f"{file} is no report of a benchmark that can be resumed", _ANEW)
+        raise DFlashError(f"{file} is not the report of a benchmark that can be resumed", _ANEW)
     return found
 
 

@@ -174,7 +174,7 @@ def _fetch(facts: ModelFacts) -> ModelFacts:
     try:
         source = facts.source.fetch()
     except DFlashError as error:
-        again = "run the same command again, which goes on where this one stopped"
+        again = "run the same command again, which resumes"
         raise DFlashError(error.what, again) from None
     return _check(source, facts.name, facts.format is not None)
 
@@ -227,7 +227,7 @@ def _check_gguf(path: Path) -> None:
         raise DFlashError(problem, "give the folder of the same model with .safetensors files")
     if path.suffix == ".safetensors":
         raise DFlashError(f"{path} is one file of a model", f"give its folder {path.parent}")
-    raise DFlashError(f"{path} is no GGUF file, it begins with {magic!r}", _GIVE)
+    raise DFlashError(f"{path} is not a GGUF file, it begins with {magic!r}", _GIVE)
 
 
 # A folder that is complete or absent, whatever ends its writing
@@ -273,7 +273,7 @@ def staged(destination: Path) -> Iterator[Path]:
                 raise
     except BlockingIOError:
         what = f"{destination} is being written by another conversion"
-        raise DFlashError(what, "wait until that has ended, or choose another DST") from None
+        raise DFlashError(what, "wait until it has finished, or choose another DST") from None
     except OSError as error:
         step = "free some space, or choose another DST; nothing was left behind"
         what = f"{destination} cannot be written ({error.strerror or error})"

@@ -66,7 +66,7 @@ class Reason:
     def __call__(self) -> str:
         rates = ", ".join(f"{name} {rate:.1f}" for name, rate in self.rates)
         more = "A second draft continued the first where it may fail. " if self.continued else ""
-        return f"{self._choice()} {more}Expected of such rounds, in tokens per second: {rates}."
+        return f"{self._choice()} {more}Expected tokens per second: {rates}."
 
     def _choice(self) -> str:
         if self.tried and self.drafted:
@@ -75,7 +75,7 @@ class Reason:
             return "Plain decoding is tried again, because it may pay by now."
         if self.checked:
             more = "one more would cost more time than it is likely to save"
-            return f"As many drafted tokens are checked as pay; {more}."
+            return f"Only as many drafted tokens are checked as save time: {more}."
         if self.drafted:
             return "Nothing that was drafted was likely enough to be worth checking."
         return "Nothing was drafted, because plain decoding is faster at the moment."

@@ -199,7 +199,7 @@ class Grammars:
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         try:
             if not hasattr(inner, "backend_tokenizer"):
-                raise ValueError("it is none of the tokenizers library")
+                raise ValueError("it is not of the tokenizers library")
             ends = [token for token in self._tokenizer.eos_token_ids if token < len(inner)]
             if not ends:
                 raise ValueError("it has no token that ends an answer")
@@ -240,7 +240,7 @@ def _source(structure: StructureConfig) -> str:
 
 
 def _refused(structure: StructureConfig, said: str) -> DFlashError:
-    what = f"{structure.kind} is not {_WORDS[structure.kind]} that llguidance takes"
+    what = f"{structure.kind} is not {_WORDS[structure.kind]} that llguidance supports"
     return DFlashError(f"{what} ({_in_short(said)})", "correct it", structure.kind)
 
 

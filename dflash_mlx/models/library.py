@@ -302,7 +302,7 @@ def remove_entry(kept: CacheEntry) -> None:
         raise DFlashError(f"{kept.path} is a folder of your own", "remove it yourself")
     if being_written(kept):
         what = f"{kept.name} is being downloaded, or was a moment ago"
-        raise DFlashError(what, "wait until that has ended, then try again in a minute")
+        raise DFlashError(what, "wait until it has finished, then try again in a minute")
     try:
         if kept.repository:
             _remove_repository(kept)

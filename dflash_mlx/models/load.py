@@ -237,7 +237,7 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     unknown = Capabilities((None, None), preset=names.preset)
     methods = {settle(use, unknown).method for use in uses}
     if uses and not any(map(family_wanted, methods)):
-        return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
+        return Choice(missing="no drafter was loaded, since the method needs none")
     families = {family_wanted(use.method) for use in uses}
     further = {family: name for family, name in names.others if family in families}
     wanted = set(further)

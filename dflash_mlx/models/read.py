@@ -138,7 +138,7 @@ def _widened(
     if (dtype := _trained_in(module)) is not None:
         widen(dtype)
     if dtype is None or not fits():
-        raise DFlashError(f"{name} computes numbers that are infinite or no numbers", next_step)
+        raise DFlashError(f"{name} computes infinite numbers or NaN", next_step)
     words = str(dtype).removeprefix("mlx.core.")
     return (f"the numbers of {name} exceed float16, so it computes in {words}",)
 
@@ -185,7 +185,7 @@ def likely_tokens(folder: Path, tokenizer: Any, vocabulary: int) -> npt.NDArray[
     except (OSError, ValueError, EOFError, AttributeError, TypeError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", "delete it") from None
     if counted.ndim != 1 or np.any((counted < 0) | (counted >= vocabulary)):
-        raise DFlashError(f"{file} has ids that are no tokens", "delete it")
+        raise DFlashError(f"{file} has ids that are not tokens", "delete it")
     ends = sorted(token for token in tokenizer.eos_token_ids if token < vocabulary)
     order = np.concatenate([ends, counted, np.arange(vocabulary)]).astype(np.int64)
     _, first = np.unique(order, return_index=True)

@@ -77,7 +77,7 @@ class Ranks:
         except Exception as error:
             failed = error
         if self._total(int(failed is not None)) not in (0, self.size):
-            why = in_one_line(failed) if failed else "see what another says"
+            why = in_one_line(failed) if failed else "see the message of another rank"
             raise RanksLost(f"work has failed on some of the ranks ({why})") from failed
         if failed is not None:
             raise failed

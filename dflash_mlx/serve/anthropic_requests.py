@@ -153,7 +153,7 @@ class Counted(Conversation):
             messages += _told(each)
         go_on = isinstance(self.messages[-1], AssistantMessage)
         if go_on and messages[-1].get("tool_calls"):
-            step = "send the result of the call behind it"
+            step = "send the result after its call"
             raise refusal("messages", "end with a call of a tool", step)
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config
         given, own = self.chat_template_kwargs or {}, self._thinking(pair)
@@ -185,7 +185,7 @@ class Counted(Conversation):
             return {}
         if thinking.type == "enabled" and thinking.budget_tokens is not None:
             step = 'send {"type": "adaptive"}, and max_tokens for all of the answer'
-            raise refusal("thinking.budget_tokens", "is a limit that this server cannot keep", step)
+            raise refusal("thinking.budget_tokens", "is not supported by this server", step)
         if thinking.type == "disabled" and not pair.tokenizer.has_thinking:
             return {}
         return {"enable_thinking": thinking.type == "enabled"}

@@ -102,7 +102,7 @@ def _add_errors(api: FastAPI, most: int) -> None:
         if error.status_code == 413:  # Starlette's
             error = guard.too_large(most)
         elif error.status_code == 404 and not isinstance(error, ApiError):
-            what = f"{path[:200]} is no path of this server; docs/serve.md lists them"
+            what = f"{path[:200]} is not a path of this server; docs/serve.md lists them"
             error = ApiError(404, what)
         return response_of(error, path)
 
@@ -122,7 +122,7 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in _place(problem, body))
     field = field.removeprefix(".")[:200]
     if problem["type"] == "extra_forbidden":
-        return ApiError(400, f"{field} is nothing that this server knows; leave it out", field)
+        return ApiError(400, f"{field} is not known to this server; leave it out", field)
     if not field:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"the request is not a JSON object ({str(why)[:200]})")

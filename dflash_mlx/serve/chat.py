@@ -89,7 +89,7 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     if not tokenizer.has_chat_template:
         raise refusal("messages", f"need a chat template, and {name} has none", "use completions")
     if chat.asks and chat.go_on:
-        step = "end with the user's, or leave the form of the answer to the model"
+        step = "end with the user's, or leave the format of the answer to the model"
         raise refusal("messages", "end with the assistant's words", step)
     arguments = {**pair.template, **_arguments(pair, chat)}
     arguments |= {"continue_final_message": True} if chat.go_on else {}
@@ -101,12 +101,12 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
         )
     except TEMPLATE_FAULTS as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        what = f"are not what the model's chat template takes ({said})"
+        what = f"are refused by the model's chat template ({said})"
         raise refusal("messages", what, "let user and assistant take turns") from None
     tokens = _encoded(pair, text, "messages", add_special_tokens=False)
     if chat.asks and opens_thought(tokenizer, tokens):
-        what = f"{name} thinks first, and an answer whose form is given has no room"
-        raise ApiError(400, f"{what} for thoughts; leave the form to the model")
+        what = f"{name} thinks first, and an answer in a given format has no room"
+        raise ApiError(400, f"{what} for thoughts; leave the format to the model")
     return tokens
 
 
@@ -150,12 +150,12 @@ def _arguments(pair: Pair, chat: Chat) -> Json:
     for name, value in chat.arguments.items():
         field = chat.named.get(name, f"chat_template_kwargs.{name[:80]}")
         if not name.isidentifier() or name in RESERVED:
-            raise refusal(field, "is not for a request to say", "leave it out")
+            raise refusal(field, "cannot be set by a request", "leave it out")
         if name in unread:
-            raise refusal(field, "is nothing that the model's chat template reads", "leave it out")
+            raise refusal(field, "is not read by the model's chat template", "leave it out")
         if chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
-            what = "asks for thoughts, and an answer whose form is given has no room for them"
-            raise refusal(field, what, "turn them off, or leave the form to the model")
+            what = "asks for thoughts, and an answer in a given format has no room for them"
+            raise refusal(field, what, "turn them off, or leave the format to the model")
     if chat.tools:
         _check_tools(pair, "tools" not in unread)
     found = {**({} if chat.asks else chat.hints), **chat.arguments}
@@ -168,10 +168,10 @@ def _check_tools(pair: Pair, are_read: bool) -> None:
     """ApiError where the model's template or mlx-lm knows no tools."""
     name = pair.target.name
     if not are_read:
-        what = f"are nothing that the chat template of {name} reads"
+        what = f"are not read by the chat template of {name} reads"
         raise refusal("tools", what, "leave them out, or serve a model that knows tools")
     if not pair.tokenizer.has_tool_calling:
-        what = f"called by {name} come in a form that mlx-lm does not know"
+        what = f"called by {name} come in a format that mlx-lm does not know"
         raise refusal("tools", what, "leave them out, or serve another model")
 
 

@@ -93,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
     except socket.gaierror as error:
-        what = f"host is {host!r}, which is no address of this machine ({error.strerror})"
+        what = f"host is {host!r}, which is not an address of this machine ({error.strerror})"
         raise DFlashError(what, "choose 127.0.0.1, or an address of this machine", "host") from None
     except OSError as error:
         what = f"port is {port}, and {host} does not give it to us ({error.strerror})"

@@ -119,7 +119,7 @@ class BodyTimeMiddleware:
             try:
                 message = await asyncio.wait_for(receive(), end - clock())
             except asyncio.TimeoutError:
-                what = f"the request did not come within {self._seconds:g} s"
+                what = f"the request did not arrive within {self._seconds:g} s"
                 raise ApiError(408, what, headers={"Connection": "close"}) from None
             is_whole = not message.get("more_body", False)
             return message
@@ -205,7 +205,7 @@ class LimitedProtocol(H11Protocol):
         self._stop("head")
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, f"this is no HTTP request ({msg.rstrip('.')})"))
+        self._refuse(ApiError(400, f"this is not an HTTP request ({msg.rstrip('.')})"))
 
     def _wait(self, what: str) -> None:
         if what not in self._timers:

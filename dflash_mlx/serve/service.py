@@ -163,7 +163,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(_GONE, "the client has left")
+        raise ApiError(_GONE, "the client has disconnected")
     finally:
         for each in (task, watch):
             each.cancel()

@@ -50,7 +50,7 @@ def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
             return follows
     field = _asking(chat)
     if (form := pair.recall(("form of calls",), lambda: _learn(pair))) is None:
-        what = f"has to know the form of calls, and those of {pair.target.name} are no plain JSON"
+        what = f"needs to know the format of calls; those of {pair.target.name} are not plain JSON"
         raise refusal(field, what, "leave it out, or serve another model")
     return _checked(field, pair, grammar=grammar_of(form, chat, _tools(chat)))
 
@@ -84,7 +84,7 @@ def _tools(chat: Chat) -> dict[str, Json]:
         _checked(field, schema=schema)
         found[tool["name"]] = schema
     if not found:
-        what = f"names {chat.required!r}, which is none of the tools"
+        what = f"names {chat.required!r}, which is not one of the tools"
         raise refusal("tool_choice", what, "name one of them")
     return found
 

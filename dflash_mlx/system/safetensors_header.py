@@ -83,7 +83,7 @@ def judge(
 
 def _text(file: Path) -> bytes:
     if not file.is_file():
-        raise ValueError("it is no file")
+        raise ValueError("it is not a file")
     try:
         with safe_open(file, framework="numpy"), open(file, "rb") as contents:
             return contents.read(int.from_bytes(contents.read(8), "little"))

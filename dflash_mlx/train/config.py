@@ -37,8 +37,8 @@ class StepConfig(_Checked):
 
     weight_decay: float = option(0.01, "AdamW's decay of the weights", type=float, least=0)
     clip: float = _number(1.0, "largest norm of a gradient")
-    minutes: float | None = _number(None, "train for so long, over all runs together", ENDLESS)
-    steps: int | None = _count(None, "train for so many steps, over all runs together")
+    minutes: float | None = _number(None, "train for this long, over all runs together", ENDLESS)
+    steps: int | None = _count(None, "train for this many steps, over all runs together")
     sequences: int = _count(8, "sequences per step")
     anchors: int = _count(32, "blocks per sequence and step")
     anchor_law: str = option(
@@ -47,14 +47,14 @@ class StepConfig(_Checked):
         choices=("even", "starts"),
     )
     draft_vocabulary: int | None = _count(
-        None, "train on the logits of so many frequent tokens (default: a quarter)"
+        None, "train on the logits of this many frequent tokens (default: a quarter)"
     )
     prefix_base: float = _number(
-        0.8, "variable-prefix: each visible token more is so many times as likely"
+        0.8, "variable-prefix: one more visible token is this many times as likely"
     )
     learning_rate: float = _number(8e-4, "AdamW's peak")
     warmup: int = _count(100, "steps until the peak", 0)
-    held_out: int = _count(50, "keep every so many-th row of a corpus for measuring", 2)
+    held_out: int = _count(50, "keep every Nth row of a corpus for measuring", 2)
     seed: int = _count(0, "decides first weights, anchors, prefixes and order", 0)
 
 
@@ -81,9 +81,7 @@ class TrainConfig(StepConfig):
     soft: float = _share(0.5, "how much of every label is the target's own distribution")
     tau: float = _number(4.0, "decay loss: positions until the weight is 1/e")
     alpha: float = _number(0.5, "dpace loss: smoothing of the confidences", 1)
-    least_prefix: int = _count(
-        0, "variable-prefix: tokens behind the anchor that are visible at least", 0
-    )
+    least_prefix: int = _count(0, "variable-prefix: fewest visible tokens after the anchor", 0)
     reveal_share: float = _share(
         0.25, "specdiff: share of the blocks that show some of their tokens"
     )

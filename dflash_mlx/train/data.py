@@ -44,7 +44,7 @@ _VERSION = 3  # of the files
 _ROWS = 64  # logits ranked at once
 _BYTES = 2  # of a bfloat16
 _CHUNK = 512  # tokens per target pass
-_BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
+_BUILD_AGAIN = "delete that folder and start again; the features will be computed again"
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
 
 def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
     if not isinstance(values, dict):
-        raise _damaged(f"line {i} of {path} is no row")
+        raise _damaged(f"line {i} of {path} is not a row")
     row = _checked(CorpusRow, path, i, {"id": f"line-{i}", **values})
     if vocab_size is not None and (largest := max(row.prompt + row.answer)) >= vocab_size:
         raise DFlashError(

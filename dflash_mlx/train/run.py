@@ -122,7 +122,7 @@ def read_history(file: Path, step: int) -> list[Record]:
     except (ValueError, TypeError) as error:
         raise DFlashError(
             f"{file} cannot be read ({error})",
-            "put it right, or go on in another folder with --init",
+            "correct it, or continue in another folder with --init",
         ) from None
     return [record for record in records if record.step <= step]
 

@@ -160,7 +160,7 @@ def talks(tmp_path):
 
 def test_what_is_no_file_is_no_conversation(talks):
     assert [entry.title for entry in talks.entries()] == ["one"]
-    with pytest.raises(DFlashError, match=r"pipe.jsonl cannot be read \(it is no file\)"):
+    with pytest.raises(DFlashError, match=r"pipe.jsonl cannot be read \(it is not a file\)"):
         talks.open(talks.folder / "pipe.jsonl")
 
 

@@ -138,7 +138,7 @@ def test_a_race_in_which_nothing_could_be_compared_is_refused(pair, settings, st
     [
         (None, "All 10 tokens are the same. 2.00 times as fast"),
         (Difference(3, 1e-5), "up to token 3, where two tokens are nearly tied (logits 1.0e-05"),
-        (Difference(3, 0.7), "with logits 0.70 apart, which is no tie: please report it"),
+        (Difference(3, 0.7), "with logits 0.70 apart, which is not a tie: please report it"),
         (Difference(3, None), "one answer ends there"),
     ],
 )

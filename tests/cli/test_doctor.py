@@ -195,7 +195,7 @@ def test_of_each_operation_the_worst_trial_is_shown(monkeypatch):
 @pytest.mark.parametrize("count", ["0", "-1", "many", "1.5"])
 def test_trials_must_be_a_number_from_1_on(count, capsys):
     refused("--kernels", f"--trials={count}")
-    assert f"{count!r} is no number from 1 on" in capsys.readouterr().err
+    assert f"{count!r} is not a whole number of 1 or more" in capsys.readouterr().err
 
 
 def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, capsys):

@@ -170,13 +170,13 @@ def test_a_damaged_file_is_told_and_measured_anew(both, file, monkeypatch):
     pair = pair_of(both)
     assert families(pair) == ["dflash", "dflash"]
     (note,) = pair.notes
-    assert str(file) in note and "measured anew" in note
+    assert str(file) in note and "measured again" in note
     [*_, said] = comparing(pair)
     assert "from the next start on" in said and families(pair_of(both)) == ["mtp"]
     file.unlink()
     file.mkdir()
     pair = pair_of(both)
-    assert "measured anew" in pair.notes[0] and families(pair) == ["dflash", "dflash"]
+    assert "measured again" in pair.notes[0] and families(pair) == ["dflash", "dflash"]
     assert "cannot be kept" in [*comparing(pair)][-1]
 
 

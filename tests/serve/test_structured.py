@@ -255,7 +255,7 @@ def test_a_template_whose_calls_are_no_json_refuses_those_that_must_come():
         for field, value in asked:
             found = server.chat(tools=TOOLS, **{field: value})
             assert (found.status_code, found.json()["error"]["param"]) == (400, field)
-            assert "no plain JSON" in found.text
+            assert "not plain JSON" in found.text
 
 
 def test_a_template_that_thinks_does_not_where_a_form_is_given_or_refuses_it():

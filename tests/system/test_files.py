@@ -88,7 +88,7 @@ def test_a_header_that_is_refused_names_the_file_and_the_value(tmp_path, case):
 def test_what_is_no_file_is_said_at_once(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "none", "."):
-        with pytest.raises(DFlashError, match="it is no file"):
+        with pytest.raises(DFlashError, match="it is not a file"):
             read(tmp_path / name)
 
 
@@ -137,12 +137,12 @@ GGUF_REFUSED: dict[str, tuple[bytes, str]] = {
     "another magic": (b"GGML" + bytes(40), "b'GGML'"),
     "another version": (header(version=1), "version 1"),
     "big-endian": (header(version=3 << 24), "big-endian"),
-    "more entries than bytes": (header(count=1 << 60), "8 bytes are wanted, 0 are left"),
-    "more tensors than bytes": (header(tensors=1 << 60), "8 bytes are wanted, 0 are left"),
+    "more entries than bytes": (header(count=1 << 60), "8 bytes are needed, 0 are left"),
+    "more tensors than bytes": (header(tensors=1 << 60), "8 bytes are needed, 0 are left"),
     "a name beyond the end": (header(struct.pack("<Q", 1 << 62), 1), f"{1 << 62} bytes"),
     "an unknown type": (header(entry(77, b""), 1), "77"),
     "a long array": (array(UINT32, 1 << 60), f"array of {1 << 60} UINT32"),
-    "an array beyond the end": (array(UINT32, 100), "412 bytes are wanted, 12 are left"),
+    "an array beyond the end": (array(UINT32, 100), "412 bytes are needed, 12 are left"),
     "an array of arrays": (array(ARRAY, 1), "1 ARRAY"),
     "a name twice": (header(entry(UINT32, bytes(4)) * 2, 2), "Duplicate k"),
     "text that is none": (header(entry(STRING, struct.pack("<Q", 1) + b"\xff"), 1), "utf-8"),
