@@ -160,7 +160,7 @@ def _calibrations(folder: Path) -> list[str]:
             times = read_times(file)
             one = float(times.of(1))
             wider = [f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS]
-            wider += [f"behind {t.context} {float(t.of(1)) / one:.2f} x" for t in times.deeper]
+            wider += [f"after {t.context} {float(t.of(1)) / one:.2f} x" for t in times.deeper]
             told = ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
         except (OSError, ValueError, KeyError, TypeError):
             told = "unreadable, will be measured again"

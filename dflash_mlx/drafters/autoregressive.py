@@ -152,7 +152,8 @@ class StepOptions(Options):
     """The options of such methods."""
 
     branches: int | None = branches_option(
-        f"tokens behind a path, and paths that a pass continues (default: {BRANCHES})", "Branches"
+        f"tokens that may follow a path, and paths that a pass continues (default: {BRANCHES})",
+        "Branches",
     )
 
 

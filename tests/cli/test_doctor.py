@@ -75,7 +75,7 @@ def test_the_report_names_machine_and_folders_and_shows_stored_calibration(tmp_p
     (timing / "half.json").write_text('{"rows": [1')
     text = "\n".join(doctor.about(tmp_path))
     assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
-    assert "behind 4096 1.97 x" in text
+    assert "after 4096 1.97 x" in text
     day = r"\d{4}-\d\d-\d\d"
     assert re.search(rf"  owner/model  {day}  1 row 50.8 ms", text)
     assert re.search(rf"  unknown model  {day}  1 row 50.8 ms", text)

@@ -129,7 +129,7 @@ def _check_kind(raw: Fields, method: Fields) -> None:
         if flag(fields, "shift_label") and not own.drafts_from_anchor({**raw, **method}):
             raise ValueError(
                 "shift_label is true, but sample_from_anchor is not; supported are drafters that "
-                "predict masks, or from each row the token behind it"
+                "predict masks, or from each row the token after it"
             )
         own.check_width(fields.get("target_hidden_size"), raw.get("hidden_size"))
 

@@ -150,7 +150,7 @@ class NemotronH(Arranged):
         if not isinstance(given, str) or given[:1] != "*" or set(given[1:]) - set("E-"):
             raise ValueError(
                 f"mtp_hybrid_override_pattern is {given!r}, supported is attention (*) with "
-                "experts (E) or an MLP (-) behind it"
+                "experts (E) or an MLP (-) after it"
             )
         return given
 

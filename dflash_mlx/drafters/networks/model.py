@@ -205,7 +205,7 @@ def last_norm(target: Target) -> Head:
             for name in _LAST_NORMS:
                 if isinstance(norm := module.get(name), nn.Module):
                     return lambda states: norm(states)  # as it is then: hooks come and go
-    problem = f"{target.name} has no norm behind its last layer, whose states the drafter reads"
+    problem = f"{target.name} has no norm after its last layer, whose states the drafter reads"
     raise DFlashError(problem, OTHER_DRAFTER)
 
 
