@@ -14,8 +14,8 @@ from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, other_kind
 from dflash_mlx.drafters.methods import METHODS, format_of, formats
+from dflash_mlx.drafters.networks.fields import OTHER_DRAFTER
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
-from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
 from dflash_mlx.models.parts import limited, read_config
 from dflash_mlx.models.source import (

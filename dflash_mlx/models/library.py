@@ -20,6 +20,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target
+from dflash_mlx.models.choice import with_own_head
 from dflash_mlx.models.default_model import FILE_NAME
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
@@ -30,7 +31,6 @@ from dflash_mlx.models.downloads import (
     stored_bytes,
     weights_of,
 )
-from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
