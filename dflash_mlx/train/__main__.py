@@ -25,7 +25,6 @@ from dflash_mlx.train.run import (
     TrainingRun,
     check_out,
     identity,
-    plot_history,
     share_state,
 )
 from dflash_mlx.train.trainee import Trainee
@@ -55,9 +54,6 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     data = cli.read_options(arguments, DataConfig)
     config, crew = cli.read_options(arguments, TrainConfig), Crew(ranks)
     if crew.rank == 0:
-        cli.check_output(arguments.plot)
-        if arguments.plot is not None:
-            cli.import_pyplot()
         check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
@@ -77,8 +73,6 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     for event in trainer.show(run):
         if isinstance(event, Record):
             tqdm.write(event.describe(), file=sys.stderr)
-            if arguments.plot is not None:
-                plot_history(run.history, arguments.plot)
 
 
 def begin(config: TrainConfig, pair: Pair) -> Trainee:
@@ -104,9 +98,6 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         help="folder of the drafter; a run that was stopped goes on",
-    )
-    result.add_argument(
-        "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
     )
     result.add_argument(
         "--recipe", choices=tuple(RECIPES), help="settings of a paper, where others are not given"
