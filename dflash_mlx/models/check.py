@@ -350,16 +350,13 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
         raise DFlashError(what, _CHOOSE)
-    from mlx_lm.utils import (  # not before a model is looked at: it takes seconds
-        MODEL_REMAPPING,
-        _get_classes,
-    )
+    from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
 
     with loading(source.name, _CHOOSE):
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     step = "use --method dflash or --method ngram, which draft chains"
-    if MODEL_REMAPPING.get(kind, kind) in UNTRIED:
+    if family_of(raw) in UNTRIED:
         why = f"{kind} may have recurrent layers that were never tried on branches, so chains only"
         yield Finding("note", why, step)
     elif kind in ONE_OFFSET:

@@ -12,7 +12,7 @@ import platformdirs
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import as_usual, family_wanted, formats
-from dflash_mlx.engine.speeds import Speeds
+from dflash_mlx.engine.pair import Speeds
 from dflash_mlx.models.check import ModelFacts
 from dflash_mlx.models.names import Names, is_here
 from dflash_mlx.models.parts import limited

@@ -6,7 +6,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.cli import doctor
+from dflash_mlx import doctor
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.mac import command, items, measure, report
 
