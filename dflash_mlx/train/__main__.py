@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -17,6 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.compare import TRAINEES
 from dflash_mlx.train.config import DataConfig, TrainConfig
 from dflash_mlx.train.data import read_texts
@@ -29,9 +29,6 @@ from dflash_mlx.train.run import (
 )
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Crew, Trainer
-
-if TYPE_CHECKING:
-    from dflash_mlx.ranks.group import Ranks
 
 PROGRAM = "dflash_mlx.train"
 # By --recipe: settings as their authors have them, for what is not given.
