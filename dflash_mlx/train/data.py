@@ -28,6 +28,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import require
 from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import weights_digest
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import locked, remove_partial, replacing
@@ -148,7 +149,7 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
         _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
         crc = zlib.crc32(b"".join(text.tokens.tobytes() for text in greedy))
-        target = target_fingerprint(pair.target)[:12]
+        target = weights_digest(pair.target.parameters())[:12]
         return Texts(f"{path.name}:{len(greedy)}-{crc:08x}:{target}", greedy)
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
@@ -188,7 +189,12 @@ class FeatureCache:
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
             )
-        identity = _VERSION, target_fingerprint(target), aux_layers, list(map(list, sequences))
+        identity = (
+            _VERSION,
+            weights_digest(target.parameters()),
+            aux_layers,
+            list(map(list, sequences)),
+        )
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
         self.folder = place.with_name(f"{place.name}-{digest}")
 
@@ -266,16 +272,6 @@ def hidden_width(target: Target) -> int:
 def vocabulary_size(target: Target) -> int:
     """Logits that the target gives, V."""
     return int(target.head()(mx.zeros((1, hidden_width(target)))).shape[-1])
-
-
-def target_fingerprint(target: Target) -> str:
-    """Tells targets apart by the first and last row of every weight, which all training changes."""
-    digest = hashlib.sha256()
-    for name, array in target.parameters():
-        digest.update(f"{name} {array.shape} {array.dtype}".encode())
-        ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
-        digest.update(np.array(ends.astype(mx.float32)).tobytes())
-    return digest.hexdigest()
 
 
 def likeliest(logits: mx.array) -> Array:
