@@ -241,8 +241,11 @@ class FeatureCache:
     def _read(self, i: int, name: str) -> Array:
         try:
             with zipfile.ZipFile(self._file(i)) as file:
-                data: Array = np.load(io.BytesIO(file.read(f"{name}.npy")))
-                return data
+                data = file.read(f"{name}.npy")  # which the zip file has compared with its CRC-32
+            head = io.BytesIO(data)
+            np.lib.format.read_magic(head)
+            shape, _, kind = np.lib.format.read_array_header_1_0(head)
+            return np.frombuffer(data, kind, offset=head.tell()).reshape(shape)
         except (*_DAMAGED, OSError):
             raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN) from None
 
