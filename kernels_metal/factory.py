@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -186,6 +186,20 @@ class Prepared:
             problem = "no Metal and no executor; take the reference"
             raise RuntimeError(f"kernel {self.kernel.name}: {problem}")
         return _compiled(self.kernel, self.plan.template)  # type: ignore[no-any-return]
+
+
+class Step(NamedTuple):
+    """Work on arrays of one shape, settled but for them: `step(*given)` is `run(*given, arrays)`.
+
+    Steps of one key do the same with arrays of their own, so a graph made of `run` serves them all.
+    """
+
+    key: Hashable
+    arrays: Sequence[mx.array]  # weights, and sizes that a kernel reads
+    run: Callable[..., Any]
+
+    def __call__(self, *given: mx.array) -> Any:
+        return self.run(*given, self.arrays)
 
 
 @functools.cache

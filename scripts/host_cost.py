@@ -156,7 +156,12 @@ def ours(rows: int, mode: str, layers: int) -> Builder:
     target.tap(aux_layers)
     build, fork = passes_of(target, rows, aux_layers)
     target.use_kernels(mode)  # type: ignore[arg-type]
-    return Builder(build, fork)
+
+    def fresh() -> SequenceCache:
+        target._outputs.clear()  # of the last pass: on a Mac they are computed, and hold no graph
+        return fork()
+
+    return Builder(build, fresh)
 
 
 def theirs(rows: int, name: str, layers: int) -> Builder:

@@ -18,10 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.verifier.routing import Kernels, Plans
+from kernels_metal.factory import Step
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
-from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, NormRope
+from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, turning
 from kernels_metal.shared_input import SHARED_INPUT, bounds, product, side_by_side
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing, Product
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing, Product
 
 Call = Callable[..., mx.array]
 # What mlx-lm's sources call code that is Qwen3's; `test_fusion.py` compares these with it.
@@ -52,7 +53,7 @@ def arrays_of(module: Any) -> tuple[mx.array, mx.array, mx.array]:
     return module["weight"], module["scales"], module["biases"]
 
 
-def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | None:
+def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Step | None:
     """The product of the first call, None for stock MLX; the same calls in other layers follow."""
     choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
     if choice is None:
@@ -63,12 +64,12 @@ def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | No
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether its call is down(swiglu(gate(x), up(x)))."""
-    return _source(module) in GATED_MLPS
+    return source(module) in GATED_MLPS
 
 
 def is_normed_attention(module: Any) -> bool:
     """Whether it normalises queries and keys by head and turns them as in Qwen3."""
-    if _source(module) not in NORMED_ATTENTIONS:
+    if source(module) not in NORMED_ATTENTIONS:
         return False
     rope = module.rope
     plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
@@ -77,7 +78,7 @@ def is_normed_attention(module: Any) -> bool:
     return norms and plain and rope.dims == module.q_norm["weight"].size
 
 
-def _source(module: nn.Module) -> str:
+def source(module: nn.Module) -> str:
     """Where the call of a module is written, as family.Class."""
     call: Any = type(module).__call__
     kind = getattr(call, "__qualname__", "").removesuffix(".__call__")
@@ -94,9 +95,8 @@ def gated_mlp(stock: Call, group: Group) -> Call:
     return mlp
 
 
-def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call:
+def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
     """Qwen3's attention with norms and rope in one launch; group: of its queries, keys, values."""
-    plans = Plans(kernels)
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[1]
@@ -109,9 +109,9 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
             found = None if group is None else group.products(x)
             return found or (self.q_proj(x), self.k_proj(x), self.v_proj(x))
 
-        def settle() -> NormRope | None:
+        def settle() -> Step | None:
             made.append(products())
-            return _turn(self, made[0][0], made[0][1], cache.places[:rows], kernels)
+            return _turn(self, made[0][0], made[0][1], cache.places[:rows], plans.kernels)
 
         turn = plans.find(rows, settle, self.q_norm["weight"], self.k_norm["weight"])
         if turn is None:
@@ -119,8 +119,7 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
         queries, keys, values = made[0] if made else products()
         queries, keys = turn(queries, keys, cache.places)
         values = values.reshape(1, rows, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
-        keys, values = cache.update_and_fetch(keys, values)
-        found = cache.attend(queries, keys, values, scale=self.scale, mask=mask)
+        found = cache.extend_and_attend(queries, keys, values, self.scale, mask)
         return self.o_proj(found.transpose(0, 2, 1, 3).reshape(1, rows, -1))  # type: ignore[no-any-return]
 
     return attend
@@ -128,14 +127,14 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
 
 def _turn(
     module: Any, queries: mx.array, keys: mx.array, places: mx.array, kernels: Kernels
-) -> NormRope | None:
+) -> Step | None:
     rope, norm = module.rope, module.q_norm
     steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
     periods = rope.base**steps / rope.scale
     how = HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps)
     if kernels.chosen(NORM_ROPE, (queries, keys, places, how)) is None:
         return None
-    return NormRope(queries, keys, how)
+    return turning(queries, keys, how)
 
 
 def groups_in(module: nn.Module) -> Iterator[list[Any]]:
@@ -181,12 +180,22 @@ class Group:
     def products(self, x: mx.array) -> list[mx.array] | None:
         """Of all members, by one, None where each is to be computed by itself."""
         multiply = self._find(x, self._together)
-        return None if multiply is None else multiply(x)
+        return None if multiply is None else multiply(x)  # type: ignore[no-any-return]
 
     def gated(self, x: mx.array) -> mx.array | None:
         """Of gate and up: silu(gate x) * up x in one product, None where it is to be by parts."""
         multiply = self._find(x, self._gate)
-        return None if multiply is None else multiply(x)
+        return None if multiply is None else multiply(x)  # type: ignore[no-any-return]
+
+    def made(self, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
+        """The step of this name for an x of this shape, None where there is none yet."""
+        return self._plans.made((name, shape, dtype)) if self._joined else None
+
+    def seen(self, owner: Any) -> list[tuple[str, str, mx.array]]:
+        """By the names in their owner, the members' scales."""
+        names = {id(module): name for name, module in owner.items()}
+        pairs = zip(self.members, self._views, strict=True)
+        return [(names[id(member)], "scales", view[1]) for member, view in pairs]
 
     def _find(self, x: mx.array, settle: Callable[[mx.array], Any]) -> Any:
         if self._kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
@@ -196,29 +205,30 @@ class Group:
         key = settle.__name__, x.shape, x.dtype
         return self._plans.find(key, partial(settle, x))
 
-    def _together(self, x: mx.array) -> Callable[[mx.array], list[mx.array]] | None:
+    def _together(self, x: mx.array) -> Step | None:
         self._join_alike()
         calls = [group.call(x) for group in self._alike]
         if self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is None:
             return None
-        multiply = self._settled(x, self.packing)
-        whole, packing, ends, bias = self._whole, self.packing, bounds(self._views), None
-        if "bias" in self.members[0]:
-            bias = mx.concatenate([member["bias"] for member in self.members])
+        packing, ends = self.packing, bounds(self._views)
+        stock = Step(packing, self._whole, partial(product, packing=packing))
+        key, arrays, multiply = self._settled(x, packing) or stock
+        bias = [member["bias"] for member in self.members if "bias" in member]
+        more = [mx.concatenate(bias)] if bias else []
 
-        def products(x: mx.array) -> list[mx.array]:
-            y = product(x, whole, packing) if multiply is None else multiply(x)
-            return mx.split(y if bias is None else y + bias, ends, axis=-1)  # type: ignore[return-value]
+        def products(x: mx.array, arrays: Sequence[mx.array]) -> Any:
+            y = multiply(x, arrays[: len(arrays) - len(more)])
+            return mx.split(y + arrays[-1] if more else y, ends, axis=-1)
 
-        return products
+        return Step((key, *ends, bool(bias)), [*arrays, *more], products)
 
-    def _gate(self, x: mx.array) -> Multiply | None:
+    def _gate(self, x: mx.array) -> Step | None:
         if "bias" in self.members[0]:
             return None
         self._join_alike()
         return self._settled(x, replace(self.packing, gated=True))
 
-    def _settled(self, x: mx.array, packing: Packing) -> Multiply | None:
+    def _settled(self, x: mx.array, packing: Packing) -> Step | None:
         calls = [(x, *group.call(x)[1], packing) for group in (self, *self._alike)]
         return settled(self._kernels, calls)
 

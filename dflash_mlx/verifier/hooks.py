@@ -24,9 +24,12 @@ from dflash_mlx.verifier.fusion import (
     is_normed_attention,
     normed_attention,
     settled,
+    source,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing
+from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Layer, Segments, replayed
+from kernels_metal.factory import Step
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
 _MARK = "_changed_by"  # in the class of a hooked module: what changed its calls
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
@@ -166,6 +169,7 @@ class KernelHooks(Hooks):
     def __init__(self, model: Any, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
+        self._made: dict[int, Any] = {}  # by the id of a module: its plans or its group
         alike: dict[tuple[Any, ...], list[Any]] = {}
         for module in model.modules():
             if name := _PRODUCTS.get(type(module)):
@@ -174,11 +178,28 @@ class KernelHooks(Hooks):
             group = None
             for members in groups_in(module):
                 group = self._group(members, alike)
-            stock = type(module).__call__
+            stock, plans = type(module).__call__, Plans(kernels)
             if is_normed_attention(module):
-                self.replace(module, "__call__", normed_attention(stock, kernels, group))
+                self.replace(module, "__call__", normed_attention(stock, plans, group))
+                self._made[id(module)] = plans, group
             elif group is not None and is_gated_mlp(module):
                 self.replace(module, "__call__", gated_mlp(stock, group))
+                self._made[id(module)] = group
+        self._layers([layer for layer in getattr(model, "layers", ()) if layer is not None])
+
+    def _layers(self, layers: Sequence[Any]) -> None:
+        """Let layers in a row that are known be replayed."""
+        known = {id(m): (type(m), self._made[id(m)]) for m, _ in self._originals if id(m) in self._made}
+        self.segments = Segments(self._kernels, known)
+        before = None
+        for module in layers:
+            layer = None
+            if source(module) in BLOCKS | HYBRID_BLOCKS:
+                layer = Layer(self.segments, module, type(module).__call__)
+                self.replace(module, "__call__", replayed(layer))
+            if before is not None:
+                before.next = layer
+            before = layer
 
     def _product(self, module: Any, name: str, alike: dict[tuple[Any, ...], list[Any]]) -> None:
         try:
@@ -191,7 +212,8 @@ class KernelHooks(Hooks):
         same = alike.setdefault((module["weight"].shape, packing), [])
         same.append(module)
         stock = getattr(type(module), name)
-        self.replace(module, name, _few_rows(stock, self._kernels, packing, same))
+        plans = self._made[id(module)] = Plans(self._kernels)
+        self.replace(module, name, _few_rows(stock, plans, packing, same))
 
     def _group(
         self, members: Sequence[Any], alike: dict[tuple[Any, ...], list[Any]]
@@ -216,21 +238,22 @@ def _part_of(group: Group, i: int, stock: Callable[..., mx.array]) -> Callable[.
 
 
 def _few_rows(
-    stock: Callable[..., mx.array], kernels: Kernels, packing: Packing, alike: list[Any]
+    stock: Callable[..., mx.array], plans: Plans, packing: Packing, alike: list[Any]
 ) -> Callable[..., mx.array]:
     """The product of one module. alike: the modules of this shape, itself among them."""
-    plans = Plans(kernels)
+    kernels = plans.kernels
 
     def product(self: Any, x: mx.array) -> mx.array:
         if kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
             return stock(self, x)
 
-        def settle() -> Multiply | None:
+        def settle() -> Step | None:
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
         multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
         if multiply is None:
             return stock(self, x)
-        return multiply(x) + self["bias"] if "bias" in self else multiply(x)
+        y: mx.array = multiply(x)
+        return y + self["bias"] if "bias" in self else y
 
     return product

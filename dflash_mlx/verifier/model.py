@@ -25,9 +25,9 @@ from dflash_mlx.verifier.hooks import (
     Hooks,
     KernelHooks,
     attending_itself,
-    override,
     rotate_by_row,
     route,
+    through,
 )
 from dflash_mlx.verifier.mixers import TREE_MIXERS, Products
 from dflash_mlx.verifier.routing import Kernels
@@ -87,6 +87,13 @@ class Target:
             self._hooks.replace(head, name, self._on_rows(getattr(type(head), name)))
         if self._products is not None:
             self._products.hook(self._hooks)
+        for i in self._tapped:
+            self._tap(i)
+
+    def _tap(self, i: int) -> None:
+        layer = self.model.layers[i]
+        keep = partial(self._keep_output, i)
+        self._hooks.replace(layer, "__call__", through(keep, type(layer).__call__))
 
     def _on_rows(self, method: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: Any, x: mx.array) -> mx.array:
@@ -136,7 +143,7 @@ class Target:
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
         for i in set(layers) - self._tapped:
-            override(self.model.layers[i], partial(self._keep_output, i))
+            self._tap(i)
         self._tapped.update(layers)
 
     def forward(

@@ -1,0 +1,350 @@
+"""What a layer computes between two attentions, as one graph that is traced once.
+
+Building a graph costs the host more than MLX's own nodes do, so where kernels run, a pass's second
+and later ones replay `mx.compile`d segments: output projection, both sums, the MLP, and the next
+layer's norm, queries, keys and values. Weights and positions are inputs, so layers of one form
+share a trace, and none outlives the weights it was made with. A segment ends where a module is not
+known; it is called as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from itertools import accumulate, pairwise
+from operator import is_
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from dflash_mlx.verifier.fusion import Call, Group, source
+from dflash_mlx.verifier.routing import Kernels, Plans
+from kernels_metal.factory import Step, executor, metal
+from kernels_metal.verify_qmm import MAX_ROWS
+
+# What mlx-lm's sources call layers that are Qwen3's, written in two ways, and Qwen3.5's;
+# `test_segments.py` compares these with it.
+BLOCKS = frozenset(
+    {
+        "Klear.KlearDecoderLayer", "afm7.TransformerBlock", "bitnet.TransformerBlock",
+        "deepseek.DeepseekDecoderLayer", "deepseek_v2.DeepseekV2DecoderLayer",
+        "deepseek_v3.DeepseekV3DecoderLayer", "deepseek_v32.DeepseekV32DecoderLayer",
+        "dots1.Dots1DecoderLayer", "ernie4_5.DecoderLayer", "ernie4_5_moe.Ernie4_5_DecoderLayer",
+        "exaone_moe.DecoderLayer", "gemma.TransformerBlock", "glm.GLMBlock",
+        "glm4_moe.DecoderLayer", "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
+        "helium.HeliumDecoderLayer", "hunyuan_v1_dense.TransformerBlock",
+        "internlm3.TransformerBlock", "laguna.TransformerBlock", "llama.TransformerBlock",
+        "mellum.MellumDecoderLayer", "mimo.TransformerBlock", "mimo_v2_flash.DecoderLayer",
+        "nanbeige.TransformerBlock", "nemotron.TransformerBlock", "phi3.TransformerBlock",
+        "phi3small.TransformerBlock", "qwen2.TransformerBlock", "qwen2_moe.Qwen2MoeDecoderLayer",
+        "qwen3.TransformerBlock", "qwen3_moe.Qwen3MoeDecoderLayer", "seed_oss.TransformerBlock",
+        "starcoder2.TransformerBlock", "youtu_llm.YoutuLLMDecoderLayer",
+    }
+)  # fmt: skip
+HYBRID_BLOCKS = frozenset({"qwen3_5.DecoderLayer", "qwen3_next.Qwen3NextDecoderLayer"})
+_PLAIN = (nn.RMSNorm, nn.LayerNorm, nn.Linear, nn.QuantizedLinear)
+Key = tuple[int, mx.Dtype]  # rows and dtype of a pass
+Known = dict[int, tuple[type, Any]]  # by the id of a module: its class, its plans or its group
+
+
+class Seen(NamedTuple):
+    """An array or module that is to be found where it was."""
+
+    owner: dict[str, Any]
+    name: str
+    key: str  # within what has that name
+    kept: Any
+
+
+class Part(NamedTuple):
+    """A step, and where its weights were found."""
+
+    step: Step
+    seen: list[Seen]
+    values: int = 1  # that it gives
+
+
+def joined(parts: Sequence[Part], run: Callable[..., Any], *about: Hashable) -> Part:
+    """`run(*given, *steps)` as one part; about: all that `run` holds beside them."""
+    steps = [part.step for part in parts]
+    runs, key = [step.run for step in steps], (run.__name__, *about, *(s.key for s in steps))
+    ends = [*accumulate((len(step.arrays) for step in steps), initial=0)]
+
+    def whole(*given: Any) -> Any:
+        arrays = [given[-1][begin:end] for begin, end in pairwise(ends)]
+        bound = [Step(None, own, run) for own, run in zip(arrays, runs, strict=True)]
+        return run(*given[:-1], *bound)
+
+    arrays = [array for step in steps for array in step.arrays]
+    return Part(Step(key, arrays, whole), [each for part in parts for each in part.seen])
+
+
+class Parts:
+    """The parts of layers for passes of one key, None for what is not known or not settled."""
+
+    def __init__(self, known: Known, key: Key) -> None:
+        self._all = known
+        self._rows, self._dtype = key
+
+    def _known(self, module: Any) -> Any:
+        """What was made for a module, None where others have hooked it since."""
+        kind, made = self._all.get(id(module), (None, None))
+        return made if kind is type(module) else None
+
+    def plain(self, owner: Any, name: str) -> Part | None:
+        """A module of MLX's own, by its own code."""
+        module = owner[name]
+        kind = next((kind for kind in type(module).__mro__ if kind in _PLAIN), None)
+        if kind is None or kind is not type(module) and self._known(module) is None:
+            return None
+        names = [name for name, value in module.items() if isinstance(value, mx.array)]
+        bare = copy(module)
+        dict.clear(bare)
+
+        def run(*given: Any) -> Any:
+            dict.update(bare, zip(names, given[-1], strict=True))
+            try:
+                return kind.__call__(bare, *given[:-1])
+            finally:
+                dict.clear(bare)
+
+        about = sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str))
+        step = Step((kind, *names, *about), [module[name] for name in names], run)
+        first = "scales" if "scales" in names else "weight"
+        watched = [key for key in names if key in (first, "bias")]
+        return Part(step, [Seen(owner, name, key, module[key]) for key in watched])
+
+    def product(self, owner: Any, name: str) -> Part | None:
+        """A linear module, by a kernel where that is chosen."""
+        module = owner[name]
+        plans = self._known(module)
+        if not isinstance(plans, Plans):
+            return self.plain(owner, name)
+        width = module["scales"].shape[1] * module.group_size
+        step = plans.made(((1, self._rows, width), self._dtype))
+        if step is None or "bias" in module:
+            return self.plain(owner, name)
+        return Part(step, [Seen(owner, name, "scales", step.arrays[1])])
+
+    def mlp(self, layer: Any) -> Part | None:
+        """SwiGLU whose gate is part of a product."""
+        module = layer["mlp"]
+        group = self._known(module)
+        gate = self._of_group(group, "_gate", module) if isinstance(group, Group) else None
+        down = self.product(module, "down_proj") if gate else None
+        if gate is None or down is None:
+            return None
+        down.seen.append(Seen(layer, "mlp", "down_proj", module["down_proj"]))
+
+        def gated_mlp(x: mx.array, gate: Step, down: Step) -> Any:
+            return down(gate(x))
+
+        return joined([gate, down], gated_mlp)
+
+    def _of_group(self, group: Group, name: str, owner: Any) -> Part | None:
+        width = group.members[0]["scales"].shape[1] * group.packing.group
+        step = group.made(name, (1, self._rows, width), self._dtype)
+        return step and Part(step, [Seen(owner, *each) for each in group.seen(owner)])
+
+    def back(self, layer: Any, mixer: str) -> Part | None:
+        """Of attention by its cache: the output projection."""
+        rows, project = self._rows, self.product(layer[mixer], "o_proj")
+
+        def back(found: mx.array, project: Step) -> Any:
+            return project(found.transpose(0, 2, 1, 3).reshape(1, rows, -1))
+
+        return project and joined([project], back, rows)
+
+    def front(self, layer: Any, mixer: str) -> Part | None:
+        """The norm; and queries, keys and values of attention whose rotation is settled."""
+        norm = self.plain(layer, "input_layernorm")
+        if norm is None:
+            return None
+        module, rows = layer[mixer], self._rows
+        plans, group = self._known(module) or (None, None)
+        turn = plans and plans.made(rows)
+        products = turn and group and self._of_group(group, "_together", module)
+        if not products:
+            return joined([norm], lambda x, at, norm: [norm(x)])
+        heads = module.n_kv_heads
+        names = ("q_norm", "k_norm")
+        seen = [Seen(module, *each) for each in zip(names, ("weight",) * 2, turn.arrays)]
+        seen.append(Seen(layer, mixer, "o_proj", module["o_proj"]))
+
+        def front(x: mx.array, at: mx.array, *steps: Step) -> list[mx.array]:
+            norm, products, turn = steps
+            queries, keys, values = products(norm(x))
+            values = values.reshape(1, rows, heads, -1).transpose(0, 2, 1, 3)
+            return [*turn(queries, keys, at), values]
+
+        made = joined([norm, products, Part(turn, seen)], front, rows, heads)
+        return made._replace(values=3)
+
+
+class Segment:
+    """A traced graph with the weights of one layer."""
+
+    def __init__(self, part: Part, trace: Callable[[Step], Callable[..., Any]]) -> None:
+        self._run, self._arrays = trace(part.step), part.step.arrays
+        columns = [*zip(*part.seen, strict=True)] or [()] * 4
+        self._owners, self._names, self._keys, self._kept = columns
+        self._modules = [each.owner[each.name] for each in part.seen]
+        self._kinds = [type(module) for module in self._modules]
+
+    def __call__(self, *given: mx.array) -> Any:
+        return self._run(*given, self._arrays)
+
+    def holds(self) -> bool:
+        """Whether the same modules with the same weights are still in their places."""
+        modules = map(dict.get, self._owners, self._names)
+        same = all(map(is_, map(dict.get, modules, self._keys), self._kept))
+        return same and all(map(is_, map(type, self._modules), self._kinds))
+
+
+class Segments:
+    """Those of one model."""
+
+    def __init__(self, kernels: Kernels, known: Known) -> None:
+        self.kernels, self.known = kernels, known
+        self.layers: list[Layer] = []
+        # What the layer that was last called has computed for the next: its output, by which that
+        # is known, the values, the key of the pass and its positions
+        self.held: tuple[mx.array, Sequence[mx.array], Key, mx.array] | None = None
+        self._running: object = None
+        self._traces: dict[Hashable, Callable[..., Any]] = {}
+
+    def key(self, x: mx.array) -> Key | None:
+        """Of a pass that segments are for, None of another."""
+        running = self.kernels.running()
+        if running is not self._running:
+            self._running = running
+            self.drop()
+        if running is None or x.ndim != 3 or x.shape[0] > 1 or x.shape[1] > MAX_ROWS:
+            return None
+        return x.shape[1], x.dtype
+
+    def drop(self) -> None:
+        """Forget all that was traced."""
+        self._traces.clear()
+        for layer in self.layers:
+            layer.drop()
+
+    def traced(self, step: Step) -> Callable[..., Any]:
+        """The step as a graph, one for each key."""
+        if step.key not in self._traces:
+            self._traces[step.key] = mx.compile(step.run) if executor() is metal else step.run
+        return self._traces[step.key]
+
+
+class Entry(NamedTuple):
+    """How one layer computes a pass: see `Layer.call`."""
+
+    before: Segment
+    after: Segment
+    then: Segment | None  # behind the MLP, where that is called as it is
+    attends: bool  # by its cache; otherwise the mixer is called as it is
+
+
+class Layer:
+    """A decoder layer that is replayed where all is settled, and called as it is otherwise."""
+
+    def __init__(self, segments: Segments, module: Any, stock: Call) -> None:
+        self._segments, self._module, self._stock = segments, module, stock
+        segments.layers.append(self)
+        self.entries: dict[Key, Entry | None] = {}
+        self.settled: set[Key] = set()
+        self.next: Layer | None = None
+        linear = source(module) in HYBRID_BLOCKS and module.is_linear
+        self._mixer = "linear_attn" if linear else "self_attn"
+
+    def call(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """x + mixer(norm(x)), and the MLP behind it; what the next layer needs is held for it."""
+        segments = self._segments
+        held, segments.held = segments.held, None
+        if held is not None and held[0] is not x:
+            held = None
+        key = held[2] if held else segments.key(x)
+        entry = self._entry(key) if key else None
+        if entry is None or not held and entry.attends and not getattr(cache, "attends", False):
+            return self._stock(self._module, x, mask, cache)
+        then = entry.then
+        if not ((held or entry.before.holds()) and entry.after.holds() and (not then or then.holds())):
+            self.drop()
+            return self._stock(self._module, x, mask, cache)
+        at = held[3] if held else cache.places if entry.attends else x
+        given = held[1] if held else entry.before(x, at)
+        out, *rest = entry.after(self._mix(entry, given, mask, cache), x, at)
+        if then is not None:
+            out, *rest = then(self._module.mlp(rest[0]), out, at)
+        if rest:
+            segments.held = out, rest, key, at
+        return out  # type: ignore[no-any-return]
+
+    def drop(self) -> None:
+        """Forget what was settled: the next pass is by the layer's own call."""
+        self.entries.clear()
+        self.settled.clear()
+
+    def _mix(self, entry: Entry, given: Sequence[mx.array], mask: Any, cache: Any) -> Any:
+        mixer = self._module[self._mixer]
+        if not entry.attends:
+            return mixer(given[0], mask, cache)
+        return cache.extend_and_attend(*given, mixer.scale, mask)
+
+    def _entry(self, key: Key) -> Entry | None:
+        """None in the first pass of a kind, which settles the plans with values at hand."""
+        if key not in self.settled:
+            self.settled.add(key)
+            return None
+        if key not in self.entries:
+            self.entries[key] = self._made(key)
+        return self.entries[key]
+
+    def _made(self, key: Key) -> Entry | None:
+        module, parts = self._module, Parts(self._segments.known, key)
+        front = parts.front(module, self._mixer)
+        norm = parts.plain(module, "post_attention_layernorm")
+        if front is None or norm is None:
+            return None
+        attends = front.values > 1
+        back = parts.back(module, self._mixer) if attends else None
+        if attends and back is None:
+            return None
+        mlp = parts.mlp(module)
+        following = self.next and parts.front(self.next._module, self.next._mixer)
+        if following and following.values > 1 and not attends:  # which has no positions at hand
+            following = None
+        behind = [following] if following else []
+        known = [*([back] if back else []), norm, *([mlp] if mlp else [])]
+        after = joined([*known, *(behind if mlp else [])], _after(bool(back), bool(mlp)))
+        trace = self._segments.traced
+        then = None if mlp else joined(behind, _then)
+        return Entry(Segment(front, trace), Segment(after, trace), then and Segment(then, trace), attends)
+
+
+def replayed(layer: Layer) -> Callable[..., mx.array]:
+    """The call of a decoder layer."""
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        return layer.call(x, mask, cache)
+
+    return call
+
+
+def _then(given: mx.array, x: mx.array, at: mx.array, *front: Step) -> list[mx.array]:
+    """A layer's output, and what the next layer begins with."""
+    out = x + given
+    return [out, *(front[0](out, at) if front else ())]
+
+
+def _after(has_back: bool, has_mlp: bool) -> Callable[..., list[mx.array]]:
+    """What is behind attention or a mixer, up to the MLP where that is not known."""
+
+    def after(given: mx.array, x: mx.array, at: mx.array, *steps: Step) -> list[mx.array]:
+        rest = iter(steps)
+        states = x + (next(rest)(given) if has_back else given)
+        normed = next(rest)(states)
+        return _then(next(rest)(normed), states, at, *rest) if has_mlp else [states, normed]
+
+    return after
