@@ -97,8 +97,11 @@ class LayerCache(Cache):
 
     def _write(self, rows: int, parts: Sequence[mx.array]) -> int:
         """Behind all that is there; the slot behind them."""
-        self._reserve(rows, parts)
-        at, end = self._end, self._end + rows
+        end = self._end + rows
+        if not self._stored or end > self._stored[0].shape[2]:
+            self._reserve(rows, parts)
+            end = self._end + rows
+        at = end - rows
         for stored, part in zip(self._stored, parts, strict=True):
             stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
         return end
@@ -267,8 +270,6 @@ class LayerCache(Cache):
         """Make room for `rows` more; slots that no window reaches any more are given up."""
         if not self._stored:
             self._stored = [_empty(rows, part) for part in parts]
-            return
-        if self._end + rows <= self._stored[0].shape[2]:
             return
         first = max(0, self._first - SLACK) if self.window is not None else 0
         kept = slice(first, self._end)

@@ -69,6 +69,8 @@ def replace(module: Any, name: str, method: Callable[..., Any]) -> None:
 class Hooks:
     """Methods of modules that are replaced until they are removed."""
 
+    segments: Segments | None = None  # of layers that are replayed
+
     def __init__(self) -> None:
         self._originals: list[tuple[Any, type]] = []
 
@@ -185,21 +187,23 @@ class KernelHooks(Hooks):
             elif group is not None and is_gated_mlp(module):
                 self.replace(module, "__call__", gated_mlp(stock, group))
                 self._made[id(module)] = group
-        self._layers([layer for layer in getattr(model, "layers", ()) if layer is not None])
+        self.segments = self._replay(model.layers)
 
-    def _layers(self, layers: Sequence[Any]) -> None:
+    def _replay(self, layers: Sequence[Any]) -> Segments:
         """Let layers in a row that are known be replayed."""
-        known = {id(m): (type(m), self._made[id(m)]) for m, _ in self._originals if id(m) in self._made}
-        self.segments = Segments(self._kernels, known)
-        before = None
+        kinds = {id(module): type(module) for module, _ in self._originals}
+        segments = Segments(self._kernels, {i: (kinds[i], made) for i, made in self._made.items()})
+        before: Layer | None = None
         for module in layers:
-            layer = None
-            if source(module) in BLOCKS | HYBRID_BLOCKS:
-                layer = Layer(self.segments, module, type(module).__call__)
-                self.replace(module, "__call__", replayed(layer))
+            known = source(module) in BLOCKS | HYBRID_BLOCKS
+            layer = Layer(module) if known else None
+            if layer is not None:
+                call = replayed(segments, layer, type(module).__call__)
+                self.replace(module, "__call__", call)
             if before is not None:
                 before.next = layer
             before = layer
+        return segments
 
     def _product(self, module: Any, name: str, alike: dict[tuple[Any, ...], list[Any]]) -> None:
         try:

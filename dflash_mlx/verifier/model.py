@@ -213,10 +213,15 @@ class Target:
         self._threads.tick()
         self._outputs.clear()
         self._asked = rows
+        segments = self._kernel_hooks.segments
+        if segments is not None:
+            segments.begin()
         try:
             return self.model(tokens[None], cache=layers, **given)[0]  # type: ignore[no-any-return]
         finally:
             self._asked = _ALL
+            if segments is not None:
+                segments.end()
 
     def _turn_rows(self) -> None:
         """Let ropes take a position for each row; passes over chains alone go without the hook."""

@@ -169,7 +169,7 @@ class Parts:
             return joined([norm], lambda x, at, norm: [norm(x)])
         heads = module.n_kv_heads
         names = ("q_norm", "k_norm")
-        seen = [Seen(module, *each) for each in zip(names, ("weight",) * 2, turn.arrays)]
+        seen = [Seen(module, *each) for each in zip(names, ("weight",) * 2, turn.arrays[:2], strict=True)]
         seen.append(Seen(layer, mixer, "o_proj", module["o_proj"]))
 
         def front(x: mx.array, at: mx.array, *steps: Step) -> list[mx.array]:
@@ -182,63 +182,11 @@ class Parts:
         return made._replace(values=3)
 
 
-class Segment:
-    """A traced graph with the weights of one layer."""
-
-    def __init__(self, part: Part, trace: Callable[[Step], Callable[..., Any]]) -> None:
-        self._run, self._arrays = trace(part.step), part.step.arrays
-        columns = [*zip(*part.seen, strict=True)] or [()] * 4
-        self._owners, self._names, self._keys, self._kept = columns
-        self._modules = [each.owner[each.name] for each in part.seen]
-        self._kinds = [type(module) for module in self._modules]
-
-    def __call__(self, *given: mx.array) -> Any:
-        return self._run(*given, self._arrays)
-
-    def holds(self) -> bool:
-        """Whether the same modules with the same weights are still in their places."""
-        modules = map(dict.get, self._owners, self._names)
-        same = all(map(is_, map(dict.get, modules, self._keys), self._kept))
-        return same and all(map(is_, map(type, self._modules), self._kinds))
-
-
-class Segments:
-    """Those of one model."""
-
-    def __init__(self, kernels: Kernels, known: Known) -> None:
-        self.kernels, self.known = kernels, known
-        self.layers: list[Layer] = []
-        # What the layer that was last called has computed for the next: its output, by which that
-        # is known, the values, the key of the pass and its positions
-        self.held: tuple[mx.array, Sequence[mx.array], Key, mx.array] | None = None
-        self._running: object = None
-        self._traces: dict[Hashable, Callable[..., Any]] = {}
-
-    def key(self, x: mx.array) -> Key | None:
-        """Of a pass that segments are for, None of another."""
-        running = self.kernels.running()
-        if running is not self._running:
-            self._running = running
-            self.drop()
-        if running is None or x.ndim != 3 or x.shape[0] > 1 or x.shape[1] > MAX_ROWS:
-            return None
-        return x.shape[1], x.dtype
-
-    def drop(self) -> None:
-        """Forget all that was traced."""
-        self._traces.clear()
-        for layer in self.layers:
-            layer.drop()
-
-    def traced(self, step: Step) -> Callable[..., Any]:
-        """The step as a graph, one for each key."""
-        if step.key not in self._traces:
-            self._traces[step.key] = mx.compile(step.run) if executor() is metal else step.run
-        return self._traces[step.key]
+Segment = tuple[Callable[..., Any], Sequence[mx.array]]  # what `Step.run` became, and its arrays
 
 
 class Entry(NamedTuple):
-    """How one layer computes a pass: see `Layer.call`."""
+    """How one layer computes a pass: see `replayed`."""
 
     before: Segment
     after: Segment
@@ -246,88 +194,155 @@ class Entry(NamedTuple):
     attends: bool  # by its cache; otherwise the mixer is called as it is
 
 
-class Layer:
-    """A decoder layer that is replayed where all is settled, and called as it is otherwise."""
+class Settled:
+    """How all layers compute passes of one key, None for a layer's own call."""
 
-    def __init__(self, segments: Segments, module: Any, stock: Call) -> None:
-        self._segments, self._module, self._stock = segments, module, stock
-        segments.layers.append(self)
-        self.entries: dict[Key, Entry | None] = {}
-        self.settled: set[Key] = set()
+    def __init__(self, entries: list[Entry | None], seen: Sequence[Seen]) -> None:
+        self.entries = entries
+        self._owners, self._names, self._keys, self._kept = [*zip(*seen, strict=True)] or [()] * 4
+        self._kinds = [type(each.owner[each.name]) for each in seen]
+
+    def holds(self) -> bool:
+        """Whether the same modules with the same weights are still in their places."""
+        modules: list[Any] = [*map(dict.get, self._owners, self._names)]
+        same = all(map(is_, map(type, modules), self._kinds))
+        return same and all(map(is_, map(dict.get, modules, self._keys), self._kept))
+
+
+# What a layer has computed for the next: its output, by which that knows it, what that begins with,
+# positions, and how the layers compute the pass.
+Held = tuple[mx.array, Sequence[mx.array], mx.array, list[Entry | None]]
+
+
+class Segments:
+    """Those of one model, for the passes of its target."""
+
+    def __init__(self, kernels: Kernels, known: Known) -> None:
+        self._kernels, self._known = kernels, known
+        self.layers: list[Layer] = []
+        self.held: Held | None = None
+        self._running: object = None
+        self._key: Key | None = None  # of the pass
+        self._entries: list[Entry | None] | None = None
+        self._asked: set[Key] = set()
+        self._settled: dict[Key, Settled] = {}
+        self._traces: dict[Hashable, Callable[..., Any]] = {}
+
+    def begin(self) -> None:
+        """A pass begins, in which layers may be replayed."""
+        running = self._kernels.running()
+        if running is not self._running:
+            self._drop()
+            self._running = running
+
+    def end(self) -> None:
+        """Nothing of a pass is kept behind it."""
+        self._key = self._entries = self.held = None
+
+    def entries(self, x: mx.array) -> list[Entry | None] | None:
+        """For a layer's input, None where layers are to be called as they are."""
+        if x.ndim != 3 or x.shape[0] > 1 or x.shape[1] > MAX_ROWS:
+            return None
+        key = x.shape[1], x.dtype
+        if key != self._key:
+            self._key, self._entries = key, self._find(key)
+        return self._entries
+
+    def _find(self, key: Key) -> list[Entry | None] | None:
+        """None in the first pass of a key, which settles the plans with values at hand."""
+        if self._running is None:
+            return None
+        if key in self._settled and not self._settled[key].holds():
+            self._drop()
+        if key not in self._asked:
+            self._asked.add(key)
+            return None
+        if key not in self._settled:
+            self._settled[key] = self._made(Parts(self._known, key))
+        return self._settled[key].entries
+
+    def _made(self, parts: Parts) -> Settled:
+        made = [layer.made(parts, self._segment) for layer in self.layers]
+        seen = [each for _, seen in made for each in seen]
+        return Settled([entry for entry, _ in made], seen)
+
+    def _segment(self, part: Part) -> Segment:
+        """The part as a graph; those of one key share it."""
+        step = part.step
+        if step.key not in self._traces:
+            self._traces[step.key] = mx.compile(step.run) if executor() is metal else step.run
+        return self._traces[step.key], step.arrays
+
+    def _drop(self) -> None:
+        self._asked.clear()
+        self._settled.clear()
+        self._traces.clear()
+
+
+class Layer:
+    """A decoder layer that is known."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
         self.next: Layer | None = None
         linear = source(module) in HYBRID_BLOCKS and module.is_linear
-        self._mixer = "linear_attn" if linear else "self_attn"
+        self.mixer = "linear_attn" if linear else "self_attn"
 
-    def call(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """x + mixer(norm(x)), and the MLP behind it; what the next layer needs is held for it."""
-        segments = self._segments
-        held, segments.held = segments.held, None
-        if held is not None and held[0] is not x:
-            held = None
-        key = held[2] if held else segments.key(x)
-        entry = self._entry(key) if key else None
-        if entry is None or not held and entry.attends and not getattr(cache, "attends", False):
-            return self._stock(self._module, x, mask, cache)
-        then = entry.then
-        if not ((held or entry.before.holds()) and entry.after.holds() and (not then or then.holds())):
-            self.drop()
-            return self._stock(self._module, x, mask, cache)
-        at = held[3] if held else cache.places if entry.attends else x
-        given = held[1] if held else entry.before(x, at)
-        out, *rest = entry.after(self._mix(entry, given, mask, cache), x, at)
-        if then is not None:
-            out, *rest = then(self._module.mlp(rest[0]), out, at)
-        if rest:
-            segments.held = out, rest, key, at
-        return out  # type: ignore[no-any-return]
-
-    def drop(self) -> None:
-        """Forget what was settled: the next pass is by the layer's own call."""
-        self.entries.clear()
-        self.settled.clear()
-
-    def _mix(self, entry: Entry, given: Sequence[mx.array], mask: Any, cache: Any) -> Any:
-        mixer = self._module[self._mixer]
-        if not entry.attends:
-            return mixer(given[0], mask, cache)
-        return cache.extend_and_attend(*given, mixer.scale, mask)
-
-    def _entry(self, key: Key) -> Entry | None:
-        """None in the first pass of a kind, which settles the plans with values at hand."""
-        if key not in self.settled:
-            self.settled.add(key)
-            return None
-        if key not in self.entries:
-            self.entries[key] = self._made(key)
-        return self.entries[key]
-
-    def _made(self, key: Key) -> Entry | None:
-        module, parts = self._module, Parts(self._segments.known, key)
-        front = parts.front(module, self._mixer)
+    def made(
+        self, parts: Parts, segment: Callable[[Part], Segment]
+    ) -> tuple[Entry | None, list[Seen]]:
+        """How it computes passes, and what that was made of."""
+        module = self.module
+        front = parts.front(module, self.mixer)
         norm = parts.plain(module, "post_attention_layernorm")
-        if front is None or norm is None:
-            return None
-        attends = front.values > 1
-        back = parts.back(module, self._mixer) if attends else None
-        if attends and back is None:
-            return None
+        attends = front is not None and front.values > 1
+        back = parts.back(module, self.mixer) if attends else None
+        if front is None or norm is None or attends and back is None:
+            return None, []
         mlp = parts.mlp(module)
-        following = self.next and parts.front(self.next._module, self.next._mixer)
+        following = self.next and parts.front(self.next.module, self.next.mixer)
         if following and following.values > 1 and not attends:  # which has no positions at hand
             following = None
         behind = [following] if following else []
-        known = [*([back] if back else []), norm, *([mlp] if mlp else [])]
-        after = joined([*known, *(behind if mlp else [])], _after(bool(back), bool(mlp)))
-        trace = self._segments.traced
+        known = [*([back] if back else []), norm, *([mlp, *behind] if mlp else [])]
+        after = joined(known, _after(bool(back), bool(mlp)), bool(back), bool(mlp))
         then = None if mlp else joined(behind, _then)
-        return Entry(Segment(front, trace), Segment(after, trace), then and Segment(then, trace), attends)
+        seen = [each for part in (front, after, then) if part for each in part.seen]
+        return Entry(segment(front), segment(after), then and segment(then), attends), seen
 
 
-def replayed(layer: Layer) -> Callable[..., mx.array]:
-    """The call of a decoder layer."""
+def replayed(segments: Segments, layer: Layer, stock: Call) -> Call:
+    """The call of a layer: x + mixer(norm(x)), and the MLP behind it, by segments."""
+    i, mixer_name = len(segments.layers), layer.mixer
+    segments.layers.append(layer)
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        return layer.call(x, mask, cache)
+        held, segments.held = segments.held, None
+        if held is not None and held[0] is x:
+            _, given, at, entries = held
+            entry = entries[i]
+        else:
+            entries, given, at = segments.entries(x) or [], (), x
+            entry = entries[i] if entries else None
+        if entry is None:
+            return stock(self, x, mask, cache)
+        if not given:
+            at = cache.places if entry.attends else x
+            run, arrays = entry.before
+            given = run(x, at, arrays)
+        mixer = self[mixer_name]
+        if entry.attends:
+            mixed = cache.extend_and_attend(*given, mixer.scale, mask)
+        else:
+            mixed = mixer(given[0], mask, cache)
+        run, arrays = entry.after
+        out, *rest = run(mixed, x, at, arrays)
+        if entry.then:
+            run, arrays = entry.then
+            out, *rest = run(self.mlp(rest[0]), out, at, arrays)
+        if rest:
+            segments.held = out, rest, at, entries
+        return out  # type: ignore[no-any-return]
 
     return call
 
