@@ -23,9 +23,9 @@ from kernels_metal.visibility import MAX_ROWS, Visibility
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BITS, GROUPS = (4, 8), (32, 64)
-# Rows of one threadgroup, at a head dim of 256 half as many: all read the keys once, or so few that
-# there are more threadgroups, which read them again from caches. 96 are 384 threads: an M1 or M2
-# has no registers for many more.
+# Rows of one threadgroup, at a head dim of 256 half as many by as many threads: all read the keys
+# once, or so few that there are more threadgroups, which read them again from caches. 96 are 384
+# threads: an M1 or M2 has no registers for many more.
 WAYS: dict[str, int] = {"once": 96, "apart": 32}
 THREADGROUPS = 8  # wanted for each core of the GPU, so that loads of one hide behind another's work
 TILES = 3  # of a split at least
@@ -59,7 +59,8 @@ class Packed(NamedTuple):
 class Layout:
     """How rows and keys are shared out: see `layout`."""
 
-    groups: int  # SIMD-groups of a threadgroup, eight rows each
+    groups: int  # of eight rows in a threadgroup, with `halves` SIMD-groups each
+    halves: int  # of the head dim, 2 where one SIMD-group has no registers for it
     sets: int  # of rows; each reads the keys
     tile: int
     length: int  # keys of a split
@@ -129,15 +130,16 @@ def layout(  # noqa: PLR0913  # a call's sizes
     as they write less than a third of the keys and values: caches keep what they write.
     """
     eights = -(-rows // 8)
-    most = together // 8 if width <= 128 else together // 16
+    halves = 1 if width <= 128 else 2
+    most = together // (8 * halves)
     sets = -(-eights // most)
     groups = -(-eights // sets)
-    row_bytes = 2 * (width + 8) * itemsize  # of a key and a value in threadgroup memory
+    row_bytes = 2 * (width + 10) * itemsize  # of a key and a value in threadgroup memory
     tile = next(n for n in (32, 16, 8) if n * row_bytes <= TILE_BYTES)
     written, read = rows * (width + 2) * 4, 2 * keys * width * itemsize
     wanted = min(-(-THREADGROUPS * cores() // (kv_heads * sets)), max(2, read // (SHARE * written)))
     length = max(TILES, -(-keys // (wanted * tile))) * tile
-    return Layout(groups, sets, tile, length, -(-keys // length))
+    return Layout(groups, halves, sets, tile, length, -(-keys // length))
 
 
 class AttentionPlan:
@@ -164,7 +166,7 @@ class AttentionPlan:
         plan = layout(shared, seen.keys - seen.low, kv_heads, width, size, WAYS[way])
         alone = plan.splits == 1
         partial = queries.shape if alone else (plan.splits, heads * rows, width)
-        threads = plan.groups * 32
+        threads = plan.groups * plan.halves * 32
         launch = Launch(
             grid=(kv_heads * threads, plan.splits, plan.sets),
             threadgroup=(threads, 1, 1),
@@ -332,6 +334,9 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
         local[node] |= local[parent]
     window = draw.chance("window", 0.3)
     first = tuple(draw.rng.randint(0, prefix) for _ in range(rows)) if window else None
+    if window and draw.chance("edge", 0.5):  # one row does not see the first key of a tile
+        tile = draw.rng.randint(0, max(prefix // 32 - 1, 0)) * 32
+        first = (min(tile + 1, prefix), *(0,) * (rows - 1))
     slots = prefix + rows + draw.extra("slack", (0, 1, 200))
     plain = [draw.normal(1, kv_heads, slots, dim) for _ in range(2)]
     group = next((group for group in reversed(GROUPS) if dim % group == 0), 0)

@@ -138,12 +138,13 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     kv_heads = draw.size("kv_heads", (1, 2, 3))
     heads = draw.size("heads", [kv_heads * group for group in (1, 2, 4)])
     widths = heads * dim, kv_heads * dim
+    size = 10.0 ** -draw.extra("small", (0, 0, 3))  # so small that epsilon counts
     if draw.chance("together", 0.5):
         queries, keys, _ = mx.split(
-            draw.normal(1, rows, sum(widths) + dim), np.cumsum(widths).tolist(), axis=-1
+            size * draw.normal(1, rows, sum(widths) + dim), np.cumsum(widths).tolist(), axis=-1
         )
     else:
-        queries, keys = (draw.normal(1, rows, width) for width in widths)
+        queries, keys = (size * draw.normal(1, rows, width) for width in widths)
     first = draw.extra("first", (0, 1, 100, 30_000))
     positions = mx.array(
         [first + (row if draw.given else draw.rng.randrange(9)) for row in range(rows)]

@@ -246,7 +246,7 @@ def _tried(x: mx.array, *rest: Any) -> tuple[str, list[dict[str, int]]]:
 def _arguments(draw: Draw) -> tuple[Any, ...]:
     packing = Packing(group=draw.size("group", GROUPS), bits=draw.size("bits", BITS))
     rows = draw.size("rows", range(1, MAX_ROWS + 1))
-    depth = draw.size("depth", range(packing.group, 21 * packing.group, packing.group))
+    depth = draw.size("depth", [packing.group * groups for groups in (*range(1, 10), 20)])
     columns = draw.size("columns", (5, 8, 31, 33, 64, 100, 257))
     columns *= 2 if (gated := draw.chance("gated", 0.5)) else 1
     words = (columns, depth * packing.bits // 32)

@@ -12,23 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from roofline import (
-    BANDWIDTH_SHARE,
-    CONTEXT,
-    FEW_ROWS,
-    LAYER_SECONDS,
-    MATRIX_SHARE,
-    SCALAR_SHARE,
-    Pass,
-    chain_acceptance,
-    multiply_adds,
-    table,
-    weight_bytes,
-)
+from roofline import CONTEXT, LAYER_SECONDS, Pass, chain_acceptance
 from roofline_data import MACHINES, Machine
-
-WIDE_ROWS = 5  # that one tile of MLX's qmv_wide takes, which GPUs have from the M3's on
-QMM_ROWS = 32  # that its tile computes, from 6 rows on where there is no qmv_wide
+from roofline_products import BANDWIDTH_SHARE, SCALAR_SHARE, fastest, table, weight_bytes
+from roofline_products import stock as stock_product
 
 
 def attention(width: int, heads: int, kv_heads: int, dim: int, gated: bool = False) -> int:
@@ -185,21 +172,15 @@ HEAD_OF_7, DFLASH2_OF_7 = Accepted(4.28, 7), Accepted(4.80, 7)
 
 
 def pass_time(machine: Machine, network: Network, bits: int, rows: int, stock: bool) -> Pass:
-    """A pass over `rows` behind CONTEXT tokens. stock: with MLX's own products, not verify_qmm.
-
-    MLX reads all weights for every row on an M1 and M2, and once for five rows from the M3 on.
-    """
-    old, matrices = machine.name.startswith(("M1", "M2")), network.dense + network.head
-    reads, sums = 1.0, multiply_adds(machine, rows, bits)
-    if stock and bits < 16:
-        reads, sums = math.ceil(rows / WIDE_ROWS), rows / SCALAR_SHARE
-        if old:
-            few = rows <= FEW_ROWS
-            reads, sums = (rows, sums) if few else (1, max(rows, QMM_ROWS) / MATRIX_SHARE)
+    """A pass over `rows` behind CONTEXT tokens. stock: with MLX's own products alone."""
+    matrices = network.dense + network.head
+    product = (
+        stock_product(machine, rows, bits) if stock else fastest(machine, matrices, bits, rows)
+    )
     experts = network.expert * (network.used * rows if stock else network.chosen(rows))
-    memory = weight_bytes(matrices * reads + experts, bits) + 2 * network.state
+    memory = weight_bytes(matrices * product.reads + experts, bits) + 2 * network.state
     memory += 2 * network.cached * (CONTEXT + rows) + 4 * rows * network.vocabulary
-    compute = matrices * sums + network.expert * network.used * rows / SCALAR_SHARE
+    compute = matrices * product.adds + network.expert * network.used * rows / SCALAR_SHARE
     return Pass(
         memory / (machine.bandwidth * 1e9 * BANDWIDTH_SHARE),
         compute / (machine.tflops * 1e12 / 2) if rows > 1 else 0.0,

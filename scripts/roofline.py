@@ -27,16 +27,25 @@ from roofline_data import (
     Machine,
     Target,
 )
+from roofline_products import (
+    BANDWIDTH_SHARE,
+    GROUP,
+    MATRIX_SHARE,
+    TILE,
+    fastest,
+    product_rows,
+    stock,
+    stock_rows,
+    table,
+)
 
 TRAFFIC = Path(__file__).parents[1] / "docs" / "roofline_traffic.json"
 CONTEXT = 1024
+CURVES = ("M1 Max", "M2 Ultra", "M3 Max", "M4 Pro", "M4 Max", "M5 Max")
+CURVE_ROWS = (2, 4, 5, 8, 12, 16, 24, 32)
 ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 BITS = (4, 8, 16)
-GROUP = 64
-BANDWIDTH_SHARE = 0.82  # reached, and
-LAYER_SECONDS = 45e-6  # spent beside it: both fitted to the published plain speeds
-SCALAR_SHARE, MATRIX_SHARE = 0.30, 0.66  # of the arithmetic peak: what others measured
-FEW_ROWS, MAX_ROWS = 5, 32  # of the scalar verify_qmm, and of either; stock MLX beyond
+LAYER_SECONDS = 45e-6  # spent beside it, fitted to the published plain speeds
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass over some rows: of its memory traffic, its arithmetic, and besides."""
+    """Seconds of one pass over some rows: of its memory traffic, its arithmetic, and besides.
+
+    is_stock: its products are MLX's.
+    """
 
     memory: float
     compute: float
     besides: float
+    is_stock: bool = True
 
     @property
     def seconds(self) -> float:
@@ -100,27 +113,10 @@ class Pass:
         return Pass(mine + theirs, 0.0, self.besides + other.besides)
 
 
-def weight_bytes(numbers: float, bits: int) -> float:
-    """Of stored weights: a scale and a bias of 16 bits for each group of 64 quantised ones."""
-    return numbers * (bits + (32 / GROUP if bits < 16 else 0)) / 8
-
-
-def multiply_adds(machine: Machine, rows: int, bits: int) -> float:
-    """Of one weight against all rows, as many as fit into the time at the arithmetic peak.
-
-    verify_qmm_matrix computes whole tiles of eight rows; the fewest rows, and all on an M5, go
-    through the scalar verify_qmm; 16 bits and more rows through MLX's own products, by matrices.
-    """
-    packed = bits < 16 and rows <= MAX_ROWS
-    if packed and (rows <= FEW_ROWS or machine.name.startswith("M5")):
-        return rows / SCALAR_SHARE
-    return (-(-rows // 8) * 8 if packed else rows) / MATRIX_SHARE
-
-
 def pass_time(
     machine: Machine, target: Target, bits: int, rows: int, traffic: Traffic, numbers: float = 0
 ) -> Pass:
-    """A pass of the target over `rows` behind CONTEXT tokens.
+    """A pass of the target over `rows` behind CONTEXT tokens, by the faster products.
 
     One row is plain decoding with stock MLX, whose published speeds memory alone explains.
     numbers: weights that it reads, those of all layers and the head by default.
@@ -128,15 +124,17 @@ def pass_time(
     numbers = numbers or target.weights
     keys, splits = traffic.keys_and_splits(target, rows)
     factors = traffic.weights.get(bits, {})
-    factor = max(factors.values(), default=1.0)
-    memory = weight_bytes(numbers, bits) * factor + target.layers * (keys + splits)
+    product = fastest(machine, numbers, bits, rows, max(factors.values(), default=1.0))
+    memory = target.layers * (keys + splits)
     memory += 2 * 2.0 * rows * target.vocabulary  # logits, written and read
     attention = 2.0 * target.layers * target.heads * target.dim * rows * (CONTEXT + rows)
-    compute = numbers * multiply_adds(machine, rows, bits) + attention / MATRIX_SHARE
+    besides = attention / MATRIX_SHARE / (machine.tflops * 1e12 / 2) if rows > 1 else 0.0
     return Pass(
-        memory / (machine.bandwidth * 1e9 * BANDWIDTH_SHARE),
-        compute / (machine.tflops * 1e12 / 2) if rows > 1 else 0.0,
+        product.memory(machine, numbers, bits)
+        + memory / (machine.bandwidth * 1e9 * BANDWIDTH_SHARE),
+        product.compute(machine, numbers) + besides,
         target.layers * LAYER_SECONDS,
+        product.is_stock,
     )
 
 
@@ -263,30 +261,50 @@ def measure() -> dict[str, object]:
 
     return {
         "context": CONTEXT,
-        "weights": {bits: {r: weights(bits, r) for r in ROWS if r <= MAX_ROWS} for bits in (4, 8)},
+        "weights": {bits: {r: weights(bits, r) for r in ROWS if r <= TILE} for bits in (4, 8)},
         "attention": {
             name: {r: attention_bytes(target, r) for r in ROWS} for name, target in TARGETS.items()
         },
     }
 
 
-def table(headings: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def machine_rows(target: Target, bits: int, traffic: Traffic) -> Iterator[list[str]]:
     """Every machine: plain speed, passes, speed-ups, and what a tree of 32 has to accept."""
     for machine in MACHINES.values():
         passes = {rows: pass_time(machine, target, bits, rows, traffic) for rows in (1, 8, 16, 32)}
-        limits = ("" if p.memory >= p.compute else " c" for p in passes.values())
-        times = (f"{p.seconds * 1e3:.1f}{c}" for p, c in zip(passes.values(), limits, strict=True))
+        times = [f"{p.seconds * 1e3:.1f}" + _mark(p) * (rows > 1) for rows, p in passes.items()]
         gains = [f"{speedup(machine, target, bits, m, traffic):.2f}" for m in methods(target)]
         trees = [f"{break_even(machine, target, bits, n, traffic):.2f}" for n in (16, 32)]
         mark = "" if machine.stated else " *"
         speed = f"{1 / passes[1].seconds:.0f}"
         yield [machine.name + mark, speed, *times, *gains, " / ".join(trees)]
+
+
+def _mark(found: Pass) -> str:
+    """c: arithmetic is the limit. s: by MLX's own products."""
+    return " c" * (found.memory < found.compute) + " s" * found.is_stock
+
+
+def curve_rows(target: Target) -> Iterator[list[str]]:
+    """What the products of a pass cost over those of one row: by MLX alone, and by the faster."""
+    for name in CURVES:
+        machine, cells = MACHINES[name], []
+        plain = stock(machine, 1, 4).seconds(machine, target.weights, 4)
+        for rows in CURVE_ROWS:
+            both = stock(machine, rows, 4), fastest(machine, target.weights, 4, rows)
+            costs = [each.seconds(machine, target.weights, 4) / plain for each in both]
+            cells.append(" / ".join(f"{cost:.2f}" for cost in costs))
+        yield [name, *cells]
+
+
+def gains(bits: int, traffic: Traffic) -> tuple[float, float]:
+    """The least and the greatest predicted speed-up of any machine with Qwen3-8B's best block."""
+    target = TARGETS["Qwen3-8B"]
+    found = []
+    for machine in MACHINES.values():
+        method = chain(best_block(machine, target, bits, traffic))
+        found.append(speedup(machine, target, bits, method, traffic))
+    return min(found), max(found)
 
 
 def target_rows(names: Sequence[str], traffic: Traffic) -> Iterator[list[str]]:
@@ -346,6 +364,13 @@ def report(traffic: Traffic) -> str:
             table([*columns, *named["SmolLM2-135M"], tree], machine_rows(small, 16, traffic)),
             "plain tok/s: speed-up of blocks of 4, 8, 16 (best block)\n",
             table(["target", "bits", *names], target_rows(names, traffic)),
+            table(["chips", "rows that read all", "rows by fives", "then by 32"], stock_rows()),
+            "Products over those of one row: MLX alone / the faster of both\n",
+            table(["machine", *map(str, CURVE_ROWS)], curve_rows(eight)),
+            table(
+                ["machine", "products", "K x N", "rows", "measured, ms", "model", "ratio"],
+                product_rows(),
+            ),
             table(
                 ["machine", "target", "published tok/s", "model", "ratio", "source"],
                 plain_rows(traffic),

@@ -17,6 +17,17 @@ class Machine:
     tflops: float
     stated: bool
 
+    @property
+    def generation(self) -> int:
+        """1 to 5."""
+        return int(self.name[1])
+
+    @property
+    def stock(self) -> Stock:
+        """MLX's own products."""
+        is_old_ultra = self.generation <= 2 and self.name.endswith("Ultra")
+        return STOCK_ULTRA if is_old_ultra else STOCK[self.generation]
+
 
 MACHINES = {
     machine.name: machine
@@ -41,6 +52,50 @@ MACHINES = {
         Machine("M5 Max", 614, 22.8, False),
     )
 }
+
+
+@dataclass(frozen=True)
+class Stock:
+    """How MLX 0.32.4 multiplies large packed matrices, read in its source (quantized.cpp).
+
+    single: rows up to which each reads all weights by itself (`qmv`). wide: rows up to which five
+    read them together (`qmv_wide`). More rows go by tiles of 32, of which all rows are paid, at
+    `tiled` of the float32 peak: measured by others (MEASURED), but on an M1 and M2 an estimate.
+    An M5's tiles go through its own matrix units, and reach more than this peak has.
+    """
+
+    single: int
+    wide: int
+    tiled: float
+
+
+STOCK = {  # by generation; limits are smaller for small matrices
+    1: Stock(5, 0, 0.61),
+    2: Stock(5, 0, 0.61),
+    3: Stock(1, 12, 0.72),
+    4: Stock(1, 12, 0.72),
+    5: Stock(1, 12, 1.0),
+}
+STOCK_ULTRA = Stock(12, 0, 0.61)  # of an M1 and M2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds that others measured of one product x [rows, depth] W^T at 4 bits, by rows."""
+
+    machine: str
+    depth: int
+    columns: int
+    stock: bool
+    times: dict[int, float]
+
+
+MEASURED = (
+    Measured("M4 Pro", 5120, 17_408, True, {1: 0.198, 5: 0.379, 8: 0.580, 12: 0.863, 16: 0.939}),
+    Measured("M3 Max", 5120, 17_408, True, {1: 0.129, 4: 0.165, 8: 0.323, 9: 0.405, 32: 0.51}),
+    Measured("M5", 5120, 13_824, True, {14: 0.833, 32: 0.804}),
+    Measured("M4 Pro", 5120, 17_408, False, {8: 0.314, 16: 0.533}),  # of the scheme of ours
+)
 
 
 @dataclass(frozen=True)

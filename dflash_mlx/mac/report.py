@@ -23,9 +23,9 @@ from kernels_metal.verify_qmm import FEW_ROWS
 Found = Mapping[str, Mapping[str, Any]]
 MOST_LINES = 60
 PROBLEMS = 8  # named in what is pasted
-# Of a GPU's float32 peak: what our products reach by rows (docs/roofline.md), and MLX's large ones
-SHARES = {8: 0.56, 16: 0.66, 32: 0.60}
-LARGE = 0.85
+# Of a float32 peak: our products by rows, MLX's tiles of 32 and its large ones (docs/roofline.md)
+SHARES = {FEW_ROWS: 0.30, 8: 0.56, 16: 0.66, 32: 0.60}
+TILED, LARGE = 0.72, 0.85
 SEND = 'Please paste this into an issue "Report from a Mac", and attach the .md and .json files.'
 
 
@@ -121,14 +121,14 @@ def times(found: Found, model: Model, rows: int) -> tuple[float, float] | None:
 
 
 def predicted(found: Found, model: Model, rows: int) -> float | None:
-    """Milliseconds of a pass's products by bytes and by multiplications, whichever take longer."""
+    """Milliseconds of a pass's products, by MLX's or ours; by bytes or by multiplications."""
     speed, peak = (float(found.get("machine", {}).get(what, 0)) for what in ("GB/s", "float32"))
     if not (speed and peak):
         return None
     share = next((share for most, share in SHARES.items() if rows <= most), SHARES[32])
     weights = sum(depth * columns * n for depth, columns, n in model.matrices.values())
-    padded = -(-rows // 8) * 8 if rows > FEW_ROWS else 0
-    multiplied = 2 * padded * weights / (share * peak / LARGE * 1e9)
+    padded = -(-rows // 8) * 8 if rows > FEW_ROWS else rows
+    multiplied = 2 * weights * min(padded / share, 32 / TILED) / (peak / LARGE * 1e9)
     return max(weights * 0.5625 / speed / 1e6, multiplied)  # bytes of a weight, scales included
 
 

@@ -101,7 +101,7 @@ def describe(counters: Counters) -> str:
         f"{c.simd_operations} SIMD-group operations, {c.matrix_products} of them matrix products, "
         f"{c.barriers} threadgroup barriers, {c.simdgroup_barriers} SIMD-group barriers",
         f"{c.device_accesses} loads and stores in device memory, "
-        f"{c.threadgroup_accesses} in threadgroup memory",
+        f"{c.threadgroup_accesses} in threadgroup memory, of {c.threadgroup_cycles} cycles",
         _row(HEADINGS),
     ]
     for name, traffic in c.buffers.items():

@@ -73,6 +73,7 @@ _COUNTERS = (
     "matrix_products",
     "device_accesses",
     "threadgroup_accesses",
+    "threadgroup_cycles",
 )
 
 
@@ -127,7 +128,7 @@ class Counters:
 
     SIMD operations, matrix products among them, count once for a SIMD-group, barriers once for a
     threadgroup, accesses (a vector is one) for every thread; `threadgroup_bytes` is the threadgroup
-    memory of one threadgroup.
+    memory of one threadgroup, `threadgroup_cycles` what its banks take for all SIMD-groups.
     """
 
     kernel: str
@@ -140,6 +141,7 @@ class Counters:
     matrix_products: int
     device_accesses: int
     threadgroup_accesses: int
+    threadgroup_cycles: int
     buffers: dict[str, Traffic]
 
 

@@ -1,8 +1,8 @@
 """MLX's text of a kernel as one C++ file for clang.
 
-The kernel's own text stays as it is, except for two things C++ lacks: variables in threadgroup
-memory become references to memory of the emulator, and `vec<T, N>(...)` a function call. Lines
-stay where they are.
+The kernel's own text stays as it is, except for three things C++ lacks: variables in threadgroup
+memory become references to memory of the emulator, `vec<T, N>(...)` a function call, and `0.5`,
+which C++ would round on its way into a float, `0.5f`. Lines stay where they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from kernels_metal.emulator.text import (
 )
 from kernels_metal.factory import Kernel, Launch
 
+_UNSUFFIXED = re.compile(
+    r"(?<![\w.])(?:\d+\.\d*(?:[eE][+-]?\d+)?|\.?\d+[eE][+-]?\d+|\.\d+)(?![\w.])"
+)
 _TYPE = re.compile(r"threadgroup\s+((?:const\s+|volatile\s+|struct\s+)*[\w:]+\s*)(<)?")
 
 
@@ -46,6 +49,7 @@ def _constructors(source: str, aliases: Sequence[str]) -> str:
     source = re.sub(
         r"\b(?:metal::)?vec\s*<([^<>();]*)>\s*\(", r"::emulator::make<metal::vec<\1>>(", source
     )
+    source = _UNSUFFIXED.sub(r"\g<0>f", source)
     for alias in aliases:
         source = re.sub(rf"\b{alias}\s*\((?!\s*\))", f"::emulator::make<{alias}>(", source)
     return source

@@ -1,7 +1,8 @@
 // All query rows against one split of the keys, which is read once for all of them.
 //
-// A threadgroup takes one key/value head, one split and eight rows for each of its SIMD-groups. Keys
-// and values come tile by tile through threadgroup memory, where quantised ones are unpacked. A
+// A threadgroup takes one key/value head, one split and eight rows for each of its SIMD-groups. At a
+// head dim of 256 two SIMD-groups share eight rows, half of the dimensions each, since one has no
+// registers for all: they add up each other's scores. Keys and values come tile by tile through threadgroup memory, where quantised ones are unpacked. A
 // SIMD-group holds its rows, their largest score, sum and weighted values in registers, and
 // multiplies through 8x8 matrices: a lane has two keys of one row.
 //
@@ -18,15 +19,20 @@
 
 constexpr int STEPS = D % 32 == 0 ? 4 : 2;  // matrix products for one block of dimensions
 constexpr int BLOCK = 8 * STEPS;
-constexpr int BLOCKS = D / BLOCK;
+constexpr int HALVES = D > 128 ? 2 : 1;
+constexpr int WIDTH = D / HALVES;           // dimensions of one SIMD-group
+constexpr int BLOCKS = WIDTH / BLOCK;
+constexpr int HELD = WIDTH / 8;             // pairs of weighted values in one lane
 constexpr int EIGHTS = D / 8;               // lanes that load one key
 constexpr int AT_ONCE = 32 / EIGHTS;        // keys that a SIMD-group loads at a time
-constexpr int STRIDE = D + 8;               // so that keys begin in different banks
+constexpr int STRIDE = D + 8;               // so that keys begin in different banks,
+constexpr int VALUE_STRIDE = D % 32 == 0 ? D + 12 : D + 8;  // and values, read eight at a time
 constexpr int PAIRS = KEYS / 8;             // of keys in one lane
 constexpr uint MASK = (1u << BITS) - 1;
 constexpr float NOTHING = -1e30f;           // the score of a key that a row does not see
 threadgroup vec<T, 4> tile_keys[KEYS * STRIDE / 4];
-threadgroup vec<T, 4> tile_values[KEYS * STRIDE / 4];
+threadgroup vec<T, 4> tile_values[KEYS * VALUE_STRIDE / 4];
+threadgroup float2 halves[HALVES == 2 ? 12 * 32 * PAIRS : 1];  // of scores, 12 SIMD-groups at most
 const threadgroup T* shared_keys = (const threadgroup T*)tile_keys;
 
 const int lane = thread_index_in_simdgroup;
@@ -48,29 +54,30 @@ const int lane_key = lane / EIGHTS;
 const int eight = lane % EIGHTS;
 
 // Rows behind the last are computed as copies of it, and not stored.
-const int first = (threadgroup_position_in_grid.z * groups + group) * 8;
+const int first = (threadgroup_position_in_grid.z * groups + group) / HALVES * 8;
+const int side = group % HALVES * WIDTH;
 const bool busy = first < rows;
 const int row = min(first + r, rows - 1);
 const int64_t query_head = head * sizes[1] + row / sizes[0];
 const int seen = row % sizes[0] * (1 + words);
 const int window = visible[seen];
 
-T query[D / 4];
-float2 held[EIGHTS];
+T query[WIDTH / 4];
+float2 held[HELD];
 float peak = NOTHING;
 float total = 0.0f;
 #pragma clang loop unroll(full)
 for (int b = 0; b < BLOCKS; ++b) {
   #pragma clang loop unroll(full)
   for (int i = 0; i < 2 * STEPS; ++i) {
-    const int64_t d = b * BLOCK + STEPS * c + i;
+    const int64_t d = side + b * BLOCK + STEPS * c + i;
     query[b * 2 * STEPS + i] =
         queries[query_head * queries_strides[1] + row % sizes[0] * queries_strides[2] +
                 d * queries_strides[3]];
   }
 }
 #pragma clang loop unroll(full)
-for (int i = 0; i < EIGHTS; ++i) {
+for (int i = 0; i < HELD; ++i) {
   held[i] = float2(0.0f);
 }
 const float unit = scale[0] * 1.44269504f;  // scores are powers of two
@@ -81,7 +88,8 @@ for (int tile = begin; tile < end; tile += KEYS) {
     const int64_t slot = tile + k;
     const int64_t key = head * keys_strides[1] + slot * keys_strides[2];
     const int64_t value = head * values_strides[1] + slot * values_strides[2];
-    const int at = (k * STRIDE + eight * 8) / 4;
+    const int key_at = (k * STRIDE + eight * 8) / 4;
+    const int value_at = (k * VALUE_STRIDE + eight * 8) / 4;
     vec<T, 4> four_keys[2] = {vec<T, 4>(T(0)), vec<T, 4>(T(0))};
     vec<T, 4> four_values[2] = {vec<T, 4>(T(0)), vec<T, 4>(T(0))};
     if (lane_key < AT_ONCE && slot < end) {
@@ -123,14 +131,14 @@ for (int tile = begin; tile < end; tile += KEYS) {
       }
     }
     if (lane_key < AT_ONCE) {
-      tile_keys[at] = four_keys[0];
-      tile_keys[at + 1] = four_keys[1];
-      tile_values[at] = four_values[0];
-      tile_values[at + 1] = four_values[1];
+      tile_keys[key_at] = four_keys[0];
+      tile_keys[key_at + 1] = four_keys[1];
+      tile_values[value_at] = four_values[0];
+      tile_values[value_at + 1] = four_values[1];
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (!busy) {
+  if (!busy && HALVES == 1) {
     continue;
   }
 
@@ -140,7 +148,8 @@ for (int tile = begin; tile < end; tile += KEYS) {
     scores[p] = float2(0.0f);
     #pragma clang loop unroll(full)
     for (int b = 0; b < BLOCKS; ++b) {
-      const threadgroup T* from = shared_keys + (p * 8 + c) * STRIDE + b * BLOCK + STEPS * r;
+      const int at = (p * 8 + c) * STRIDE + side + b * BLOCK + STEPS * r;
+      const threadgroup T* from = shared_keys + at;
       const vec<T, STEPS> one = *(const threadgroup vec<T, STEPS>*)from;
       const vec<T, STEPS> two = *(const threadgroup vec<T, STEPS>*)(from + STRIDE);
       #pragma clang loop unroll(full)
@@ -150,6 +159,20 @@ for (int tile = begin; tile < end; tile += KEYS) {
         scores[p] = multiply_add<T>(left, right, scores[p]);
       }
     }
+  }
+  if (HALVES == 2) {
+    #pragma clang loop unroll(full)
+    for (int p = 0; p < PAIRS; ++p) {
+      halves[(group * PAIRS + p) * 32 + lane] = scores[p];
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    #pragma clang loop unroll(full)
+    for (int p = 0; p < PAIRS; ++p) {
+      scores[p] += halves[((group ^ 1) * PAIRS + p) * 32 + lane];
+    }
+  }
+  #pragma clang loop unroll(full)
+  for (int p = 0; p < PAIRS; ++p) {
     scores[p] *= unit;
   }
 
@@ -183,7 +206,7 @@ for (int tile = begin; tile < end; tile += KEYS) {
   peak = top;
   total *= keep;
   #pragma clang loop unroll(full)
-  for (int i = 0; i < EIGHTS; ++i) {
+  for (int i = 0; i < HELD; ++i) {
     held[i] *= keep;
   }
   #pragma clang loop unroll(full)
@@ -192,7 +215,7 @@ for (int tile = begin; tile < end; tile += KEYS) {
     total += weights[0] + weights[1];
     #pragma clang loop unroll(full)
     for (int b = 0; b < BLOCKS; ++b) {
-      const int at = ((p * 8 + r) * STRIDE + b * BLOCK + STEPS * c) / 4;
+      const int at = ((p * 8 + r) * VALUE_STRIDE + side + b * BLOCK + STEPS * c) / 4;
       #pragma clang loop unroll(full)
       for (int i = 0; i < STEPS / 2; ++i) {
         const float4 four = widen<T>(tile_values[at + i]);
@@ -217,12 +240,12 @@ const float factor = last ? exp2(peak - top) / whole : 1.0f;
 const int64_t place = (int64_t(split) * threadgroups_per_grid.x + head) * rows + row;
 if (first + r < rows) {
   #pragma clang loop unroll(full)
-  for (int i = 0; i < EIGHTS; ++i) {
-    const int d = i / STEPS * BLOCK + STEPS * c + i % STEPS * 2;
+  for (int i = 0; i < HELD; ++i) {
+    const int d = side + i / STEPS * BLOCK + STEPS * c + i % STEPS * 2;
     result[place * D + d] = O(held[i][0] * factor);
     result[place * D + d + 1] = O(held[i][1] * factor);
   }
-  if (c == 0) {
+  if (c == 0 && side == 0) {
     sums[place * 2] = peak;
     sums[place * 2 + 1] = total;
   }

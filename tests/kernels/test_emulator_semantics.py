@@ -48,7 +48,8 @@ GIVES = {
         I + 20 + I + 3 * (2 + 1) + 16, [RAMP], of_type(mx.int32)),
     "arithmetic, comparison and functions of vectors": (
         "float4 v = float4(a[i]) + float4(0, 1, 2, 3); "
-        "float4 w = max(v, float4(3)) * 2.0f - v;\no[i] = dot(w, float4(1)) + exp(v - v).x;",
+        "float4 w = max(v, float4(3)) * 2.0f - v;\n"
+        "o[i] = dot(w, float4(1)) + precise::exp(v - v).x;",
         (2 * np.maximum(V, 3) - V).sum(1) + 1, [RAMP], {}),
     "a scalar comes as a reference": (
         "o[i] = a + b;", 5.5, [mx.array(2.5), mx.array(3, mx.int8)], {}),
@@ -94,7 +95,7 @@ MATHS = {
     "sqrt(x)": np.sqrt,
     "rsqrt(x + 1)": lambda x: 1 / np.sqrt(x + 1),
     "tanh(x)": np.tanh,
-    "sin(x)": np.sin,
+    "precise::sin(x)": np.sin,
     "precise::cos(9 * x)": lambda x: np.cos(9 * x),
     "floor(x)": np.floor,
     "ceil(x)": np.ceil,
@@ -121,6 +122,15 @@ def test_functions_of_one_number():
     x = np.linspace(0, 3, 32).astype(np.float32)
     wanted = {name: f(x.astype(np.float64)) for name, f in MATHS.items()}
     assert_columns(wanted, 2e-6, [array(x)], "float x = a[i];\n")
+
+
+@pytest.mark.parametrize("angle", [2.0, 9000.0])
+@pytest.mark.parametrize("name", ["sin", "cos"])
+def test_functions_that_nobody_asked_to_be_precise_are_not(name, angle):
+    x = np.linspace(angle / 2, angle, 32).astype(np.float32)
+    off = [f"abs({kind}{name}(a[i]) - precise::{name}(a[i]))" for kind in ("", "fast::")]
+    output, _ = run(f"o[i] = min({off[0]}, {off[1]});", array(x))
+    assert (exact(output[0]) > 2.0**-14).all() and (exact(output[0]) < 2.0**-10).all()
 
 
 # SIMD-groups

@@ -78,6 +78,8 @@ def test_random_calls_lie_on_both_sides_of_every_branch():
         tiles.add((template["D"], template["KEYS"]))
         bits.add(template["BITS"])
         sunk.add(call[5] is not None)
+        assert plan.threadgroup[0] % (64 if template["D"] == 256 else 32) == 0
+        assert plan.threadgroup[0] <= 384
     assert {1, 2} < splits and max(splits) > 2  # with no merge, and with one
     assert {1, 2} < sets  # rows in one threadgroup, in two, and in more
     assert words == {1, 2, 3}
@@ -247,6 +249,7 @@ WINDOW = attending(64, 2, 1, 4, 600, window=1, sinks=1)
 SLICE = attending(64, 2, 2, 3, 40, slack=35, stored=(0, 2, 1, 3))
 TURNED = attending(64, 2, 2, 3, 40, slack=35, stored=(0, 1, 3, 2))
 PACKED_IN_4 = attending(128, 2, 2, 3, 40, slack=35, kv_bits=4)
+WIDE = attending(256, 7, 1, 8, 40)  # two SIMD-groups for every eight rows, two of which are idle
 PACKED_IN_8 = attending(96, 2, 2, 3, 40, slack=35, kv_bits=8)
 
 
@@ -279,7 +282,8 @@ test_a_fault_is_found = each_is_found(
             "slot <= end) {\n      if (BITS", "bounds"),
         "the sum of weights starts anywhere": ("float total = 0.0f;\n", "float total;\n",
             "uninitialised"),
-        "nobody writes the largest scores": ("  if (c == 0) {", "  if (c == 1) {", "unwritten"),
+        "nobody writes the largest scores": ("if (c == 0 && side", "if (c == 1 && side",
+            "unwritten"),
         "a key pointer into device memory": ("const threadgroup T* from",
             "const device T* from", "address space"),
         "the wrong bit of the mask": (">> (local % 32)", ">> (31 - local % 32)", "result"),
@@ -317,6 +321,16 @@ test_a_fault_is_found = each_is_found(
     ("cascade_attention", PACKED_IN_8, {
         "the first word of two twice": ("(eight * 8 + i) * BITS / 32", "eight * 8 * BITS / 32",
             "result"),
+    }),
+    ("cascade_attention", WIDE, {
+        "scores of half of the dimensions": ("(group ^ 1) * PAIRS", "group * PAIRS", "result"),
+        "both write half of the result": ("const int d = side + i", "const int d = i", "race"),
+        "both sides write the sums": ("c == 0 && side == 0", "c == 0", "race"),
+        "scores of the neighbour are not waited for": (
+            "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    #pragma",
+            "    #pragma", "uninitialised or race"),
+        "rows behind the last come to no barrier": ("!busy && HALVES == 1", "!busy",
+            "divergence"),
     }),
     ("cascade_merge", WINDOW, {
         "one split too many": ("split < splits; ++split", "split <= splits; ++split", "bounds"),

@@ -218,8 +218,10 @@ def test_on_an_m5_and_on_what_nobody_named_products_are_stock(monkeypatch, famil
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_bit_of_every_word_counts_for_its_weight_and_no_other(bits, group, dtype):
+@pytest.mark.parametrize(
+    ("group", "way"), [*((group, "matrix") for group in GROUPS), (32, "scalar")]
+)
+def test_every_bit_of_every_word_counts_for_its_weight_and_no_other(bits, group, way, dtype):
     words = group * bits // 32
     single = np.zeros((words * 32, words), np.uint32)  # in each column one bit
     for bit in range(words * 32):
@@ -231,19 +233,20 @@ def test_every_bit_of_every_word_counts_for_its_weight_and_no_other(bits, group,
     weights = Product(mx.array(single), ones, zeros, Packing(bits, group))
     x = mx.eye(group).astype(dtype)
     with emulated():
-        found = [weights(x[at : at + 32], "matrix") for at in range(0, group, 32)]
+        found = [weights(x[at : at + 32], way) for at in range(0, group, 32)]
     np.testing.assert_array_equal(exact(mx.concatenate(found)), wanted)
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_value_of_a_weight_is_exact_at_every_place_of_its_word(bits):
+@pytest.mark.parametrize("way", ["scalar", "matrix"])
+def test_every_value_of_a_weight_is_exact_at_every_place_of_its_word(bits, way):
     values = np.arange(2**bits, dtype=np.uint64)
     repeated = sum(values << np.uint64(bits * i) for i in range(32 // bits)).astype(np.uint32)
     words = np.repeat(repeated[:, None], bits, axis=1)  # [values, words of a group of 32]
     ones, zeros = (mx.full((2**bits, 1), value) for value in (1.0, 0.0))
     weights = Product(mx.array(words), ones, zeros, Packing(bits, 32))
     with emulated():
-        found = weights(mx.eye(32), "matrix")
+        found = weights(mx.eye(32), way)
     np.testing.assert_array_equal(exact(found), np.broadcast_to(values, (32, 2**bits)))
 
 

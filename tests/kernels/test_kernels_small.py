@@ -86,16 +86,20 @@ def best(logits: mx.array, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ],
 )
 def test_kernel_and_reference_sort_and_normalise(shape, k):
-    """A log-probability is a difference of numbers as large as the normaliser."""
+    """A log-probability is a difference of numbers as large as the normaliser.
+
+    The kernel's exponentials and logarithms are fast ones, 1e-6 off.
+    """
     logits = 4 * mx.random.normal(shape, key=mx.random.key(k))
     ids, logprobs, normal = best(logits, k)
-    scale = np.maximum(np.abs(normal), np.abs(logprobs))
+    whole = np.maximum(np.abs(normal), 1)
+    scale = np.maximum(whole, np.abs(logprobs))
     with emulated():
         found = draft_head(logits, k), draft_head_reference(logits, k)
-    for head, share in zip(found, (1e-6, 1e-4), strict=True):  # MLX sums one by one
+    for head, share in zip(found, (3e-6, 1e-4), strict=True):  # MLX sums one by one
         assert np.array_equal(np.array(head.ids), ids)
         assert np.all(np.abs(exact(head.logprobs) - logprobs) <= share * scale)
-        assert np.all(np.abs(exact(head.logsumexp)[:, None] - normal) <= share * np.abs(normal))
+        assert np.all(np.abs(exact(head.logsumexp)[:, None] - normal) <= share * whole)
 
 
 def test_equal_logits_and_logits_of_minus_infinity_are_in_order_of_their_ids():

@@ -1,5 +1,6 @@
 """All operations: their table, random calls, what they refuse, and calls that are planned."""
 
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -59,6 +60,38 @@ def test_kernels_stay_within_rounding_of_their_references_in_random_calls(made):
                 one = replace(made, kernel=made.by(way))
                 assert error(Trial(one, given, "")) <= 1, (label, way)
     assert {counters.kernel for counters in run.counters} == {k.name for k in made.kernels}
+
+
+# Faults that show in few calls: the operation, its source, what stands there and what becomes of it
+RARE = {
+    "a group is left out where K has three": (
+        VERIFY_QMM, "verify_qmm_matrix", "g < groups;", "g < groups - (groups == 3 ? 1 : 0);"),
+    "a row sees the one key of a tile that its window hides": (
+        CASCADE_ATTENTION, "cascade_attention", "tile < clear", "tile + 1 < clear"),
+    "no epsilon": (NORM_ROPE, "norm_rope", " + epsilon[0]", ""),
+    "a fast cosine": (NORM_ROPE, "norm_rope", "precise::cos", "fast::cos"),
+    "an unnamed cosine, which is a fast one": (NORM_ROPE, "norm_rope", "precise::cos", "cos"),
+}  # fmt: skip
+
+
+def size(call: Any) -> int:
+    """So that small calls, which are quick, come first."""
+    return sum(array.size for array in call if isinstance(array, mx.array))
+
+
+@pytest.mark.parametrize(("made", "name", "before", "after"), RARE.values(), ids=RARE)
+def test_random_calls_find_a_fault_that_shows_in_few_of_them(made, name, before, after, tmp_path):
+    copy = shutil.copytree(SOURCE, tmp_path / "source")
+    source = (copy / f"{name}.metal").read_text()
+    assert source.count(before) == 1
+    (copy / f"{name}.metal").write_text(source.replace(before, after))
+    with emulated(copy):
+        assert any(
+            error(Trial(replace(made, kernel=made.by(way)), given, "")) > 1
+            for given in sorted(random_calls(made), key=size)
+            for way in made.ways(*given)
+            if way != "scalar"
+        )
 
 
 def test_a_fault_is_an_error_above_one():

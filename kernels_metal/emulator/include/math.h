@@ -23,6 +23,15 @@ template <class R, class F, class T, class... A> EMULATOR_FUNC R each(F f, T fir
     }
 }
 
+// Errors of the fast functions, about as large as Metal allows and always the same for the same
+// argument: MLX asks for safe arithmetic, but a function without `precise::` stays a fast one.
+EMULATOR_FUNC float sign_of(float x) { return __builtin_bit_cast(uint, x) & 1 ? -1.0f : 1.0f; }
+EMULATOR_FUNC float exact(float, float y) { return y; }
+EMULATOR_FUNC float rough(float x, float y) { return y * (1.0f + sign_of(x) * 0x1p-20f); }
+EMULATOR_FUNC float rough_angle(float x, float y) {
+    return y + sign_of(x) * (__builtin_fabsf(x) <= 3.14159265f ? 0x1p-13f : 0x1p-11f);
+}
+
 }  // namespace emulator
 
 namespace metal {
@@ -33,22 +42,22 @@ namespace metal {
             [](auto v) { float x = static_cast<float>(v); \
                          return static_cast<emulator::element_of<emulator::real_of<T>>>(expression); }, x); \
     }
-#define EMULATOR_UNARIES \
-    EMULATOR_UNARY(exp, __builtin_expf(x)) \
-    EMULATOR_UNARY(exp2, __builtin_exp2f(x)) \
-    EMULATOR_UNARY(log, __builtin_logf(x)) \
-    EMULATOR_UNARY(log2, __builtin_log2f(x)) \
-    EMULATOR_UNARY(sqrt, __builtin_sqrtf(x)) \
-    EMULATOR_UNARY(rsqrt, 1.0f / __builtin_sqrtf(x)) \
-    EMULATOR_UNARY(tanh, __builtin_tanhf(x)) \
-    EMULATOR_UNARY(sin, __builtin_sinf(x)) \
-    EMULATOR_UNARY(cos, __builtin_cosf(x))
-EMULATOR_UNARIES
+#define EMULATOR_UNARIES(rough, rough_angle) \
+    EMULATOR_UNARY(exp, rough(x, __builtin_expf(x))) \
+    EMULATOR_UNARY(exp2, rough(x, __builtin_exp2f(x))) \
+    EMULATOR_UNARY(log, rough(x, __builtin_logf(x))) \
+    EMULATOR_UNARY(log2, rough(x, __builtin_log2f(x))) \
+    EMULATOR_UNARY(sqrt, rough(x, __builtin_sqrtf(x))) \
+    EMULATOR_UNARY(rsqrt, rough(x, 1.0f / __builtin_sqrtf(x))) \
+    EMULATOR_UNARY(tanh, rough(x, __builtin_tanhf(x))) \
+    EMULATOR_UNARY(sin, rough_angle(x, __builtin_sinf(x))) \
+    EMULATOR_UNARY(cos, rough_angle(x, __builtin_cosf(x)))
+EMULATOR_UNARIES(emulator::rough, emulator::rough_angle)
 namespace fast {
-EMULATOR_UNARIES
+EMULATOR_UNARIES(emulator::rough, emulator::rough_angle)
 }
 namespace precise {
-EMULATOR_UNARIES
+EMULATOR_UNARIES(emulator::exact, emulator::exact)
 }
 EMULATOR_UNARY(floor, __builtin_floorf(x))
 EMULATOR_UNARY(ceil, __builtin_ceilf(x))

@@ -40,6 +40,7 @@ struct Counters {
     uint64_t threadgroup_bytes;
     uint64_t matrix_products;                          // among the SIMD-group operations
     uint64_t device_accesses, threadgroup_accesses;    // loads and stores of single threads
+    uint64_t threadgroup_cycles;                       // of SIMD-groups, see banks.h
 };
 
 struct Error {

@@ -8,7 +8,7 @@
 #pragma once
 #include <dlfcn.h>
 
-#include "state.h"
+#include "banks.h"
 
 constexpr uint64_t SLOT_SHIFT = 32;
 constexpr uint64_t SLOT_COUNT = 128;
@@ -193,6 +193,7 @@ inline void access(uint64_t address, uint32_t size, bool write, const void* pc) 
     if (region.kind != METADATA)
         ++(region.space == DEVICE_SPACE ? launch->counters.device_accesses : launch->counters.threadgroup_accesses);
     if (size == 0) return;
+    if (region.kind == THREADGROUP) note_banks(address, size, pc);
     uint64_t first = at >> region.shift, last = (at + size - 1) >> region.shift;
     if (region.kind == INPUT && !write) return fetch(region, first, last, pc);
     if (region.kind == METADATA && !write) return;

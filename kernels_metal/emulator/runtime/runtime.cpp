@@ -106,6 +106,7 @@ static bool run_simd(uint32_t simd) {
             again = ran = true;
         }
     }
+    end_turns();
     return ran;
 }
 
@@ -177,6 +178,8 @@ EXPORT uint32_t emulator_run(Launch* wanted) {
     launch = wanted;
     self = nullptr;
     group = Group{};
+    turn_count = 0;  // where a launch was stopped
+    memset(next_turn, 0, sizeof next_turn);
     if (!prepare_once()) {
         report(LIMIT, nullptr, "", "the emulator could not reserve %llu GiB of address space",
                (unsigned long long)((SLOT_COUNT << SLOT_SHIFT) >> 30));

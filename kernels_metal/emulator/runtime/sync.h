@@ -32,6 +32,7 @@ inline void arrive(Simd& simd, const char* operation, void* pc) {
 }
 
 inline void release(Simd& simd) {
+    end_turns();
     for (uint32_t mask = simd.waiting; mask; mask &= mask - 1)
         threads[self->simd * WIDTH + lowest(mask)].state = READY;
     simd.waiting = 0;
