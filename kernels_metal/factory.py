@@ -45,7 +45,7 @@ class Kernel:
     folder, without `.metal`, for functions and structs outside the body. With
     `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
     `{input}_strides`. falls_back: whoever launches it has another kernel for a GPU that has no
-    registers for so many threads.
+    registers for so many threads. before: lines in front of the file's, for names that are no inputs.
     """
 
     name: str
@@ -55,11 +55,12 @@ class Kernel:
     ensure_row_contiguous: bool = True
     folder: Path = SOURCE
     falls_back: bool = False
+    before: str = ""
 
     @property
     def body(self) -> str:
         """The text of the body."""
-        return self.path.read_text(encoding="utf-8")
+        return self.before + self.path.read_text(encoding="utf-8")
 
     @property
     def header_text(self) -> str:
