@@ -153,8 +153,12 @@ def groups_in(module: nn.Module) -> Iterator[list[Any]]:
 class Group:
     """Modules that are called with one input, one after the other, in any order."""
 
-    def __init__(self, members: Sequence[Any], kernels: Kernels, alike: list[Group]) -> None:
-        self.members, self._kernels = members, kernels
+    def __init__(
+        self, owner: nn.Module, members: Sequence[Any], kernels: Kernels, alike: list[Group]
+    ) -> None:
+        self._owner, self.members, self._kernels = owner, members, kernels
+        names = {id(module): name for name, module in owner.items()}
+        self._names = [names[id(member)] for member in members]
         self._alike = alike  # the groups of this shape in the model, this one among them
         self.packing = Packing(members[0].bits, members[0].group_size)
         self._whole: Any = None  # weights, scales and biases of all members
@@ -189,16 +193,22 @@ class Group:
 
     def made(self, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
         """The step of this name for an x of this shape, None where there is none yet."""
-        return self._plans.made((name, shape, dtype)) if self._joined else None
+        whole = self._is_whole and self._joined
+        return self._plans.made((name, shape, dtype)) if whole else None
 
-    def seen(self, owner: Any) -> list[tuple[str, str, mx.array]]:
-        """By the names in their owner, the members' scales."""
-        names = {id(module): name for name, module in owner.items()}
-        pairs = zip(self.members, self._views, strict=True)
-        return [(names[id(member)], "scales", view[1]) for member, view in pairs]
+    @property
+    def scales(self) -> list[tuple[str, mx.array]]:
+        """Of the members, by their names."""
+        return [(name, view[1]) for name, view in zip(self._names, self._views, strict=True)]
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no other module has taken a member's place."""
+        found = map(self._owner.get, self._names)
+        return all(ours is theirs for ours, theirs in zip(self.members, found, strict=True))
 
     def _find(self, x: mx.array, settle: Callable[[mx.array], Any]) -> Any:
-        if self._kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
+        if self._kernels.running() is None or x.size > MAX_ROWS * x.shape[-1] or not self._is_whole:
             return None
         if not self._joined:
             self._plans = Plans(self._kernels)

@@ -82,6 +82,7 @@ class Hooks:
         for module, original in reversed(self._originals):
             module.__class__ = original
         self._originals.clear()
+        self.segments = None
 
 
 def rotate_by_row(rope: nn.Module) -> None:
@@ -179,7 +180,7 @@ class KernelHooks(Hooks):
         for module in model.modules():
             group = None
             for members in groups_in(module):
-                group = self._group(members, alike)
+                group = self._group(module, members, alike)
             stock, plans = type(module).__call__, Plans(kernels)
             if is_normed_attention(module):
                 self.replace(module, "__call__", normed_attention(stock, plans, group))
@@ -220,14 +221,14 @@ class KernelHooks(Hooks):
         self.replace(module, name, _few_rows(stock, plans, packing, same))
 
     def _group(
-        self, members: Sequence[Any], alike: dict[tuple[Any, ...], list[Any]]
+        self, owner: nn.Module, members: Sequence[Any], alike: dict[tuple[Any, ...], list[Any]]
     ) -> Group | None:
         try:
             packing = Packing(members[0].bits, members[0].group_size)
         except ValueError:  # which the products have noted
             return None
         shapes = tuple(member["weight"].shape for member in members)
-        group = Group(members, self._kernels, alike.setdefault((shapes, packing), []))
+        group = Group(owner, members, self._kernels, alike.setdefault((shapes, packing), []))
         for i, member in enumerate(members):
             self.replace(member, "__call__", _part_of(group, i, type(member).__call__))
         return group

@@ -145,7 +145,9 @@ class Parts:
     def _of_group(self, group: Group, name: str, owner: Any) -> Part | None:
         width = group.members[0]["scales"].shape[1] * group.packing.group
         step = group.made(name, (1, self._rows, width), self._dtype)
-        return step and Part(step, [Seen(owner, *each) for each in group.seen(owner)])
+        return step and Part(
+            step, [Seen(owner, name, "scales", kept) for name, kept in group.scales]
+        )
 
     def back(self, layer: Any, mixer: str) -> Part | None:
         """Of attention by its cache: the output projection."""
@@ -169,7 +171,10 @@ class Parts:
             return joined([norm], lambda x, at, norm: [norm(x)])
         heads = module.n_kv_heads
         names = ("q_norm", "k_norm")
-        seen = [Seen(module, *each) for each in zip(names, ("weight",) * 2, turn.arrays[:2], strict=True)]
+        seen = [
+            Seen(module, *each)
+            for each in zip(names, ("weight",) * 2, turn.arrays[:2], strict=True)
+        ]
         seen.append(Seen(layer, mixer, "o_proj", module["o_proj"]))
 
         def front(x: mx.array, at: mx.array, *steps: Step) -> list[mx.array]:
