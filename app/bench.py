@@ -62,10 +62,9 @@ def run_bench(pair: Pair, asked: BenchRequest) -> Iterator[BenchStep | BenchResu
 
 def _save(step: BenchStep, folder: Path) -> str:
     try:
-        files, why = save_bench(step.report, folder, step.prompts)
+        return f"Saved as {save_bench(step.report, folder, step.prompts)}."
     except DFlashError as error:
         return f"Not saved: {error}."
-    return f"Saved as {' and '.join(map(str, files))}." + f" No picture: {why}." * bool(why)
 
 
 def table(report: dict[str, Any], capabilities: Capabilities, width: int) -> list[str]:

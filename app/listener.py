@@ -24,9 +24,8 @@ from dflash_mlx.client import (
     Pair,
     PairConfig,
     Prefilled,
-    find_method,
+    family_wanted,
     near_names,
-    needs_drafter,
 )
 
 if TYPE_CHECKING:
@@ -182,8 +181,8 @@ class Listener:
         self._done_waiting(job)
         again = app.config.recalibrate
         self.waiting.add(app.worker.run(lambda job: app.backend.measure(again), idle=True))
-        method = app.config.method
-        if needs_drafter(method) and not pair.capabilities.count(find_method(method).family):
+        family = family_wanted(app.config.method)
+        if family and not pair.capabilities.count(family):
             app.config = replace(app.config, method=AUTO)
         if app.config.method == AUTO and pair.fallback:
             await app.say(f"{pair.fallback}. /drafter name adds a drafter.")

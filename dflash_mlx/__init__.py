@@ -7,7 +7,6 @@ from dflash_mlx.system import terminal
 
 terminal.begin()  # first, so that Ctrl+C ends a command quietly while it is still importing
 
-import warnings  # noqa: E402
 from importlib import import_module  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -63,7 +62,4 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         value = getattr(import_module(f"dflash_mlx.{_MODULES[name]}"), name)
         return globals().setdefault(name, value)
-    if name == "TextDelta":
-        warnings.warn("TextDelta is called Delta now", DeprecationWarning, stacklevel=2)
-        return __getattr__("Delta")
     raise AttributeError(f"module 'dflash_mlx' has no attribute {name!r}")

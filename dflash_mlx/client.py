@@ -27,8 +27,8 @@ from dflash_mlx.drafters.method import TokenSource
 from dflash_mlx.drafters.methods import (
     check_given,
     draws_drafts,
+    family_wanted,
     find_method,
-    needs_drafter,
     own_options,
     settle,
 )

@@ -20,8 +20,8 @@ def check_range(argument: str, value: int, low: int, high: int) -> None:
     check(low <= value <= high, argument, value, f"{low} to {high}")
 
 
-def check_choice(argument: str, value: int, choices: Collection[int]) -> None:
-    """One of a few integers."""
+def check_choice(argument: str, value: int | str, choices: Collection[int | str]) -> None:
+    """One of a few integers or words."""
     check(value in choices, argument, value, "one of " + ", ".join(map(str, choices)))
 
 

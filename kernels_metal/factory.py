@@ -45,7 +45,8 @@ class Kernel:
     folder, without `.metal`, for functions and structs outside the body. With
     `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
     `{input}_strides`. falls_back: whoever launches it has another kernel for a GPU that has no
-    registers for so many threads. before: lines in front of the file's, for names that are no inputs.
+    registers for so many threads. before: lines in front of the file's, for
+    names that are no inputs.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Step(NamedTuple):
     run: Callable[..., Any]
 
     def __call__(self, *given: mx.array) -> Any:
+        """What `run` gives for arrays and its own."""
         return self.run(*given, self.arrays)
 
 

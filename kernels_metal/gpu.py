@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
-import sys
 
 import mlx.core as mx
 
@@ -13,6 +12,7 @@ from kernels_metal.factory import executor, metal
 
 _FIRST, _LAST = 13, 16  # generations of Apple's GPUs, M1 to M4; later ones were seen to hang
 _CORES = {"p": 6, "g": 10, "s": 20, "c": 40, "d": 80}  # a phone's, a plain M, Pro, Max, Ultra
+_SECONDS = 10.0  # that a program may take to answer
 _TILED = 14  # an M2's: up to here MLX multiplies 6 to 32 rows as if they were 32
 
 
@@ -22,19 +22,23 @@ def gpu_family() -> str:
     return str(mx.device_info()["architecture"]) if mx.metal.is_available() else "none"
 
 
+def said(command: str) -> str:
+    """What a program of the system prints, "" where there is none, it fails or hangs."""
+    try:
+        done = subprocess.run(command.split(), capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
 @functools.cache
 def power_mode() -> str:
     """Which power mode a Mac is in, as `pmset` has it, "" where it says nothing.
 
     Taken once: a program that runs on would find its choices gone with every change of it.
     """
-    if sys.platform != "darwin":
-        return ""
-    try:
-        done = subprocess.run(["pmset", "-g"], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return " ".join(" ".join(found) for found in re.findall(r"(\w*powermode)\s+(\d+)", done.stdout))
+    found = re.findall(r"(\w*powermode)\s+(\d+)", said("pmset -g"))
+    return " ".join(" ".join(each) for each in found)
 
 
 def generation(family: str) -> int:
@@ -58,6 +62,17 @@ def few_rows() -> int:
         return 32
     found = generation(gpu_family())
     return 32 if _FIRST <= found <= _TILED else 24 if _TILED < found <= _LAST else 0
+
+
+def fewest_unpacked() -> int:
+    """Rows from which our products by weights that are not packed can beat MLX's own.
+
+    MLX multiplies 2 to 32 rows as if they were 64 before an M3. Since then it reads weights once
+    for a few rows, and again for each few more of up to 15 (its `GemvWide`).
+    """
+    if executor() is not metal:
+        return 1
+    return 6 if generation(gpu_family()) > _TILED else 2
 
 
 def cores() -> int:

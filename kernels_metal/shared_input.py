@@ -15,9 +15,7 @@ import mlx.core as mx
 
 from kernels_metal.checks import check
 from kernels_metal.operation import Case, Draw, Operation, case_of
-from kernels_metal.verify_qmm import BITS, GROUPS, Packing
-
-Matrix = tuple[mx.array, mx.array, mx.array]  # weights, scales and biases
+from kernels_metal.verify_qmm import Matrix, Packing, drawn_matrix, drawn_packing, stock
 
 
 def together(
@@ -27,31 +25,28 @@ def together(
 
     x: [..., K]. whole: as `verify_qmm` takes it, [N, K]. parts: [N_i, K], whose N_i add up to N.
     """
-    return mx.split(product(x, whole, packing), bounds(parts), axis=-1)  # type: ignore[return-value]
+    return mx.split(stock(x, whole, packing), bounds(parts), axis=-1)  # type: ignore[return-value]
 
 
 def apart(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> list[mx.array]:
     """As `together`, one product for each part."""
-    return [product(x, part, packing) for part in parts]
+    return [stock(x, part, packing) for part in parts]
 
 
 def side_by_side(parts: Sequence[Matrix]) -> tuple[Matrix, list[Matrix]]:
     """One matrix of all parts, and the parts as views of it, so that memory stays what it was."""
-    weights, scales, biases = (mx.concatenate(list(each)) for each in zip(*parts, strict=True))
-    whole = weights, scales, biases
-    pieces = [mx.split(array, bounds(parts)) for array in whole]
-    mx.eval(whole, pieces)
-    return whole, list(zip(*pieces, strict=True))
+    whole, pieces = [], []
+    for arrays in zip(*parts, strict=True):
+        one = None if arrays[0] is None else mx.concatenate([*arrays])
+        whole.append(one)
+        pieces.append([None] * len(parts) if one is None else mx.split(one, bounds(parts)))
+    mx.eval([a for a in whole if a is not None], [p for p in pieces if p[0] is not None])
+    return tuple(whole), list(zip(*pieces, strict=True))  # type: ignore[return-value]
 
 
 def bounds(parts: Sequence[Matrix]) -> list[int]:
     """Where a part ends and the next begins."""
-    return [*accumulate(weights.shape[0] for weights, _, _ in parts)][:-1]
-
-
-def product(x: mx.array, matrix: Matrix, packing: Packing) -> mx.array:
-    """Of x and one matrix transposed, by MLX."""
-    return mx.quantized_matmul(x, *matrix, group_size=packing.group, bits=packing.bits)
+    return [*accumulate(weights.shape[0] for weights, *_ in parts)][:-1]
 
 
 def check_arguments(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> None:
@@ -63,7 +58,8 @@ def check_arguments(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing
 def _case(x: mx.array, whole: Matrix, parts: Sequence[Matrix], packing: Packing) -> Case:
     rows = math.prod(x.shape[:-1])
     shape = (x.shape[-1], *(part[0].shape[0] for part in parts), packing.group)
-    return case_of(rows, shape, [x, *whole[1:]], packing.bits)
+    floats: list[Any] = [x] if packing.form else [x, *whole[1:]]
+    return case_of(rows, (*shape, *[packing.form] * (packing.form > 0)), floats, packing.bits)
 
 
 def _after(out: list[mx.array], x: mx.array, *rest: Any) -> tuple[Any, ...]:
@@ -74,17 +70,13 @@ def _after(out: list[mx.array], x: mx.array, *rest: Any) -> tuple[Any, ...]:
 
 
 def _arguments(draw: Draw) -> tuple[Any, ...]:
-    packing = Packing(draw.size("bits", BITS), draw.size("group", GROUPS))
+    packing = drawn_packing(draw)
     rows, count = draw.size("rows", range(1, 33)), draw.size("parts", (2, 3))
-    depth = draw.size("depth", range(packing.group, 5 * packing.group, packing.group))
+    depth = draw.size("depth", range(packing.step, 5 * packing.step, packing.step))
     x, parts = draw.normal(rows, depth), []
     for part in range(count):
         columns = draw.size("columns", (8, 32, 64)) * (1 + part % 2)
-        words = mx.random.randint(
-            0, 2**32, (columns, depth * packing.bits // 32), mx.uint32, key=draw.key()
-        )
-        scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))
-        parts.append((words, scales * 2.0**-packing.bits, biases))
+        parts.append(drawn_matrix(draw, columns, depth, packing))
     whole, views = side_by_side(parts)
     return x, whole, views, packing
 
@@ -97,7 +89,10 @@ SHARED_INPUT = Operation(
     case=_case,
     kernels=(),
     arguments=_arguments,
-    defaults={"rows": 8, "depth": 256, "columns": 32, "parts": 3, "bits": 4, "group": 64},
+    defaults={
+        **{"rows": 8, "depth": 256, "columns": 32, "parts": 3, "bits": 4, "group": 64},
+        "mode": 0,
+    },
     compared=lambda out, *args: out,
     after=_after,
 )

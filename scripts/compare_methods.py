@@ -59,7 +59,6 @@ def main(argv: Sequence[str]) -> None:
     methods = asked.methods or list(METHODS)
     walked = fixed(methods)
     read_prompts(asked.prompts)
-    cli.check_folder(asked.out)
     asked.out.mkdir(exist_ok=True)
     for temperature in asked.temperatures:
         speed = timed(asked, methods, temperature)

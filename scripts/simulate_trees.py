@@ -8,8 +8,8 @@ An answer decides which drafts are right, so the target reads every answer once,
 together, and a draft that several of them ask for is made once. Counts are those of decoding,
 near-ties of the target apart: drafts are kept as far as they match what the target chose or drew
 (`--acceptance match`), and what it draws does not depend on them.
-Methods and sweeps are written as in `dflash_mlx.benchmark`. Times are not simulated, so an
-automatic budget has no place here.
+Methods are written as in `dflash_mlx.benchmark`. Times are not simulated, so an automatic budget
+has no place here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.measure import interval, tokens_a_round
-from dflash_mlx.benchmark.selection import PLAIN, expand, read_methods
+from dflash_mlx.benchmark.selection import PLAIN, read_methods
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Accepted, Choose, accept
@@ -266,7 +266,7 @@ def check_every(number: int) -> None:
 def main(argv: Sequence[str]) -> None:
     arguments = parser().parse_args(argv)
     cli.check_output(arguments.json)
-    methods = simulated(arguments.methods, cli.read_decode_config(arguments), arguments.sweep)
+    methods = simulated(arguments.methods, cli.read_decode_config(arguments))
     check_every(arguments.every)
     pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
     rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
@@ -279,19 +279,13 @@ def main(argv: Sequence[str]) -> None:
         write_report(arguments.json, json.dumps(report, indent=1) + "\n")
 
 
-def simulated(
-    names: str, config: DecodeConfig, swept: str | None = None
-) -> dict[str, DecodeConfig]:
+def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
     """The methods to walk with; DFlashError where times would decide."""
     paper.add_controls()
     methods = read_methods(names, config, paper.KNOBS)
     del methods[PLAIN]
     if not methods:
         raise DFlashError(f"there is nothing to simulate in {names!r}", "name a drafting method")
-    if swept is not None:
-        if "=" not in swept:
-            raise DFlashError(f"--sweep {swept} has no values", "add some, as in budget=4,8,16")
-        methods, _ = expand(swept, methods, lambda _: 0)  # which only usual values ask
     if config.draws_drafts:
         raise DFlashError("the acceptance of drawn drafts is no walk", "add --acceptance match")
     for name, method in methods.items():
@@ -336,7 +330,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--corpus", type=Path, required=True, help="answers of one temperature")
     result.add_argument("--methods", required=True, help="as in dflash_mlx.benchmark")
     result.add_argument("--every", type=int, default=1, help="use only every N-th answer")
-    result.add_argument("--sweep", help="as in dflash_mlx.benchmark, as in budget=4,8,16")
     result.add_argument("--json", type=Path, help="write the figures here")
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, without=["method"])
     return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,14 +15,13 @@ from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
     describe,
-    draw_report,
     finished_runs,
     format_report,
     read_report,
     save,
     settings,
 )
-from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
+from dflash_mlx.benchmark.selection import read_methods, settle_all
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
@@ -44,16 +42,12 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     before = read_before(arguments)
     config = read_config(arguments, before)
     methods = read_methods(arguments.methods, config, paper.KNOBS)
-    sweep = arguments.sweep
-    checked = methods if sweep is None else expand(sweep, methods, lambda _: 2)[0]
-    check_outputs(arguments.prompts, arguments.json, arguments.plots)
-    pair = cli.open_pair(arguments, *checked.values(), reader=reader)
+    check_output(arguments.prompts, arguments.json)
+    pair = cli.open_pair(arguments, *methods.values(), reader=reader)
     methods = settle_all(methods, pair.capabilities)
     report = describe(pair, cli.read_pair_config(arguments))
     if reader.parts > 1:
         report["pair"]["ranks"] = reader.parts
-    if sweep is not None:
-        methods, report["sweep"] = expand(sweep, methods, partial(largest_block, pair))
     asked = questions(pair.tokenizer, rows, contexts, source, pair.template)
     file = Path(name_of(arguments.prompts)).name
     given = {"prompts_file": file, "limit": arguments.limit}
@@ -68,9 +62,6 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
             save(arguments.json, report)
     finally:  # neither a full disk nor a reader who has left takes the other
         print(format_report(report), flush=True)
-    if arguments.plots is not None:
-        arguments.plots.mkdir(exist_ok=True)
-        draw_report(report, arguments.plots / "report.png")
 
 
 def measure(
@@ -129,11 +120,6 @@ def parser() -> argparse.ArgumentParser:
         "dflash1, a fixed block without the selector of DFlash 2",
     )
     result.add_argument(
-        "--sweep",
-        help="try values of block, branches, budget or steps with the methods that have it, as in "
-        "budget=auto,8,16; without values, the usual ones",
-    )
-    result.add_argument(
         "--context",
         help="pad prompts with the text of the other prompts in the file to so many tokens; "
         "several lengths, as in 128,4096, are compared in one run",
@@ -147,20 +133,16 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on with what the report of --json lacks; it must have the same settings",
     )
-    result.add_argument("--plots", type=Path, help="draw the report into this folder (PNG)")
     settings = (PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
     cli.add_options(result, *settings, without=["method"])
     return result
 
 
-def check_outputs(prompts: Path, report: Path | None, pictures: Path | None) -> None:
+def check_output(prompts: Path, report: Path | None) -> None:
     """Refuse what could not be written before the work starts."""
     cli.check_output(report)
     if report is not None and report.absolute() == prompts.absolute():
         raise DFlashError(f"{report} holds the prompts themselves", "name another file")
-    if pictures is not None:
-        cli.check_folder(pictures)
-        cli.import_pyplot()
 
 
 if __name__ == "__main__":

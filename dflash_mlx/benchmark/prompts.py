@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.session.templates import prompt_tokens
-
-_TRIES = 8  # corrections until a padded prompt has its length
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,13 @@ def pad(
     tokens = behind("")
     if len(tokens) >= length:
         return tokens
-    filler, size = _filler(tokenizer, row, source, length), length - len(tokens)
-    for _ in range(_TRIES):
-        tokens = behind(tokenizer.decode(filler[:size]))
-        if len(tokens) == length:
-            return tokens
-        size = max(0, size + length - len(tokens))
-    while len(tokens) > length:  # texts can have no encoding of exactly this length
-        size -= 1
-        tokens = behind(tokenizer.decode(filler[:size]))
-    return tokens
+    filler = _filler(tokenizer, row, source, length)
+
+    def padded(size: int) -> list[int]:
+        return behind(tokenizer.decode(filler[:size]))
+
+    # texts can have no encoding of exactly this length
+    return padded(bisect_right(range(len(filler)), length, key=lambda size: len(padded(size))) - 1)
 
 
 def _filler(tokenizer: Any, row: Row, source: Sequence[Row], length: int) -> list[int]:

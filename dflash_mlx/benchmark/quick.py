@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
 from dflash_mlx.benchmark.prompts import questions
-from dflash_mlx.benchmark.report import Report, describe, draw_report, save, settings
+from dflash_mlx.benchmark.report import Report, describe, save, settings
 from dflash_mlx.benchmark.selection import read_methods, settle_all
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
@@ -88,13 +88,12 @@ def what_pays(report: Report, capabilities: Capabilities) -> str:
     )
 
 
-def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], str]:
-    """Write a report as JSON and PNG into `folder`; the files, and why there is no picture.
+def save_bench(report: Report, folder: Path, prompts: int) -> Path:
+    """Write a report into a new file in `folder`.
 
     prompts: that are finished. Raises DFlashError where nothing can be written.
     """
-    stem = f"bench-{datetime.now():%Y-%m-%d-%H%M%S}"
-    file, picture = folder / f"{stem}.json", folder / f"{stem}.png"
+    file = folder / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -102,13 +101,7 @@ def save_bench(report: Report, folder: Path, prompts: int) -> tuple[list[Path], 
         raise DFlashError(what, "make the folder above it writable") from None
     whole = prompts == report["settings"]["prompts"]
     save(file, {**report, "finished_prompts": prompts}, None if whole else ())
-    try:
-        draw_report(report, picture)
-    except DFlashError as error:
-        return [file], str(error)
-    except OSError as error:  # a disk that has become full; the figures are kept
-        return [file], f"{picture} cannot be written ({error.strerror or error})"
-    return [file, picture], ""
+    return file
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reports: JSON that a later run goes on with, Markdown, and a picture."""
+"""Reports: JSON that a later run goes on with, and Markdown."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from typing import Any
 
 from dflash_mlx.benchmark.measure import TERMS, MethodStats, RoundSize, Run, groups
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt, describe_lengths
-from dflash_mlx.cli.options import import_pyplot
-from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.text import markdown
 from dflash_mlx.core.tree import NearTies
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.system.files import replacing, write_report
+from dflash_mlx.system.files import write_report
 from dflash_mlx.system.machine import describe_machine, describe_versions
 
 Report = dict[str, Any]
-Lines = dict[str, tuple[Any, Any]]  # of a panel, x and y by name; a level line has no x
 FINISHED, RUNS = "finished", "runs"
 _ANEW = "leave --resume out to measure anew, or name another file with --json"
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
 _CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair
-_SHOWN = {"speedup": "speed-up over plain decoding", "mean_accepted": "tokens per round"}
 _COLUMNS = {  # what stands below a heading
     "tok/s": "{tokens_per_second:.1f}",
     "speed-up": "{speedup:.2f} {intervals[speedup]}",
@@ -198,57 +195,3 @@ def _notes(report: Report) -> Iterator[str]:
             f"Prompts padded with the text of other prompts: {lengths['shortest']} to "
             f"{lengths['longest']} tokens, {lengths['longer_than_asked']} longer than asked."
         )
-
-
-def draw_report(report: Report, file: Path) -> None:
-    """Save speed and acceptance, also over a sweep, as a PNG; DFlashError without matplotlib."""
-    pyplot = import_pyplot()
-    panels = _panels(report)
-    rows = len(panels) // 2
-    figure = pyplot.figure(figsize=(11, 1 + 3.2 * rows), layout="constrained")
-    axes = figure.subplots(rows, 2, squeeze=False)
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
-        for i, (name, (x, y)) in enumerate(lines.items()):
-            if x:
-                axis.plot(x, y, ".-", color=f"C{i}", label=name)
-            else:
-                axis.axhline(y, linestyle="--", color=f"C{i}", label=name)
-        axis.set_title(title, fontsize=9)
-        axis.grid(alpha=0.3)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=7)
-    try:
-        with replacing(file) as partial:
-            figure.savefig(partial, dpi=120)
-    finally:
-        pyplot.close(figure)
-
-
-def _panels(report: Report) -> dict[str, Lines]:
-    every = groups(report)
-    panels: dict[str, Lines] = {
-        title: {
-            name: (list(every), [methods[name][key] for methods in every.values()])
-            for name in report["methods"]
-        }
-        for key, title in _SHOWN.items()
-    }
-    if sweep := report.get("sweep"):
-        for category, methods in every.items():
-            for key, title in _SHOWN.items():
-                values = {name: figures[key] for name, figures in methods.items()}
-                name = f"{category}: {title} over {sweep['setting']}"
-                panels[name] = _swept(sweep["lines"], values)
-    return panels
-
-
-def _swept(sweep: dict[str, dict[str, str]], values: dict[str, float]) -> Lines:
-    """Methods without the setting, and `auto`, are level lines."""
-    lines: Lines = {}
-    for name, runs in sweep.items():
-        points = sorted((int(v), values.pop(run)) for v, run in runs.items() if v != AUTO)
-        if points:
-            lines[name] = tuple(zip(*points, strict=True))  # type: ignore[assignment]
-        if AUTO in runs:
-            lines[f"{name}, {AUTO}"] = ((), values.pop(runs[AUTO]))
-    return lines | {name: ((), value) for name, value in values.items()}

@@ -19,16 +19,12 @@ from tqdm import tqdm
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.text import amount
-from dflash_mlx.drafters.method import Method
-from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.mac import command as mac
-from dflash_mlx.models.default_model import DEFAULT_TARGET
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.system.files import keep_text
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
-from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.faults import Faults
 from kernels_metal.gpu import gpu_family
 from kernels_metal.sweep import Trial, error, trials
@@ -37,7 +33,6 @@ PROGRAM = "dflash_mlx.doctor"
 WRONG = 1  # exit code
 TRIALS, EMULATED_TRIALS = 12, 3  # of each operation; a multiple of the three dtypes
 SHOWN_ROWS = (8, 16, 32, 64)
-_CACHES = ("timing", "kernels", "prefixes", "features", "emulator")
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
 NO_EMULATOR = "the emulator is in a checkout of the project alone"
 
@@ -49,7 +44,6 @@ class Result:
     trial: Trial
     error: float  # as of `sweep.error`, infinite with a fault
     fault: str = ""  # that stopped it
-    choice: Choice | None = None  # what dispatch made of it, on Metal
     refused: str = ""  # why its kernel is not for such arguments here: it was not run
 
     @property
@@ -132,7 +126,7 @@ def _count(text: str) -> int:
 
 
 def about(cache: Path) -> list[str]:
-    """Machine, versions, backend and what `cache` holds, as lines."""
+    """Machine, versions, backend and what was measured for `cache`, as lines."""
     machine = describe_machine()
     backend = {name: machine.pop(name) for name in ("device", "blas")}
     machine["memory"] = amount(machine.pop("memory_bytes"))
@@ -141,8 +135,6 @@ def about(cache: Path) -> list[str]:
         *_section("machine", machine),
         *_section("versions", describe_versions()),
         *_section("backend", backend),
-        *_section("methods", {method.name: _needs(method) for method in METHODS.values()}),
-        *_section("cache folders", _folders(cache)),
         "stored calibration",
         *_calibrations(cache / "timing"),
         "stored kernel choices",
@@ -153,27 +145,6 @@ def about(cache: Path) -> list[str]:
 def _section(title: str, rows: Mapping[str, Any]) -> list[str]:
     width = max(map(len, rows))
     return [title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
-
-
-def _needs(method: Method) -> str:
-    needs = [f"a draft model of the {method.family} family"] * bool(method.family)
-    needs += ["a target that verifies trees"] * method.needs_trees
-    said = f"{method.label}, needs {' and '.join(needs)}" if needs else method.label
-    return f"{said} (in benchmarks only)" if method.is_control else said
-
-
-def _folders(cache: Path) -> dict[str, str]:
-    model = cache / DEFAULT_TARGET.file_name
-    return {
-        "all": str(cache),
-        "default model": "here" if model.is_file() else "not fetched yet",
-        **{name: _size(cache / name) for name in _CACHES},
-    }
-
-
-def _size(folder: Path) -> str:
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    return f"{len(sizes)} files, {amount(sum(sizes))}" if sizes else "empty"
 
 
 def _calibrations(folder: Path) -> list[str]:
@@ -196,7 +167,9 @@ def _stored_choices(folder: Path) -> list[str]:
     lines = []
     for model, choices in kernel_choices(folder).items():
         lines.append(f"  {model}")
-        lines += [f"  {_choice_line(choice, case)}" for case, choice in choices.items()]
+        for case, choice in choices.items():
+            taken = "kernel" if choice.kernel else "stock"
+            lines.append(f"    {taken:<7} {choice.reason}  ({case})")
     for case, verdict in trial_verdicts(folder).items():
         lines.append(f"  {'safe' if verdict.safe else 'unsafe':<7} {verdict.reason}  ({case})")
     return lines or ["  none: the first answer of a model on Metal makes them"]
@@ -235,7 +208,6 @@ def introduction(metal: bool, each: int) -> list[str]:
 def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
     """Run `each` trials of every operation, on Metal or in the emulator."""
     faults = Faults(platformdirs.user_cache_path("dflash-chat") / "kernels" / "faults", keep_text)
-    kernels = Dispatch(report=faults.report) if metal else None
     with nullcontext() if metal else import_module("kernels_metal.emulator").emulated():
         for trial in tqdm(list(trials(seed, each)), desc="kernels", leave=False, disable=None):
             try:
@@ -243,29 +215,20 @@ def check_kernels(metal: bool, seed: int, each: int) -> Iterator[Result]:
             except ValueError as refusal:
                 yield Result(trial, 0.0, refused=str(refusal))
                 continue
-            choice = kernels.choose(trial.operation, trial.arguments) if kernels else None
             try:
-                yield Result(trial, error(trial), choice=choice)
+                yield Result(trial, error(trial))
             except (RuntimeError, ValueError) as fault:  # the emulator, Metal or the GPU refuses it
-                yield Result(trial, float("inf"), faults.report(str(fault)), choice)
+                yield Result(trial, float("inf"), faults.report(str(fault)))
 
 
 def verdict(results: Sequence[Result], where: str) -> list[str]:
-    """The worst trial of each operation, the choices, every wrong trial, and a sentence."""
+    """The worst trial of each operation, every wrong trial, and a sentence."""
     names = dict.fromkeys(result.trial.operation.name for result in results)
     lines = ["  worst error of each operation, and where"]
     for name in names:
         worst = max((r for r in results if r.trial.operation.name == name), key=lambda r: r.error)
         lines.append(f"  {worst.error:8.3f}  {worst.trial.label}")
-    chosen = [(result.choice, result.trial.label) for result in results if result.choice]
-    if chosen:
-        lines.append("  what dispatch chooses here")
-        lines += [_choice_line(choice, label) for choice, label in chosen]
     wrong = [result for result in results if not result.right]
     lines += [f"  refused  {r.trial.label}  {r.refused}" for r in results if r.refused]
     lines += [f"  WRONG {r.error:.3g}  {r.trial.label}  {r.fault}".rstrip() for r in wrong]
     return [*lines, f"  {len(wrong)} of {len(results)} trials wrong {where}"]
-
-
-def _choice_line(choice: Choice, case: str) -> str:
-    return f"  {'kernel' if choice.kernel else 'stock':<7} {choice.reason}  ({case})"

@@ -233,21 +233,10 @@ def check_output(file: Path | None) -> None:
         return
     if file.is_dir() or not file.parent.is_dir():
         raise DFlashError(f"{file} is a folder or in none", "name a file in a folder that exists")
-    _check_writable(file.parent)
-
-
-def check_folder(folder: Path) -> None:
-    """Raise DFlashError for a folder that files could not be written into; it may be a new one."""
-    if not folder.is_dir() and (folder.exists() or not folder.parent.is_dir()):
-        raise DFlashError(f"{folder} is a file or in no folder", "name a folder to write into")
-    _check_writable(folder if folder.is_dir() else folder.parent)
-
-
-def _check_writable(folder: Path) -> None:
     try:
-        tempfile.TemporaryFile(dir=folder).close()
+        tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
-        what = f"nothing can be written into {folder} ({error.strerror or error})"
+        what = f"nothing can be written into {file.parent} ({error.strerror or error})"
         raise DFlashError(what, "name another folder") from None
 
 

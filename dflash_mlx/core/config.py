@@ -259,7 +259,6 @@ class DecodeConfig:
         type=int,
         label="Tokens in a draft block",
         least=2,
-        usual=("2", "3", "4", "6", "8", "12", "16"),
     )
     budget: int | None = option(
         None,
@@ -269,7 +268,6 @@ class DecodeConfig:
         label="Tokens checked in one pass",
         least=2,
         most=MOST_ROWS,
-        usual=(AUTO, "4", "8", "16", "32", "48"),
     )
     lookup: bool = option(
         True,

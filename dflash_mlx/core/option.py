@@ -21,17 +21,16 @@ def option(
     label: str = "",  # for people; its name in words where there is none
     least: float | None = None,
     most: float | None = None,
-    usual: tuple[str, ...] = (),  # values for a sweep over it
     **argparse_keywords: Any,
 ) -> Any:
-    """A dataclass field that carries what command lines, checks, sweeps and screens say of it.
+    """A dataclass field that carries what command lines, checks and screens say of it.
 
     How its value is read goes by its default, where that tells.
     """
     kind: dict[str, Any] = {"type": type(default)} if isinstance(default, int | float) else {}
     if isinstance(default, bool | tuple):
         kind = {"action": "append" if default == () else "store_true"}
-    said: dict[str, Any] = {"help": help, "label": label, "usual": usual, "range": (least, most)}
+    said: dict[str, Any] = {"help": help, "label": label, "range": (least, most)}
     return field(default=default, metadata={**said, "argparse": {**kind, **argparse_keywords}})
 
 

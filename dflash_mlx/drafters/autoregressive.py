@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol, Self, cast
 
@@ -157,8 +156,8 @@ class StepOptions(Options):
     )
 
 
-def _make(how: Plan, family: str) -> Drafter:
-    model, size = cast(StepModel, how.pair.of(family)[0]), how.config.block_size
+def _make(how: Plan) -> Drafter:
+    model, size = cast(StepModel, how.models[0]), how.config.block_size
     if how.drawn:
         return DrawnChain(model, size, how.config.sampling, weighed=size is None)
     if how.chain and how.fixed:
@@ -171,14 +170,13 @@ def _make(how: Plan, family: str) -> Drafter:
     return GrownTree(model, size, 1 if how.chain else branches or usual, how.nodes)
 
 
-def step_by_step(family: str, label: str, files: FileFormat) -> Method:
+def step_by_step(label: str, files: FileFormat) -> Method:
     """The method that drafts so with the models of a family."""
     return Method(
-        family,
+        files.family,
         label,
-        partial(_make, family=family),
+        _make,
         StepOptions,
-        family=family,
         files=files,
         best_with=1,
         has_budget=True,

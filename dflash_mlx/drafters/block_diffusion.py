@@ -14,23 +14,17 @@ import mlx.core as mx
 
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.dflash.block_model import FAMILY, Ask, BlockModel, FeatureContext
+from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import TOP_K, Choices, best_first
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
 
 
 def contexts_of(state: State) -> tuple[FeatureContext, ...]:
     """The contexts in a state that a block-diffusion drafter drafts for, one per network."""
     return cast(tuple[FeatureContext, ...], cast(Any, state.context).contexts)
-
-
-def block_models(pair: Pair) -> list[BlockModel]:
-    """The pair's DFlash models, at least one; DFlashError where there is none."""
-    return [cast(BlockModel, model) for model in pair.of(FAMILY)]
 
 
 def choices(model: BlockModel, asks: Sequence[Ask], width: int = TOP_K) -> list[list[Choices]]:
@@ -146,7 +140,7 @@ class DrawnPath(DrawnBlock):
 
 
 def _make_chain(how: Plan) -> Drafter:
-    model, size = block_models(how.pair)[0], how.config.block_size
+    model, size = cast(BlockModel, how.models[0]), how.config.block_size
     if how.drawn:
         drawn = DrawnBlock if model.links is None else DrawnPath
         return drawn(model, size, how.config.sampling, weighed=not how.fixed)
@@ -155,7 +149,7 @@ def _make_chain(how: Plan) -> Drafter:
     return RankedChain(model)
 
 
-dflash_method = partial(Method, family=FAMILY, files=FILES, best_with=1)
+dflash_method = partial(Method, files=FILES, best_with=1)
 DFLASH = dflash_method(
     "dflash",
     "DFlash",
@@ -167,7 +161,7 @@ DFLASH = dflash_method(
 DDTREE = dflash_method(
     "ddtree",
     "DFlash tree",
-    lambda how: BestFirst(block_models(how.pair)[0], how.config.block_size, how.nodes),
+    lambda how: BestFirst(how.models[0], how.config.block_size, how.nodes),
     needs_trees=True,
     has_budget=True,
     sources=(DRAFT, LOOKUP),

@@ -10,12 +10,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.block_diffusion import (
-    block_models,
-    choices,
-    contexts_of,
-    dflash_method,
-)
+from dflash_mlx.drafters.block_diffusion import choices, contexts_of, dflash_method
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel
 from dflash_mlx.drafters.growth.grow import (
     Choices,
@@ -37,7 +32,7 @@ from dflash_mlx.drafters.method import (
     check_block_size,
 )
 from dflash_mlx.drafters.networks.model import DraftContext
-from dflash_mlx.engine.drafter import Drafter, Proposal
+from dflash_mlx.engine.drafter import Drafter, Proposal, columns_of
 from dflash_mlx.engine.state import Kind, State
 from dflash_mlx.verifier.block import Saved, join, split
 
@@ -49,11 +44,12 @@ class DualContext:
     """The contexts of several networks, fed from one set of features."""
 
     def __init__(
-        self, contexts: tuple[DraftContext, ...], columns: Sequence[Sequence[int]], aux_layers: int
+        self,
+        contexts: tuple[DraftContext, ...],
+        layers: tuple[tuple[int, ...], ...],  # that each reads
+        aux_layers: tuple[int, ...],  # whose features come
     ) -> None:
-        self.contexts = contexts
-        self._columns = tuple(map(tuple, columns))  # which of the auxiliary layers each reads
-        self._aux_layers = aux_layers
+        self.contexts, self._layers, self._aux_layers = contexts, layers, aux_layers
 
     @property
     def length(self) -> int:
@@ -64,12 +60,8 @@ class DualContext:
         return [array for context in self.contexts for array in context.arrays]
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        for context, columns in zip(self.contexts, self._columns, strict=True):
-            own = features
-            if features is not None and columns != tuple(range(self._aux_layers)):
-                parts = mx.split(features, self._aux_layers, axis=-1)
-                own = mx.concatenate([parts[i] for i in columns], axis=-1)
-            context.append(tokens, own)
+        for context, layers in zip(self.contexts, self._layers, strict=True):
+            context.append(tokens, columns_of(features, self._aux_layers, layers))
 
     def refill_from(self, length: int) -> int:
         return min(context.refill_from(length) for context in self.contexts)
@@ -82,11 +74,11 @@ class DualContext:
     def kind(self) -> Kind:
         kinds = [context.kind for context in self.contexts]
         networks = tuple(network for own, _ in kinds for network in own)
-        return networks, (self._columns, self._aux_layers, *(settings for _, settings in kinds))
+        return networks, (self._layers, self._aux_layers, *(settings for _, settings in kinds))
 
     def fork(self) -> DualContext:
         contexts = tuple(context.fork() for context in self.contexts)
-        return DualContext(contexts, self._columns, self._aux_layers)
+        return DualContext(contexts, self._layers, self._aux_layers)
 
     def saved(self) -> Saved:
         return join(context.saved() for context in self.contexts)
@@ -169,11 +161,9 @@ class DualDiffusion(TwoPass):
         return self._models[0], self._models[-1]
 
     def new_context(self) -> DualContext:
-        columns = tuple(
-            tuple(self.aux_layers.index(tap) for tap in model.aux_layers) for model in self._models
-        )
         contexts = tuple(model.new_context() for model in self._models)
-        return DualContext(contexts, columns, len(self.aux_layers))
+        layers = tuple(model.aux_layers for model in self._models)
+        return DualContext(contexts, layers, self.aux_layers)
 
     def first_pass(self, states: Sequence[State], rooms: Sequence[int]) -> list[FirstDraft]:
         asks = [
@@ -248,8 +238,7 @@ class DualOptions(Options):
 
 def _make(how: Plan) -> Drafter:
     options = cast(DualOptions, how.config.options)
-    first, second = [*block_models(how.pair), None][:2]
-    assert first is not None
+    first, second = [*how.models, None][:2]
     sizes = how.config.block_size, options.second_block_size
     return options.drafter(first, second, options.growth_of(how), sizes)
 

@@ -8,7 +8,7 @@ is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,9 +33,8 @@ from dflash_mlx.drafters.networks.files import (
     read_json,
     stored_config,
 )
-from dflash_mlx.drafters.networks.known_fields import Unsupported
+from dflash_mlx.drafters.networks.known_fields import Unsupported, note_of
 from dflash_mlx.drafters.networks.layers import limit_windows
-from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.safetensors_header import TensorHeader
@@ -61,8 +60,9 @@ class FileFormat:
 
     config: ClassVar[type[DraftConfig]]
     network: ClassVar[type[Any]]  # made of a configuration
-    model: ClassVar[type[BoundModel[Any]]]
+    model: ClassVar[type[Any]]  # a `DraftModel`, made of a network, its configuration and a target
     known: ClassVar[tuple[str, ...]]  # `architectures` of a config.json in our words
+    model_types: ClassVar[Collection[str]] = ()  # by which its files are known as well
     speculators: ClassVar[tuple[str, ...]] = ()  # types of vLLM's library
     # What its classes are called, each a pattern with a field that has to be there, "" for none
     classes: ClassVar[tuple[tuple[str, str], ...]]
@@ -70,12 +70,17 @@ class FileFormat:
     # Whether its folders are language models with a tokenizer, which has to be the target's
     whole_models: ClassVar[bool] = False
 
+    @property
+    def family(self) -> str:
+        """Of the draft models in such folders."""
+        return str(self.model.family)
+
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of this family, readable or not."""
         if (kind := raw.get(SPECULATORS)) is not None:
             return kind in self.speculators
         name = architecture(raw)
-        return any(
+        return raw.get("model_type") in self.model_types or any(
             re.fullmatch(pattern, name) and (not field or field in raw)
             for pattern, field in self.classes
         )
@@ -99,8 +104,8 @@ class FileFormat:
         """A config.json with the sizes of what is read of its folder, by which these are judged."""
         return raw
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
-        """Notes on fields that are left out; Unsupported for one that must not be.
+    def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
+        """Fields that are left out, which a note says; Unsupported for one that must not be.
 
         names: of the tensors in its files, () where these are not known.
         """
@@ -146,7 +151,7 @@ class FileFormat:
         try:
             if not isinstance(raw, dict):
                 raise ValueError(f"the contents are {raw!r}, and what they describe is unknown")
-            notes = self.review(raw, names)
+            notes = note_of(self.review(raw, names))
             told = self.translate(raw, names)
             if (name := architecture(told)) not in self.known:
                 known = ", ".join(self.known)
@@ -164,10 +169,6 @@ class FileFormat:
             if wrong:
                 raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
         return replace(config, notes=tuple(dict.fromkeys((*config.notes, *notes))))
-
-    def read_config(self, folder: Path) -> Any:
-        """The configuration in a folder's config.json; DFlashError as of `parse_config`."""
-        return self.parse_config(*_contents(folder))
 
     def misfits(
         self, config: DraftConfig, target: Mapping[str, Any], name: str, drafter: str = ""
@@ -260,8 +261,8 @@ class FileFormat:
 
     def read_drafter(self, folder: Path) -> DrafterFolder:
         """A folder of any format; raises as `parse_config` and `read_tensors` do."""
-        raw, source, names = _contents(folder)
-        config = self.parse_config(raw, source, names)
+        raw, names = read_json(folder), read_headers(folder)
+        config = self.parse_config(raw, str(folder), names)
         return DrafterFolder(self, config, self.read_tensors(folder, config), self.told(raw, names))
 
     def told(self, raw: Fields, names: Collection[str]) -> Fields:
@@ -292,7 +293,7 @@ class FileFormat:
         """
         windows = limit_windows(config.layer_windows, settings.draft_window)
         network = self.load_network(folder, config, target.dtype, settings.drafter_bits)
-        return self.model(network, replace(config, layer_windows=windows), target)
+        return self.model(network, replace(config, layer_windows=windows), target)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -337,11 +338,6 @@ def differences(
             yield Finding("error", what, DOWNLOAD_AGAIN)
 
 
-def _contents(folder: Path) -> tuple[Any, str, Collection[str]]:
-    """The config.json of a folder, what to call it, and the names of its tensors."""
-    return read_json(folder), str(folder), read_headers(folder)
-
-
 def layers_of_speculators(raw: Fields) -> Fields:
     """The fields of the network in a config.json of vLLM's speculators, as Llama or Qwen3 has them.
 
@@ -357,10 +353,10 @@ def layers_of_speculators(raw: Fields) -> Fields:
 
 def proposed_tokens(raw: Fields) -> int | None:
     """How many tokens a file of speculators proposes at a time, None where it does not say."""
-    method: Any = raw.get("speculators_config")
-    proposals = method.get("proposal_methods") if isinstance(method, dict) else None
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    tokens = first.get("speculative_tokens") if isinstance(first, dict) else None
+    try:
+        tokens = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):
+        return None
     return tokens if type(tokens) is int else None
 
 

@@ -19,7 +19,7 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, LEAST, SECOND, Choices, Path
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal, allowed
 from dflash_mlx.engine.grammar import FORCED
-from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair
+from dflash_mlx.engine.pair import Capabilities, DraftModel
 from dflash_mlx.engine.state import Context, State
 
 MOST_NODES = 48  # of a tree that the budget then cuts
@@ -47,7 +47,7 @@ GRAMMAR = TokenSource(FORCED, "grammar", "success")  # with any method that draf
 class Plan:
     """What a method drafts for a pair with these settings; `methods.plan` decides it."""
 
-    pair: Pair
+    models: Sequence[Any]  # the pair's draft models of the method's family
     config: DecodeConfig
     drawn: bool  # a chain whose tokens are drawn, for rejection sampling
     chain: bool  # a chain of likeliest tokens; a tree otherwise
@@ -67,8 +67,8 @@ class Method:
     make: Callable[[Plan], Drafter]  # DFlashError where the pair does not serve it
     options: type[Options] = Options  # its own, beside the settings of `DecodeConfig`
     lone_label: str = ""  # where one draft model stands in for two
-    family: str = ""  # of the draft models that it runs, "" where it runs none
-    files: FileFormat | None = None  # how these are read from a folder
+    # Of the draft models that it runs, None where it runs none
+    files: FileFormat | None = None
     best_with: int = 0  # how many of them
     needs_trees: bool = False  # whether the target must verify trees
     has_budget: bool = False  # whether the size of what is verified can be asked for
@@ -76,6 +76,11 @@ class Method:
     sources: tuple[TokenSource, ...] = ()  # of its tokens; () where it drafts none
     preference: int = 0  # `auto` takes the highest that serves, never 0
     is_control: bool = False  # whether only benchmarks offer it
+
+    @property
+    def family(self) -> str:
+        """Of the draft models that it runs, "" where it runs none."""
+        return "" if self.files is None else self.files.family
 
     @property
     def shared(self) -> dict[str, bool]:
@@ -137,7 +142,6 @@ def branches_option(help: str, label: str = "") -> Any:
         label=label,
         least=1,
         most=MOST_BRANCHES,
-        usual=("1", "2", "4", "6", "8"),
         type=int,
     )
 

@@ -10,13 +10,14 @@ from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, Sampli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, values_given
 from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
-from dflash_mlx.drafters.assistant import drafter as assistant
+from dflash_mlx.drafters.assistant import checkpoint as assistant
+from dflash_mlx.drafters.autoregressive import step_by_step
 from dflash_mlx.drafters.budget import within_budget
-from dflash_mlx.drafters.eagle3 import drafter as eagle3
+from dflash_mlx.drafters.eagle3 import checkpoint as eagle3
 from dflash_mlx.drafters.formats import FileFormat
-from dflash_mlx.drafters.lm import drafter as lm
+from dflash_mlx.drafters.lm import checkpoint as lm
 from dflash_mlx.drafters.method import GRAMMAR, Method, Plan, TokenSource, check_block_size
-from dflash_mlx.drafters.mtp import drafter as mtp
+from dflash_mlx.drafters.mtp import checkpoint as mtp
 from dflash_mlx.drafters.specdiff import drafter as specdiff
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.pair import Capabilities, Pair
@@ -29,10 +30,12 @@ METHODS: dict[str, Method] = {
         block_diffusion.DDTREE,
         dual_diffusion.METHOD,
         specdiff.METHOD,
-        eagle3.METHOD,
-        assistant.METHOD,
-        mtp.METHOD,
-        lm.METHOD,  # the last of those with files, since any model is read so
+        step_by_step("EAGLE-3", eagle3.FILES),
+        step_by_step("Gemma assistant", assistant.FILES),
+        step_by_step("multi-token prediction", mtp.FILES),
+        step_by_step(
+            "small language model", lm.FILES
+        ),  # the last of those with files, since any model is read so
         ngram.METHOD,  # behind these, since it is as good only where no draft model is
     )
 }
@@ -85,11 +88,6 @@ def format_as_drafter(raw: Mapping[str, Any], names: Collection[str] = ()) -> Fi
     readers = [each for each in formats() if each.reads_target(raw)]
     having = (each for each in readers if each.own_tensors(dict(raw), names))
     return next(having, next(iter(readers), None))
-
-
-def family_of(files: FileFormat) -> str | None:
-    """The family whose folders are read so, None where no method runs it."""
-    return next((m.family for m in METHODS.values() if m.files is files), None)
 
 
 def own_options() -> type:
@@ -221,11 +219,6 @@ def family_wanted(name: str) -> str:
     return "" if name == AUTO else find_method(name).family
 
 
-def needs_drafter(name: str) -> bool:
-    """Whether a method, `auto` excepted, runs draft models."""
-    return bool(family_wanted(name))
-
-
 def wants_two(name: str) -> bool:
     """Whether a method, `auto` excepted, is best with a second draft model."""
     return name != AUTO and find_method(name).best_with > 1
@@ -255,7 +248,7 @@ def check_uses(
     """
     for use in uses:
         method = find_method(settle(use, capabilities).method)
-        if needs_drafter(use.method) and not capabilities.count(method.family):
+        if family_wanted(use.method) and not capabilities.count(method.family):
             known = ", ".join(dict.fromkeys(f for f in capabilities.families if f))
             problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
             raise DFlashError(
@@ -272,7 +265,8 @@ def check_uses(
 def plan(method: Method, pair: Pair, config: DecodeConfig) -> Plan:
     """Drawn, chain or tree, and whether its size is fixed: decided here alone.
 
-    Raises DFlashError where a tree is asked for that cannot be verified.
+    Raises DFlashError where a tree is asked for that cannot be verified, and where the pair has no
+    draft model of the family.
     """
     size, rejects = config.block_size, config.acceptance == "reject" and config.draws_drafts
     given = {"budget": config.budget, **values_given(config.options)}
@@ -289,7 +283,9 @@ def plan(method: Method, pair: Pair, config: DecodeConfig) -> Plan:
     drawn = method.draws and config.draws_drafts and (chain or rejects)
     sized = size is not None and not method.needs_trees
     chooses = method.chooses and options_of(config, method).cuts
-    return Plan(pair, config, drawn, chain, fixed=sized or "budget" in asked or not chooses)
+    fixed = sized or "budget" in asked or not chooses
+    models = pair.of(method.family, method.name) if method.family else ()
+    return Plan(models, config, drawn, chain, fixed)
 
 
 def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
@@ -297,8 +293,6 @@ def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     config = settle(config, pair.capabilities)
     method = find_method(config.method)
     how = plan(method, pair, config)
-    if method.family:
-        pair.of(method.family, method.name)
     drafter = method.make(how)
     if how.fixed:
         return drafter

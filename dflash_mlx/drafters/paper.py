@@ -16,12 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import dual_diffusion
-from dflash_mlx.drafters.block_diffusion import (
-    BlockDiffusion,
-    block_models,
-    contexts_of,
-    dflash_method,
-)
+from dflash_mlx.drafters.block_diffusion import BlockDiffusion, contexts_of, dflash_method
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dual_diffusion import (
     BRANCHES,
@@ -289,7 +284,7 @@ class ResampleOptions(Options):
 def _make_resample(how: Plan) -> Drafter:
     samples = cast(ResampleOptions, how.config.options).branches or BRANCHES
     seed = how.config.sampling.with_seed().seed or 0
-    return Resample(block_models(how.pair)[0], how.config.block_size, samples, seed)
+    return Resample(how.models[0], how.config.block_size, samples, seed)
 
 
 RESAMPLE = dflash_method(
@@ -304,7 +299,7 @@ RESAMPLE = dflash_method(
 FIRST_VERSION = dflash_method(
     "dflash1",
     "DFlash without its selector",
-    lambda how: BlockDiffusion(block_models(how.pair)[0], how.config.block_size),
+    lambda how: BlockDiffusion(how.models[0], how.config.block_size),
     sources=(DRAFT,),
     is_control=True,
 )

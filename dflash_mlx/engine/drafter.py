@@ -102,6 +102,18 @@ class Drafter(Protocol):
         """
 
 
+def columns_of(
+    features: mx.array | None, aux_layers: tuple[int, ...], wanted: tuple[int, ...]
+) -> mx.array | None:
+    """Of features [N, m*d] of `aux_layers` the columns of the layers that one drafter reads."""
+    if features is None or wanted == aux_layers:
+        return features
+    if not wanted:
+        return None
+    layers = mx.split(features, len(aux_layers), axis=-1)
+    return mx.concatenate([layers[aux_layers.index(layer)] for layer in wanted], axis=-1)
+
+
 def allowed(proposal: Proposal, state: State) -> Proposal:
     """Without the nodes that the grammar forbids; a chain that was drawn stays whole, as q asks."""
     if state.constraint is None or proposal.q is not None or len(proposal.tree) == 1:

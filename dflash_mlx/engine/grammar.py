@@ -154,15 +154,10 @@ class MaskedSampler(Sampler):
 
 def _depth_first(tree: Tree) -> list[int]:
     """Nodes 1..N-1, every one behind its parent and before the parent's next child."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(node)
-    order, left = [], [0]
-    while left:
-        node = left.pop()
-        order.append(node)
-        left += reversed(children.get(node, []))
-    return order[1:]
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        paths.append((*paths[parent], node))
+    return sorted(range(1, len(tree)), key=paths.__getitem__)
 
 
 def check_structure(structure: StructureConfig) -> None:

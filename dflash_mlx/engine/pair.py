@@ -96,10 +96,12 @@ class Pair:
             return found
         if found := self.recall(("draft models", family), lambda: self.further(family)):
             return found
-        theirs = self.require_drafter().family
+        if not self.drafters:
+            problem = self.undrafted or f"no drafter is known for {self.target.name}"
+            raise DFlashError(problem, "name one with --drafter, or use --method none")
         raise DFlashError(
             f"{method or 'this method'} needs a drafter of the {family} family, but "
-            f"{self.drafter_name or 'this one'} is of {theirs}",
+            f"{self.drafter_name or 'this one'} is of {self.drafters[0].family}",
             "use --method auto, or name another with --drafter",
         )
 
@@ -110,11 +112,7 @@ class Pair:
         return self.learned[key]  # type: ignore[no-any-return]
 
     def calibrate(self, again: bool = False) -> None:
-        """Time passes of the target, so that a budget need not learn from its rounds what pays.
-
-        What this machine took before is read from the disk. again: measure all the same, once in a
-        program.
-        """
+        """All of `calibrating`, so that a budget need not learn from its rounds what pays."""
         for _ in self.calibrating(again):
             pass
 
@@ -125,10 +123,3 @@ class Pair:
         program.
         """
         yield from enumerate(calibrating(self.target, again), 1)
-
-    def require_drafter(self) -> DraftModel:
-        """The first draft model; DFlashError where there is none."""
-        if not self.drafters:
-            problem = self.undrafted or f"no drafter is known for {self.target.name}"
-            raise DFlashError(problem, "name one with --drafter, or use --method none")
-        return self.drafters[0]

@@ -14,7 +14,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from dflash_mlx.core.statistics import Observer
-from dflash_mlx.engine.drafter import Proposal, Round
+from dflash_mlx.engine.drafter import Proposal, Round, columns_of
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
 from dflash_mlx.engine.verify import Verdict
@@ -249,18 +249,6 @@ def _forward(target: Target, parts: abc.Sequence[_Verify | _Prefill]) -> list[Fo
     aux_layers = own[0] if len({*own}) == 1 else tuple(sorted({*chain.from_iterable(own)}))
     passes = target.forward_all([part.rows for part in parts], aux_layers)
     return [
-        (logits, _columns(features, aux_layers, wanted))
+        (logits, columns_of(features, aux_layers, wanted))
         for (logits, features), wanted in zip(passes, own, strict=True)
     ]
-
-
-def _columns(
-    features: mx.array | None, aux_layers: tuple[int, ...], wanted: tuple[int, ...]
-) -> mx.array | None:
-    """Of features [N, m*d] the columns of the layers that one drafter reads."""
-    if features is None or wanted == aux_layers:
-        return features
-    if not wanted:
-        return None
-    layers = mx.split(features, len(aux_layers), axis=-1)
-    return mx.concatenate([layers[aux_layers.index(tap)] for tap in wanted], axis=-1)

@@ -14,16 +14,8 @@ from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.mac import facts as mac
-from dflash_mlx.mac.items import (
-    MODELS,
-    Item,
-    attention_items,
-    last_items,
-    limit,
-    product_items,
-    variant_items,
-)
-from dflash_mlx.mac.report import markdown, summary, ways
+from dflash_mlx.mac.items import MODELS, Item, last_items, limit, race_items, variant_items
+from dflash_mlx.mac.report import summary, ways
 from dflash_mlx.system.files import write_report
 from kernels_metal.children import Children, Gone
 from kernels_metal.dispatch import fingerprint
@@ -49,7 +41,8 @@ class Report:
         plain |= {"facts": self.facts, "found": self.found}
         write_report(self.file, json.dumps(plain, indent=1))
         if finished:
-            write_report(self.file.with_suffix(".md"), markdown(self.facts, self.found))
+            told = "\n".join(["```", *summary(self.facts, self.found), "```", ""])
+            write_report(self.file.with_suffix(".md"), told)
 
 
 def opened(file: Path, rehearse: bool) -> Report:
@@ -57,25 +50,25 @@ def opened(file: Path, rehearse: bool) -> Report:
 
     DFlashError for a file that is there and no unfinished report.
     """
-    facts = mac.rehearsed() if rehearse else mac.facts()
-    report = Report(file, f"{fingerprint()} {facts['chip']} {facts['gpu']}", facts, {})
-    for path in (file, file.with_suffix(".md")):
-        if path.exists() and (path != file or not _is_unfinished(file)):
+    kept, words = _unfinished(file), file.with_suffix(".md")
+    for path in (file, words):
+        if path.exists() and not (kept and path == file):
             raise DFlashError(f"{path} is there already", _NEXT)
-    if file.exists():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept.get("made with") == report.made_with:
-            report.found = kept["found"]
+    facts = mac.rehearsed() if rehearse else mac.facts()
+    made_with = f"{fingerprint()} {facts['chip']} {facts['gpu']}"
+    found = kept["found"] if kept.get("made with") == made_with else {}
+    report = Report(file, made_with, facts, found)
     report.keep()
     return report
 
 
-def _is_unfinished(file: Path) -> bool:
+def _unfinished(file: Path) -> dict[str, Any]:
+    """What a report that was broken off holds, {} for anything else."""
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return kept["finished"] is False and isinstance(kept["found"], dict)
+        return kept if kept["finished"] is False and isinstance(kept["found"], dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return {}
 
 
 def make(file: Path, rehearse: bool, say: Callable[[str], None] = print) -> bool:
@@ -105,8 +98,7 @@ def stages(report: Report) -> Iterable[list[Item]]:
     """All items; the last depend on what was found before."""
     yield [{"name": "machine", "kind": "machine"}]
     yield [*variant_items()]
-    yield [*product_items()]
-    yield [*attention_items()]
+    yield [*race_items()]
     yield [*last_items(ways(report.found, MODELS[-1], 8))]
 
 

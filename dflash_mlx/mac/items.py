@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,11 @@ Item = dict[str, Any]  # "name", "kind", and what `measure` wants of that kind
 
 ROWS = (*range(1, 9), 10, 12, 16, 20, 24, 32)
 ATTENTION_ROWS, KEYS = (4, 8, 16, 32), (1024, 4096, 16384)
-HEADS = ((32, 8, 128, 0), (24, 4, 256, 0), (32, 8, 128, 8))  # and bits of packed keys, 0: none
+HEADS = {
+    "32/8/128": {"heads": 32, "kv_heads": 8, "dim": 128},
+    "24/4/256": {"heads": 24, "kv_heads": 4, "dim": 256},
+    "32/8/128 8 bits": {"heads": 32, "kv_heads": 8, "dim": 128, "kv_bits": 8},
+}
 SECONDS = {"variant": 20.0, "sustained": 150.0, "host": 240.0}
 OTHERWISE, REHEARSED = 60.0, 600.0  # seconds; in the emulator a compiler takes its time
 
@@ -42,6 +46,13 @@ class Model:
             "head": (self.width, self.vocabulary, 1),
         }
 
+    def sizes(self, matrix: str, rows: int) -> dict[str, int]:
+        """Of a call of `verify_qmm`, which makes two matrices of gate+up."""
+        depth, columns, _ = self.matrices[matrix]
+        gated = matrix == "gate+up"
+        columns = columns // 2 if gated else columns
+        return {"rows": rows, "depth": depth, "columns": columns, "gated": int(gated)}
+
 
 MODELS = (
     Model("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151_936),
@@ -59,46 +70,41 @@ def variant_items() -> Iterator[Item]:
         yield {"name": name, "kind": "variant", "call": list(call)}
 
 
-def product_items() -> Iterator[Item]:
-    """Products of each model's matrices, at every number of rows; one matrix after the other."""
-    matrices = [(m.name, name, *m.matrices[name][:2]) for m in MODELS for name in m.matrices]
-    for model, matrix, depth, columns in matrices:
-        for rows in ROWS:
-            sizes = {"depth": depth, "columns": columns, "rows": rows}
-            gated = matrix == "gate+up"
-            name = product_name(model, matrix, rows)
-            yield {"name": name, "kind": "product", "gated": gated, **sizes}
+def product_item(model: Model, matrix: str, rows: int) -> Item:
+    """A race of one matrix."""
+    name = f"{model.name} {matrix}, {rows} rows"
+    return _race(name, "verify_qmm", model.sizes(matrix, rows))
 
 
-def product_name(model: str, matrix: str, rows: int) -> str:
-    """Of the item."""
-    return f"{model} {matrix}, {rows} rows"
+def attention_item(heads: str, keys: int, rows: int) -> Item:
+    """A race of attention of few rows to many keys. heads: of HEADS."""
+    sizes = {**HEADS[heads], "prefix": keys, "rows": rows}
+    return _race(f"attention {heads}, {keys} keys, {rows} rows", "cascade_attention", sizes)
 
 
-def attention_items() -> Iterator[Item]:
-    """Attention of few rows to many keys."""
-    for heads, kv_heads, dim, bits in HEADS:
+def _race(name: str, operation: str, sizes: dict[str, int]) -> Item:
+    return {"name": name, "kind": "race", "operation": operation, "sizes": sizes}
+
+
+def race_items() -> Iterator[Item]:
+    """Every matrix of each model at every number of rows, then attention."""
+    for model in MODELS:
+        for matrix in model.matrices:
+            yield from (product_item(model, matrix, rows) for rows in ROWS)
+    for heads in HEADS:
         for keys in KEYS:
-            for rows in ATTENTION_ROWS:
-                sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "kv_bits": bits}
-                name = attention_name((heads, kv_heads, dim, bits), keys, rows)
-                yield {"name": name, "kind": "attention", **sizes, "prefix": keys, "rows": rows}
+            yield from (attention_item(heads, keys, rows) for rows in ATTENTION_ROWS)
 
 
-def attention_name(heads: tuple[int, ...], keys: int, rows: int) -> str:
-    """Of the item."""
-    packed = f" {heads[3]} bits" if heads[3] else ""
-    return f"attention {'/'.join(map(str, heads[:3]))}{packed}, {keys} keys, {rows} rows"
-
-
-def last_items(ways: dict[str, str]) -> Iterator[Item]:
+def last_items(ways: Mapping[str, str]) -> Iterator[Item]:
     """What takes long. ways: of the largest model's matrices at 8 rows, "" for stock."""
-    matrices = {
-        name: (depth, columns, ways.get(name, ""))
-        for name, (depth, columns, count) in MODELS[-1].matrices.items()
+    model = MODELS[-1]
+    products = [
+        (model.sizes(name, 8), ways.get(name, ""))
+        for name, (_, _, count) in model.matrices.items()
         if count > 1
-    }
-    given = {"matrices": matrices, "layers": MODELS[-1].layers, "rows": 8, "seconds": 60.0}
+    ]
+    given = {"products": products, "layers": model.layers, "seconds": 60.0}
     yield {"name": "sustained", "kind": "sustained", **given}
     yield {"name": "host", "kind": "host"}
 

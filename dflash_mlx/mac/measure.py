@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -22,18 +22,16 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dflash_mlx.mac.items import Item, limit
-from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.children import answer
-from kernels_metal.dispatch import COLD_BYTES, chain, race
+from kernels_metal.dispatch import CALLS, COLD_BYTES, race
 from kernels_metal.factory import executor, metal
 from kernels_metal.operation import Operation, dtype_name
 from kernels_metal.sweep import Trial, error
 from kernels_metal.variants import Call, arguments, launches, operation_of
-from kernels_metal.verify_qmm import VERIFY_QMM, Packing
+from kernels_metal.verify_qmm import VERIFY_QMM
 
 Found = dict[str, Any]
 RUNS = 3  # of either side of a race: hundreds of them have to end
-LAYERS = 12  # that a chain goes through
 HOST = Path(__file__).parents[2] / "scripts" / "host_cost.py"
 _UNTIMED = ("error", "wrong", "refused", "bytes")  # what a rehearsal tells
 _SMALL = {"depth": 256, "columns": 64, "prefix": 40, "heads": 4, "kv_heads": 2}  # rehearsed
@@ -43,8 +41,6 @@ _MANY_THREADS = 2048  # more than any GPU has: MLX refuses them, and says how ma
 
 def measured(item: Item) -> Found:
     """What came of an item."""
-    if rehearsed(item):
-        item = {key: min(value, _SMALL.get(key, value)) for key, value in item.items()}
     try:
         return _KINDS[item["kind"]](item)
     except (RuntimeError, ValueError, MemoryError) as problem:
@@ -128,50 +124,11 @@ def threads(call: Call) -> dict[str, int]:
     return found
 
 
-_held: dict[tuple[Any, ...], list[tuple[mx.array, ...]]] = {}  # of the newest matrix alone
-
-
-def product(item: Item) -> Found:
-    """A race of products."""
-    layers = _matrices(item["depth"], item["columns"], 1 if rehearsed(item) else LAYERS)
-    x = mx.random.normal((item["rows"], item["depth"])).astype(mx.bfloat16)
-    packing = Packing(4, 64, gated=item["gated"])
-    return _raced(item, VERIFY_QMM, [(x, *layer, packing) for layer in layers])
-
-
-def _matrices(depth: int, columns: int, most: int) -> list[tuple[mx.array, ...]]:
-    """Several of one shape, so that each is found cold."""
-    key = depth, columns
-    if key not in _held:
-        _held.clear()
-        count = max(1, min(most, COLD_BYTES // (depth * columns * 9 // 16)))
-        made: list[tuple[mx.array, ...]] = []
-        for _ in range(count):
-            words = mx.random.randint(0, 2**32, (columns, depth // 8), mx.uint32)
-            scales, biases = (
-                (mx.random.normal((columns, depth // 64)) / 16).astype(mx.bfloat16)
-                for _ in range(2)
-            )
-            made.append((words, scales, biases))
-        mx.eval(made)
-        _held[key] = made
-    return _held[key]
-
-
-def attention(item: Item) -> Found:
-    """A race of attention."""
-    _held.clear()
-    sizes = {k: item[k] for k in ("heads", "kv_heads", "dim", "kv_bits", "prefix", "rows")}
-    given = arguments(CASCADE_ATTENTION, "bfloat16", sizes)
-    calls = [given] if rehearsed(item) else chain(CASCADE_ATTENTION, given, ())
-    return _raced(item, CASCADE_ATTENTION, calls)
-
-
-def _raced(item: Item, operation: Operation, calls: list[tuple[Any, ...]]) -> Found:
+def raced(item: Item) -> Found:
     """Microseconds of each side, of stock alone where the kernel is refused; bytes: of a call."""
-    parts: Any = tree_flatten(list(calls[0][1:]))  # names and arrays
-    bytes_read = sum(part.nbytes for _, part in parts if isinstance(part, mx.array))
-    found: Found = {"us": {}, "bytes": bytes_read}
+    operation = operation_of(item["operation"])
+    calls = _calls(item, operation, item["sizes"], CALLS)
+    found: Found = {"us": {}, "bytes": _bytes(calls[0])}
     ways: tuple[str, ...] = ()
     try:
         operation.check(*calls[0])
@@ -179,45 +136,56 @@ def _raced(item: Item, operation: Operation, calls: list[tuple[Any, ...]]) -> Fo
     except ValueError as refusal:
         found["refused"] = str(refusal)
     if not rehearsed(item):
-        chained = [calls[i % len(calls)] for i in range(LAYERS)]
+        chained = [calls[i % len(calls)] for i in range(CALLS)]
         return {**found, "us": race(operation, ways, chained, runs=RUNS)}
     for way in ways:
         mx.eval(operation.compared(operation.by(way)(*calls[0]), *calls[0]))
     return found
 
 
+def _calls(
+    item: Item, operation: Operation, sizes: dict[str, int], most: int
+) -> list[tuple[Any, ...]]:
+    """Random calls of one size: as many, up to `most`, as take for each to find its arrays cold."""
+    if rehearsed(item):
+        sizes, most = {key: min(n, _SMALL.get(key, n)) for key, n in sizes.items()}, 1
+    made = [arguments(operation, "bfloat16", sizes)]
+    fitting = min(most, COLD_BYTES // _bytes(made[0]))
+    made += [arguments(operation, "bfloat16", sizes) for _ in range(fitting - 1)]
+    mx.eval([_arrays(call) for call in made])
+    return made
+
+
+def _arrays(call: Sequence[Any]) -> list[mx.array]:
+    parts: Any = tree_flatten([*call])  # names and leaves
+    return [part for _, part in parts if isinstance(part, mx.array)]
+
+
+def _bytes(call: Sequence[Any]) -> int:
+    """Of all that a call reads besides its first argument, the few rows."""
+    return sum(array.nbytes for array in _arrays(call[1:]))
+
+
 def sustained(item: Item) -> Found:
     """Passes of products one behind the other: milliseconds at first, at last, and the longest."""
-    sides = [_side(item, *shape) for shape in item["matrices"].values()]
-    seconds = 0.0 if rehearsed(item) else item["seconds"]
-    layers = 1 if rehearsed(item) else item["layers"]
+    seconds, layers = (0.0, 1) if rehearsed(item) else (item["seconds"], item["layers"])
+    sides = [
+        (VERIFY_QMM.by(way) if way else VERIFY_QMM.reference, _calls(item, VERIFY_QMM, sizes, 4))
+        for sizes, way in item["products"]
+    ]
     times: list[float] = []
     begin = time.perf_counter()
     while not times or time.perf_counter() - begin < seconds:
-        start, out = time.perf_counter(), mx.zeros(1, mx.bfloat16)
-        for i in range(layers):
-            for multiply in sides:
-                out = multiply(out, i)
+        start, out = time.perf_counter(), None
+        for layer in range(layers):
+            for step, calls in sides:
+                given = calls[layer % len(calls)]
+                out = step(*(given if out is None else VERIFY_QMM.after(out, *given)))
         mx.eval(out)
         times.append((time.perf_counter() - start) * 1e3)
     part = max(1, len(times) // 6)
     first, last = median(times[:part]), median(times[-part:])
     return {"passes": len(times), "first": first, "last": last, "longest": max(times)}
-
-
-def _side(item: Item, depth: int, columns: int, way: str) -> Callable[[mx.array, int], mx.array]:
-    """A product that waits for the last one, of one layer after the other."""
-    depth, columns = (min(depth, 128), min(columns, 64)) if rehearsed(item) else (depth, columns)
-    _held.clear()
-    layers = _matrices(depth, columns, 4)
-    x = mx.random.normal((item["rows"], depth)).astype(mx.bfloat16)
-    step = VERIFY_QMM.by(way) if way else VERIFY_QMM.reference
-
-    def multiply(before: mx.array, layer: int) -> mx.array:
-        y = step(x + before * 0, *layers[layer % len(layers)], Packing(4, 64))
-        return y[:1, :1]  # type: ignore[no-any-return]
-
-    return multiply
 
 
 def host(item: Item) -> Found:
@@ -236,8 +204,7 @@ def host(item: Item) -> Found:
 _KINDS: dict[str, Callable[[Item], Found]] = {
     "machine": machine,
     "variant": variant,
-    "product": product,
-    "attention": attention,
+    "race": raced,
     "sustained": sustained,
     "host": host,
 }

@@ -12,9 +12,10 @@ from dflash_mlx.mac.items import (
     KEYS,
     MODELS,
     ROWS,
+    Item,
     Model,
-    attention_name,
-    product_name,
+    attention_item,
+    product_item,
 )
 from kernels_metal.dispatch import MARGIN, STOCK
 from kernels_metal.faults import first_error
@@ -35,7 +36,7 @@ def summary(facts: Mapping[str, str], found: Found) -> list[str]:
         "dflash-chat on a Mac",
         f"{facts['chip']}, {facts['cpu cores']} CPU and {facts['gpu cores']} GPU cores "
         f"({facts['gpu']}), {facts['memory']}, {facts['free memory']} free",
-        f"macOS {facts['macos']}, MLX {facts['mlx']}, mlx-lm {facts['mlx-lm']}, "
+        f"macOS {facts['macos']} {facts['build']}, MLX {facts['mlx']}, mlx-lm {facts['mlx-lm']}, "
         f"Python {facts['python']}, {facts['power']}, power mode {facts['power mode']}",
         _machine(found),
         *_variants(found),
@@ -47,18 +48,10 @@ def summary(facts: Mapping[str, str], found: Found) -> list[str]:
     return [*lines[: MOST_LINES - 1], SEND]
 
 
-def markdown(facts: Mapping[str, str], found: Found) -> str:
-    """The file: the summary and the facts."""
-    lines = ["# dflash-chat on a Mac", "", "```", *summary(facts, found), "```", "", "## Facts", ""]
-    lines += [f"* {name}: {value}" for name, value in facts.items()]
-    return "\n".join([*lines, ""])
-
-
 def ways(found: Found, model: Model, rows: int) -> dict[str, str]:
     """Which kernel `auto` would take for each matrix of a model, "" for stock."""
     return {
-        matrix: chosen(_us(found, product_name(model.name, matrix, rows)))
-        for matrix in model.matrices
+        matrix: chosen(_us(found, product_item(model, matrix, rows))) for matrix in model.matrices
     }
 
 
@@ -69,8 +62,8 @@ def chosen(us: Mapping[str, float]) -> str:
     return best if ours and ours[best] <= us[STOCK] * (1 - MARGIN) else ""
 
 
-def _us(found: Found, name: str) -> Mapping[str, float]:
-    us: Mapping[str, float] = found.get(name, {}).get("us", {})
+def _us(found: Found, item: Item) -> Mapping[str, float]:
+    us: Mapping[str, float] = found.get(item["name"], {}).get("us", {})
     return us
 
 
@@ -112,7 +105,7 @@ def times(found: Found, model: Model, rows: int) -> tuple[float, float] | None:
     """Milliseconds of a pass's products: by stock, and by the fastest of each."""
     stock = best = 0.0
     for matrix, (_, _, count) in model.matrices.items():
-        us = _us(found, product_name(model.name, matrix, rows))
+        us = _us(found, product_item(model, matrix, rows))
         if STOCK not in us:
             return None
         stock += us[STOCK] * count / 1e3
@@ -149,11 +142,10 @@ def _attention(found: Found) -> Iterator[str]:
         for keys in KEYS:
             cells = []
             for rows in ATTENTION_ROWS:
-                us = _us(found, attention_name(heads, keys, rows))
+                us = _us(found, attention_item(heads, keys, rows))
                 best = min((time for way, time in us.items() if way != STOCK), default=None)
                 cells.append(f"{_number(us.get(STOCK))}/{_number(best)}")
-            name = attention_name(heads, keys, 0).removeprefix("attention ").rpartition(",")[0]
-            yield f"  {name}: {'  '.join(cells)}"
+            yield f"  {heads}, {keys} keys: {'  '.join(cells)}"
 
 
 def _last(found: Found) -> Iterator[str]:

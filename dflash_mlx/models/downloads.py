@@ -20,7 +20,6 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.models import default_model
-from dflash_mlx.models.default_model import DEFAULT_TARGET, kept_at
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
@@ -108,7 +107,7 @@ def needed_by(names: Names, machines: int = 1) -> int:
     """Bytes for a machine's share of a target, and for the drafters, as far as they are known."""
     total = 0
     if names.model is None:
-        whole = DEFAULT_TARGET.size * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)
+        whole = default_model.SIZE * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)
         total = int(whole / machines)
     for name, option in names.parts:
         if name == names.model and option != MODEL:
@@ -186,7 +185,7 @@ def download_plans(config: PairConfig, everything: bool = False) -> Iterator[Dow
     """
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
-        missing = 0 if kept_at().is_file() else DEFAULT_TARGET.size
+        missing = 0 if default_model.kept_at().is_file() else default_model.SIZE
         yield DownloadPlan(config, needed_by(names), missing)
         return
     extra = DownloadPlan(config)

@@ -69,35 +69,19 @@ def load_gguf(
     meanwhile. Raises `DFlashError` for a file that is missing, damaged, of another architecture, or
     made with a feature that is not supported.
     """
-    with usable(path):
-        config, weights, tokenizer = judge(path)
-        return begin(make_model(config, weights, dtype)), tokenizer(), config
-
-
-def judge(path: Path) -> tuple[dict[str, Any], Arrays, Callable[[], Any]]:
-    """Config, weights by mlx-lm's names, and what makes the tokenizer; evaluates nothing."""
-    tensors, metadata = read_file(path)
-    config = _config(metadata, tensors)
-    return config, _named(tensors, config), _tokenizer(metadata, config)
-
-
-def unpack(weights: Arrays) -> Arrays:
-    """All of them as float32, not evaluated."""
-    plain = {k: v.astype(mx.float32) for k, v in weights.items()}  # scales: no product is rounded
-    for name, packed in weights.items():
-        module, _, part = name.rpartition(".")
-        if part == "weight" and f"{module}.scales" in weights:
-            scales, biases = (plain.pop(f"{module}.{part}") for part in PACKED[1:])
-            plain[name] = mx.dequantize(packed, scales, biases, GROUP, _bits(packed, scales))
-    return plain
+    with _usable(path):
+        tensors, metadata = read_file(path)
+        config = _config(metadata, tensors)
+        weights, make_tokenizer = _named(tensors, config), _tokenizer(metadata, config)
+        return begin(_make_model(config, weights, dtype)), make_tokenizer(), config
 
 
 def _bits(packed: mx.array, scales: mx.array) -> int:
     return 32 * packed.shape[-1] // (GROUP * scales.shape[-1])
 
 
-def make_model(config: dict[str, Any], weights: Arrays, dtype: mx.Dtype | None) -> nn.Module:
-    """Of what `judge` gives; ValueError for shapes that are not those of the config."""
+def _make_model(config: dict[str, Any], weights: Arrays, dtype: mx.Dtype | None) -> nn.Module:
+    """ValueError for shapes that are not those of the config."""
     from mlx_lm.models import llama
 
     model = llama.Model(llama.ModelArgs.from_dict(config))
@@ -117,12 +101,12 @@ def make_model(config: dict[str, Any], weights: Arrays, dtype: mx.Dtype | None) 
 def read_config(path: Path) -> dict[str, Any]:
     """The Hugging Face style config of a GGUF file alone; raises as `load_gguf` does."""
     tensors, metadata = read_file(path)
-    with usable(path):
+    with _usable(path):
         return _config(metadata, tensors)
 
 
 @contextmanager
-def usable(path: Path) -> Iterator[None]:
+def _usable(path: Path) -> Iterator[None]:
     """Errors of what a file holds as `DFlashError`."""
     try:
         yield

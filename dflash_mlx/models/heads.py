@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import family_of, formats
+from dflash_mlx.drafters.methods import formats
 from dflash_mlx.models.names import Names
 from dflash_mlx.models.parts import limited
 from dflash_mlx.models.source import CONFIG, DRAFTER, Source
@@ -28,7 +28,7 @@ def with_own_head(names: Names, model: Source) -> Names:
         if family is not None and source.part:
             if names.drafter is None:
                 return replace(names, drafter=names.model)
-            others = {**dict(names.others), str(family_of(family)): names.model}
+            others = {**dict(names.others), family.family: names.model}
             return replace(names, others=tuple(others.items()))
         return replace(names, headless=made_with_one and f"{names.shown} {made_with_one}")
     return names

@@ -20,7 +20,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target
-from dflash_mlx.models.default_model import DEFAULT_TARGET
+from dflash_mlx.models.default_model import FILE_NAME
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
     cache_folder,
@@ -64,7 +64,7 @@ KINDS = {
 }
 UNFINISHED, YOURS = "unfinished", "folder"  # of KINDS
 _OURS = (  # of this program's cache: kind, name, and files or folders
-    ("model", DEFAULT_MODEL, DEFAULT_TARGET.file_name),
+    ("model", DEFAULT_MODEL, FILE_NAME),
     (UNFINISHED, DEFAULT_MODEL, "download-*"),
     ("calibration", "", "timing/*.json"),  # their names are in the files
     ("kernels", "", "kernels/*.json"),

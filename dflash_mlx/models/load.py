@@ -13,10 +13,7 @@ from dflash_mlx.core.errors import Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import (
     check_uses,
-    family_of,
     family_wanted,
-    find_method,
-    needs_drafter,
     settle,
     wants_two,
 )
@@ -173,7 +170,7 @@ class _Bench:
         of_family = [name for its, name in known if its == family]
         for name in of_family or [name for its, name in known if not its]:
             drafter = check_for(self.facts, find_source(name, DRAFTER), name)
-            if drafter.format is None or family_of(drafter.format) != family:
+            if drafter.format is None or drafter.format.family != family:
                 continue
             check_pair(self.facts, drafter).raise_first()
             _draft_size(self.config, drafter)
@@ -188,7 +185,7 @@ def _check_settings(
     choice: Choice, names: Names, config: PairConfig, uses: Sequence[DecodeConfig]
 ) -> None:
     drafters = list(choice.drafters.values())
-    families = tuple(family_of(d.format) if d.format else None for d in drafters)
+    families = tuple(d.format.family if d.format else None for d in drafters)
     capabilities = Capabilities(families, preset=names.preset)
     check_uses(uses, [d.config.block_size for d in drafters], capabilities, choice.missing)
     for drafter in drafters:
@@ -233,19 +230,19 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
     """The drafters that `uses` need, or without any use all that are known."""
     unknown = Capabilities((None, None), preset=names.preset)
     methods = {settle(use, unknown).method for use in uses}
-    if uses and not any(map(needs_drafter, methods)):
+    if uses and not any(map(family_wanted, methods)):
         return Choice(missing="no drafter was loaded, since no method that was asked for needs one")
     families = {family_wanted(use.method) for use in uses}
     further = {family: name for family, name in names.others if family in families}
     wanted = set(further)
-    if uses and not any(needs_drafter(n) and find_method(n).family not in wanted for n in methods):
+    if uses and not any(family_wanted(n) not in ("", *wanted) for n in methods):
         return Choice(further, wanted)
     if names.drafter is None:
         known = "is to be used" if names.asks_first else f"is known for {names.shown}"
         return Choice(missing=names.headless or f"no drafter {known}")
     asked_methods = {m for use in uses if family_wanted(m := use.method) not in wanted}
     choice = Choice({DRAFTER: names.drafter, **further}, wanted)
-    if names.asks_first or any(map(needs_drafter, asked_methods)):
+    if names.asks_first or any(map(family_wanted, asked_methods)):
         choice.asked.add(DRAFTER)
     if names.second_drafter is not None and (not uses or any(map(wants_two, methods))):
         choice.names[SECOND_DRAFTER] = names.second_drafter
@@ -290,7 +287,7 @@ def names_for(config: PairConfig, uses: Sequence[DecodeConfig] = ()) -> Names:
 
 
 def _want_drafters(uses: Sequence[DecodeConfig]) -> bool:
-    return not uses or any(use.method == AUTO or needs_drafter(use.method) for use in uses)
+    return not uses or any(use.method == AUTO or family_wanted(use.method) for use in uses)
 
 
 # A pair told without loading it

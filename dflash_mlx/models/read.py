@@ -7,7 +7,6 @@ Then the target answers nonsense, or its drafter is never right, so it is cast t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,12 +75,8 @@ def read_target(
     if facts.source is None:
         from dflash_mlx.models.gguf_target import load_gguf
 
-        file = facts.file or fetch()
-        if on_cpu() and share is None:
-            model, tokenizer, config = load_plain(file)
-        else:
-            begin = partial(prepared, change=share)
-            model, tokenizer, config = load_gguf(file, mx.float32 if on_cpu() else None, begin)
+        file, dtype = facts.file or fetch(), mx.float32 if on_cpu() else None
+        model, tokenizer, config = load_gguf(file, dtype, partial(prepared, change=share))
         return make(model, config["max_position_embeddings"], facts.name), tokenizer
     from mlx_lm.utils import load_tokenizer
 
@@ -90,35 +85,6 @@ def read_target(
         model, config = read_model(folder, share)
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
     return make(model, facts.context_length, facts.name), tokenizer
-
-
-def load_plain(path: Path) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """As `load_gguf`, but all weights are float32 and evaluated.
-
-    MLX unpacks them in another thread, where this one imports mlx-lm and makes the tokenizer.
-    """
-    from dflash_mlx.models import gguf_target  # takes seconds
-
-    aside = ThreadPoolExecutor(1)  # MLX's graphs belong to the thread that reads
-
-    def read() -> Any:
-        config, weights, tokenizer = gguf_target.judge(path)
-        plain = gguf_target.unpack(weights)
-        return config, plain, tokenizer, [aside.submit(mx.eval, a) for a in plain.values()]
-
-    try:
-        with gguf_target.usable(path):
-            reading = aside.submit(read)
-            import mlx_lm.models.llama  # noqa: F401 - here, so that it does not wait for the file
-
-            config, weights, tokenizer, unpacking = reading.result()
-            model = gguf_target.make_model(config, weights, mx.float32)
-            loaded = model, tokenizer(), config
-            for each in unpacking:
-                each.result()
-            return loaded
-    finally:
-        aside.shutdown(cancel_futures=True)  # a refusal waits for one weight, not for all
 
 
 # Whether numbers fit

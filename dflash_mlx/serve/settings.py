@@ -21,9 +21,7 @@ class ServeConfig:
     host: str = option(
         "127.0.0.1", "address to listen on; one that other machines reach needs a --key"
     )
-    port: int = option(
-        8080, "port to listen on, 0 for any that is free", least=0, most=65535, type=int
-    )
+    port: int = option(8080, "port to listen on, 0 for any that is free", least=0, most=65535)
     key: str | None = option(
         None,
         "key that every request has to bring, as Authorization: Bearer or x-api-key (default: the "
@@ -46,30 +44,25 @@ class ServeConfig:
         "several times",
         action="append",
     )
-    parallel: int = option(
-        8, "answers that are decoded together; further ones wait", least=1, type=int
-    )
-    queue: int = option(
-        64, "answers that may wait; beyond that clients are told to", least=0, type=int
-    )
+    parallel: int = option(8, "answers that are decoded together; further ones wait", least=1)
+    queue: int = option(64, "answers that may wait; beyond that clients are told to", least=0)
     memory_gb: float | None = option(
         None,
         "gigabytes for the caches of all answers (default: half of what the model leaves free)",
         least=ABOVE_0,
         type=float,
     )
-    body_mb: float = option(16.0, "megabytes that a request may have", least=ABOVE_0, type=float)
-    messages: int = option(4096, "messages that a conversation may have", least=1, type=int)
-    connections: int = option(512, "connections that may be open", least=1, type=int)
+    body_mb: float = option(16.0, "megabytes that a request may have", least=ABOVE_0)
+    messages: int = option(4096, "messages that a conversation may have", least=1)
+    connections: int = option(512, "connections that may be open", least=1)
     idle: float = option(
         60.0,
         "seconds that a client may take to send its request, to go on reading its answer, or to "
         "ask again on an open connection",
         least=ABOVE_0,
-        type=float,
     )
     grace: float = option(
-        30.0, "seconds that answers may go on after Ctrl+C or a signal to end", least=0, type=float
+        30.0, "seconds that answers may go on after Ctrl+C or a signal to end", least=0
     )
     # Whether it ends with its standard input, which a view holds that must not outlive it.
     watched: bool = False

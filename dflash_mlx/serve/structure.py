@@ -49,7 +49,7 @@ def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
         if not chat.tools:
             return follows
     field = _asking(chat)
-    if (form := call_form(pair)) is None:
+    if (form := pair.recall(("form of calls",), lambda: _learn(pair))) is None:
         what = f"has to know the form of calls, and those of {pair.target.name} are no plain JSON"
         raise refusal(field, what, "leave it out, or serve another model")
     return _checked(field, pair, grammar=grammar_of(form, chat, _tools(chat)))
@@ -113,13 +113,8 @@ def _checked(
     return structure
 
 
-def call_form(pair: Pair) -> CallForm | None:
-    """The form of this model's calls; None where it is no JSON that mlx-lm's parser reads."""
-    return pair.recall(("form of calls",), lambda: _learn(pair))
-
-
 def _learn(pair: Pair) -> CallForm | None:
-    """Let the template write a call, and see what it looks like."""
+    """The form of calls as the template writes one; None if no JSON that mlx-lm's parser reads."""
     tokenizer = pair.tokenizer
     tags = tokenizer.tool_call_start, tokenizer.tool_call_end
     if not all(tags):

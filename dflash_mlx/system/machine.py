@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.system import blas
+from kernels_metal.gpu import said
 
 UNKNOWN = "unknown model"
 
@@ -73,8 +73,7 @@ def model_of(file: Path) -> str:
 
 def _processor() -> str:
     if platform.system() == "Darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        return said("sysctl -n machdep.cpu.brand_string").strip()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -39,10 +39,7 @@ class TextCache:
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
     ) -> mx.array:
         """[S, H, T, D] for queries of that shape; mask: of `text_mask`."""
-        groups = q.shape[1] // k.shape[1]
-        q = mx.unflatten(q * scale, 1, (-1, groups))
-        scores = mx.where(mask, q @ k[:, :, None].swapaxes(-1, -2), HIDDEN)
-        return (cpu_math.softmax(scores) @ v[:, :, None]).flatten(1, 2)
+        return cpu_math.attention(q, k, v, scale=scale, mask=mask)
 
 
 class BlockCache(TextCache):
@@ -79,12 +76,3 @@ def text_mask(T: int, window: int | None) -> mx.array:
     """[T, T] which tokens of a text each of them sees."""
     apart = mx.arange(T)[:, None] - mx.arange(T)
     return (apart >= 0) & (apart < (window or T))
-
-
-def through(layer: Any, x: mx.array, mask: mx.array, cache: Any) -> mx.array:
-    """What a decoder layer makes of x, with an exponential that is fast on Linux, too."""
-    x = x + layer.self_attn(layer.input_layernorm(x), mask, cache)
-    mlp, normed = layer.mlp, layer.post_attention_layernorm(x)
-    gated = cpu_math.swiglu(mlp.gate_proj(normed), mlp.up_proj(normed))
-    result: mx.array = x + mlp.down_proj(gated)
-    return result

@@ -16,11 +16,12 @@ import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dflash.layouts import VERSION_1
+from dflash_mlx.drafters.dflash.fields import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.model import embedding_scale
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, through
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Array, Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts, rank_in_parts
@@ -144,5 +145,6 @@ class DFlashTrainee(Trainee):
         for layer, kind in zip(network.layers, kinds, strict=True):
             at_start: Any = TextCache()
             cache: Any = BlockCache(anchors, layer.self_attn.remember(context, at_start))
-            rows = through(layer, rows, masks[kind], cache)
+            # Convolutions beside a selector that was trained here change nothing
+            rows = Layer.__call__(layer, rows, masks[kind], cache)  # type: ignore[arg-type]
         return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

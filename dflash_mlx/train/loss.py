@@ -110,7 +110,7 @@ class DraftVocabulary:
         parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
         rows = mx.concatenate(parts).T[mx.array(self.tokens)]
         self.head = mx.contiguous(rows.astype(mx.float32))  # [V', d], with a bias [V', d + 1]
-        self.softcap, self._multiplier = trainee.softcap, trainee.multiplier
+        self.softcap, self._multiplier = config.final_logit_softcapping, config.output_multiplier
         self._covered = float((self.index[answers] >= 0).mean())
         mx.eval(self.head)
 
@@ -119,7 +119,7 @@ class DraftVocabulary:
 
     def head_inputs(self, states: mx.array) -> mx.array:
         """What `head` takes, [N, d] or [N, d + 1], from final states [N, d]."""
-        rows = states * self._multiplier
+        rows: mx.array = states * self._multiplier
         if self.head.shape[1] == rows.shape[1]:
             return rows
         return mx.concatenate([rows, mx.ones((rows.shape[0], 1))], axis=-1)

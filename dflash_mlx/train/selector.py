@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.dflash.layouts import VERSION_2
+from dflash_mlx.drafters.dflash.fields import VERSION_2
 from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target

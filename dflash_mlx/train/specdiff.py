@@ -17,7 +17,7 @@ from dflash_mlx.drafters.networks.model import embedding_scale
 from dflash_mlx.drafters.specdiff.checkpoint import FILES, OURS
 from dflash_mlx.drafters.specdiff.model import Network, NetworkConfig
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, text_mask, through
+from dflash_mlx.train.attention import BlockCache, TextCache, block_mask, text_mask
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
@@ -72,6 +72,7 @@ class SpecDiffTrainee(Trainee):
             if layer is last:  # whose keys and values are all that blocks read of it
                 layer.self_attn.remember(layer.input_layernorm(text), cache)
             else:
-                text = through(layer, text, before[window], cache)
-            rows = through(layer, rows, masks[window], BlockCache(anchors, cache.context))
+                text = layer(text, before[window], cache)
+            own: Any = BlockCache(anchors, cache.context)
+            rows = layer(rows, masks[window], own)
         return network.norm(rows).reshape(shape)  # type: ignore[no-any-return]

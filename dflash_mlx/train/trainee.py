@@ -124,7 +124,9 @@ class Trainee(ABC):
 
     def logits(self, states: mx.array) -> mx.array:
         """[..., V] from final states [..., d]."""
-        return capped(self.target.head()(states * self.multiplier), self.softcap)
+        config = self.config
+        logits = self.target.head()(states * config.output_multiplier)
+        return capped(logits, config.final_logit_softcapping)
 
     def drafts(self, states: mx.array, before: Array) -> Array:
         """[S, A, n] greedy tokens from final states [S, A, n, d]; before: those that precede."""
@@ -134,15 +136,6 @@ class Trainee(ABC):
     def aux_layers(self) -> tuple[int, ...]:
         """The layers that it reads of its target."""
         return self.config.layers_read(self.target.num_layers)  # type: ignore[no-any-return]
-
-    @property
-    def softcap(self) -> float | None:
-        return getattr(self.config, "final_logit_softcapping", None)
-
-    @property
-    def multiplier(self) -> float:
-        """What final states are multiplied by before the head."""
-        return getattr(self.config, "output_multiplier", 1.0)
 
 
 def mask_token(tokenizer: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
@@ -129,7 +129,7 @@ class Block:
         return Visibility(keys - self.rows, _local(self.rows, mask is None))
 
 
-@cache
+@lru_cache(128)
 def _local(rows: int, all_of_them: bool) -> npt.NDArray[np.bool_]:
     """What rows see of each other: all, or those up to them."""
     return np.ones((rows, rows), np.bool_) if all_of_them else np.tri(rows, dtype=np.bool_)

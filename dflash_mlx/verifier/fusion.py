@@ -21,8 +21,16 @@ from dflash_mlx.verifier.routing import Kernels, Plans
 from kernels_metal.factory import Step
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, turning
-from kernels_metal.shared_input import SHARED_INPUT, bounds, product, side_by_side
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing, Product
+from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
+from kernels_metal.verify_qmm import (
+    MAX_ROWS,
+    UNPACKED,
+    VERIFY_QMM,
+    Matrix,
+    Packing,
+    Product,
+    stock,
+)
 
 Call = Callable[..., mx.array]
 # What mlx-lm's sources call code that is Qwen3's; `test_fusion.py` compares these with it.
@@ -48,9 +56,16 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases")
 
 
-def arrays_of(module: Any) -> tuple[mx.array, mx.array, mx.array]:
-    """Of one quantised matrix."""
-    return module["weight"], module["scales"], module["biases"]
+def arrays_of(module: Any) -> Matrix:
+    """Of one matrix, packed or not."""
+    return module["weight"], module.get("scales"), module.get("biases")
+
+
+def packing_of(module: Any) -> Packing:
+    """How its weights are stored. Raises ValueError for what the kernels do not know."""
+    if module.get("scales") is None:
+        return UNPACKED
+    return Packing(module.bits, module.group_size, mode=module.mode)
 
 
 def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Step | None:
@@ -141,9 +156,9 @@ def groups_in(module: nn.Module) -> Iterator[list[Any]]:
     """The members of each group of a module whose weights can stand side by side."""
     for names in GROUPS:
         members: list[Any] = [module.get(name) for name in names]
-        if all(isinstance(m, nn.QuantizedLinear) and m.mode == "affine" for m in members):
+        if all(isinstance(m, nn.QuantizedLinear) for m in members):
             forms = {
-                (m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
+                (m.mode, m.bits, m.group_size, m["weight"].shape[1], m["scales"].dtype, "bias" in m)
                 for m in members
             }
             if len(forms) == 1:
@@ -160,7 +175,7 @@ class Group:
         names = {id(module): name for name, module in owner.items()}
         self._names = [names[id(member)] for member in members]
         self._alike = alike  # the groups of this shape in the model, this one among them
-        self.packing = Packing(members[0].bits, members[0].group_size)
+        self.packing = packing_of(members[0])
         self._whole: Any = None  # weights, scales and biases of all members
         self._views: list[Any] = []  # of each, in it
         self._plans = Plans(kernels)
@@ -184,12 +199,12 @@ class Group:
     def products(self, x: mx.array) -> list[mx.array] | None:
         """Of all members, by one, None where each is to be computed by itself."""
         multiply = self._find(x, self._together)
-        return None if multiply is None else multiply(x)  # type: ignore[no-any-return]
+        return None if multiply is None else multiply(x)
 
     def gated(self, x: mx.array) -> mx.array | None:
         """Of gate and up: silu(gate x) * up x in one product, None where it is to be by parts."""
         multiply = self._find(x, self._gate)
-        return None if multiply is None else multiply(x)  # type: ignore[no-any-return]
+        return None if multiply is None else multiply(x)
 
     def made(self, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
         """The step of this name for an x of this shape, None where there is none yet."""
@@ -221,8 +236,13 @@ class Group:
         if self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is None:
             return None
         packing, ends = self.packing, bounds(self._views)
-        stock = Step(packing, self._whole, partial(product, packing=packing))
-        key, arrays, multiply = self._settled(x, packing) or stock
+        whole = [array for array in self._whole if array is not None]
+
+        def by_mlx(x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+            scales, biases = (*arrays[1:], None)[:2]
+            return stock(x, (arrays[0], scales, biases), packing)
+
+        key, arrays, multiply = self._settled(x, packing) or Step(packing, whole, by_mlx)
         bias = [member["bias"] for member in self.members if "bias" in member]
         more = [mx.concatenate(bias)] if bias else []
 
@@ -264,5 +284,4 @@ class Group:
     def _join(self) -> None:
         self._whole, self._views = side_by_side([*map(arrays_of, self.members)])
         for member, view in zip(self.members, self._views, strict=True):
-            for name, array in zip(_ARRAYS, view, strict=True):
-                member[name] = array
+            member.update({n: a for n, a in zip(_ARRAYS, view, strict=True) if a is not None})

@@ -23,6 +23,7 @@ from dflash_mlx.verifier.fusion import (
     is_gated_mlp,
     is_normed_attention,
     normed_attention,
+    packing_of,
     settled,
     source,
 )
@@ -33,8 +34,9 @@ from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
 _MARK = "_changed_by"  # in the class of a hooked module: what changed its calls
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
-# MLX's own modules, and the method in which each multiplies by its quantised weights
-_PRODUCTS: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
+# MLX's own modules, and the method in which each multiplies by its weights
+_PACKED: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
+_PRODUCTS: dict[type, str] = {**_PACKED, nn.Linear: "__call__", nn.Embedding: "as_linear"}
 
 
 def override(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -167,21 +169,33 @@ def _swiglu(stock: Callable[..., mx.array], gate: mx.array, x: mx.array) -> mx.a
 
 
 class KernelHooks(Hooks):
-    """Steps and quantised products of a model that ask `kernels` first, until removed."""
+    """Steps and products of networks that ask `kernels` first, until removed."""
 
-    def __init__(self, model: Any, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
         self._made: dict[int, Any] = {}  # by the id of a module: its plans or its group
-        alike: dict[tuple[Any, ...], list[Any]] = {}
-        for module in model.modules():
-            if name := _PRODUCTS.get(type(module)):
+
+    def add_products(self, network: nn.Module) -> dict[Any, list[Any]]:
+        """Hook what is not yet: packed matrices, and others where something can run kernels.
+
+        Returns the modules that were hooked, alike ones together.
+        """
+        names = _PRODUCTS if self._kernels.may_run else _PACKED
+        alike: dict[Any, list[Any]] = {}
+        for module in network.modules():
+            if name := names.get(type(module)):
                 self._product(module, name, alike)
+        return alike
+
+    def add(self, model: nn.Module) -> None:
+        """Hook a model of mlx-lm: its products, those of one input as one, and whole steps."""
+        alike = self.add_products(model)
         for module in model.modules():
             group = None
             for members in groups_in(module):
                 group = self._group(module, members, alike)
-            stock, plans = type(module).__call__, Plans(kernels)
+            stock, plans = type(module).__call__, Plans(self._kernels)
             if is_normed_attention(module):
                 self.replace(module, "__call__", normed_attention(stock, plans, group))
                 self._made[id(module)] = plans, group
@@ -206,25 +220,24 @@ class KernelHooks(Hooks):
             before = layer
         return segments
 
-    def _product(self, module: Any, name: str, alike: dict[tuple[Any, ...], list[Any]]) -> None:
+    def _product(self, module: Any, name: str, alike: dict[Any, list[Any]]) -> None:
         try:
-            if module.mode != "affine":
-                raise ValueError(f"mode is {module.mode}, but must be affine")
-            packing = Packing(module.bits, module.group_size)
+            packing = packing_of(module)
         except ValueError as error:
             self._kernels.note(f"{VERIFY_QMM.name} of {module.bits} bits", str(error))
             return
-        same = alike.setdefault((module["weight"].shape, packing), [])
+        weight = module["weight"]
+        same = alike.setdefault((weight.shape, weight.dtype, packing), [])
         same.append(module)
         stock = getattr(type(module), name)
         plans = self._made[id(module)] = Plans(self._kernels)
         self.replace(module, name, _few_rows(stock, plans, packing, same))
 
     def _group(
-        self, owner: nn.Module, members: Sequence[Any], alike: dict[tuple[Any, ...], list[Any]]
+        self, owner: nn.Module, members: Sequence[Any], alike: dict[Any, list[Any]]
     ) -> Group | None:
         try:
-            packing = Packing(members[0].bits, members[0].group_size)
+            packing = packing_of(members[0])
         except ValueError:  # which the products have noted
             return None
         shapes = tuple(member["weight"].shape for member in members)
@@ -255,7 +268,7 @@ def _few_rows(
         def settle() -> Step | None:
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
-        multiply = plans.find((x.shape, x.dtype), settle, self["scales"])
+        multiply = plans.find((x.shape, x.dtype), settle, self["weight"], self.get("scales"))
         if multiply is None:
             return stock(self, x)
         y: mx.array = multiply(x)

@@ -79,7 +79,8 @@ class Target:
 
             self._mixers, self._products = hook_mixers(model, name)
         self._asked: slice | mx.array = _ALL  # the rows that the head multiplies
-        self._kernel_hooks, self._hooks = Hooks(), Hooks()
+        self._drafters: list[nn.Module] = []  # see `add_drafter`
+        self._kernel_hooks, self._hooks = KernelHooks(self.kernels), Hooks()
         self._hook()
 
     def _hook(self) -> None:
@@ -125,7 +126,10 @@ class Target:
         self._hooks.remove()
         self._kernel_hooks.remove()
         if mode != "off":
-            self._kernel_hooks = KernelHooks(self.model, self.kernels)
+            self._kernel_hooks = KernelHooks(self.kernels)
+            self._kernel_hooks.add(self.model)
+            for network in self._drafters:
+                self._kernel_hooks.add_products(network)
             if family := self._attends_itself:
                 reason = f"{family} computes the attention of some layers itself"
                 self.kernels.note(f"{CASCADE_ATTENTION.name} in the target", reason)
@@ -134,6 +138,12 @@ class Target:
         self.was_timed = False
         if self.kernels.trials is not None:  # what a pass asks of kernels is tried from now on
             Target.forward(self, mx.zeros(ASKED, mx.int32), Target.new_cache(self), Block(ASKED))
+
+    def add_drafter(self, network: nn.Module) -> None:
+        """Let the products of a draft network, or of a part of one, ask this model's kernels."""
+        self._drafters.append(network)
+        if self.kernels.mode != "off":
+            self._kernel_hooks.add_products(network)
 
     def widen(self, dtype: mx.Dtype) -> None:
         """Cast what is float16, whose numbers do not fit."""
@@ -301,22 +311,24 @@ class Target:
             return module  # type: ignore[no-any-return]
         return lambda states: module.as_linear(states)  # as it is then: hooks come and go
 
-    def head_of(self, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    def head_of(self, ids: mx.array) -> nn.Module:
         """The head for the tokens `ids` [v] alone; DFlashError for one that is no matrix."""
         module = self._head_module
-        packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-        if not packed and not isinstance(module, (nn.Linear, nn.Embedding)):
+        part: nn.Module
+        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+            how: dict[str, Any] = {"bits": module.bits, "mode": module.mode}
+            part = nn.QuantizedLinear(128, 1, bias=False, group_size=module.group_size, **how)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            part = nn.Linear(1, 1, bias=False)
+        else:
             problem = f"the head of {self.name} is a {type(module).__name__}, which has no rows"
             raise DFlashError(problem, "leave out --draft-vocabulary")
         names = ("weight", "scales", "biases", "bias")
         rows = {name: module[name][ids] for name in names if module.get(name) is not None}
         mx.eval(rows)  # here, since other threads may use them
-        bias = rows.get("bias", 0)
-        if not packed:
-            return lambda states: states @ rows["weight"].T + bias
-        matrix = rows["weight"], rows["scales"], rows.get("biases")
-        how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
-        return lambda states: mx.quantized_matmul(states, *matrix, **how) + bias
+        for name, array in rows.items():
+            part[name] = array
+        return part
 
     @cached_property
     def _head_module(self) -> Any:

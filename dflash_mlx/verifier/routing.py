@@ -99,6 +99,11 @@ class Kernels:
         return self._holding
 
     @property
+    def may_run(self) -> bool:
+        """Whether something here runs kernels, or is promised."""
+        return self.mode == "on" or executor() is not None
+
+    @property
     def is_watched(self) -> bool:
         """Whether passes are to be waited for: kernels are new, or are being tried."""
         if self.running() is None or self.mode != "auto":

@@ -121,11 +121,11 @@ class Parts:
         plans = self._known(module)
         if not isinstance(plans, Plans):
             return self.plain(owner, name)
-        width = module["scales"].shape[1] * module.group_size
-        step = plans.made(((1, self._rows, width), self._dtype))
+        step = plans.made(((1, self._rows, _width(module)), self._dtype))
         if step is None or "bias" in module:
             return self.plain(owner, name)
-        return Part(step, [Seen(owner, name, "scales", step.arrays[1])])
+        kept = zip(("weight", "scales"), step.arrays[:2], strict=True)
+        return Part(step, [Seen(owner, name, key, array) for key, array in kept if key in module])
 
     def mlp(self, layer: Any) -> Part | None:
         """SwiGLU whose gate is part of a product."""
@@ -143,8 +143,7 @@ class Parts:
         return joined([gate, down], gated_mlp)
 
     def _of_group(self, group: Group, name: str, owner: Any) -> Part | None:
-        width = group.members[0]["scales"].shape[1] * group.packing.group
-        step = group.made(name, (1, self._rows, width), self._dtype)
+        step = group.made(name, (1, self._rows, _width(group.members[0])), self._dtype)
         return step and Part(
             step, [Seen(owner, name, "scales", kept) for name, kept in group.scales]
         )
@@ -165,9 +164,9 @@ class Parts:
             return None
         module, rows = layer[mixer], self._rows
         plans, group = self._known(module) or (None, None)
-        turn = plans and plans.made(rows)
-        products = turn and group and self._of_group(group, "_together", module)
-        if not products:
+        turn: Step | None = plans and plans.made(rows)
+        products = self._of_group(group, "_together", module) if turn and group else None
+        if turn is None or products is None:
             return joined([norm], lambda x, at, norm: [norm(x)])
         heads = module.n_kv_heads
         names = ("q_norm", "k_norm")
@@ -185,6 +184,12 @@ class Parts:
 
         made = joined([norm, products, Part(turn, seen)], front, rows, heads)
         return made._replace(values=3)
+
+
+def _width(linear: Any) -> int:
+    """Of what it multiplies."""
+    width: int = linear["weight"].shape[1]
+    return width * 32 // linear.bits if "scales" in linear else width
 
 
 Segment = tuple[Callable[..., Any], Sequence[mx.array]]  # what `Step.run` became, and its arrays

@@ -7,6 +7,9 @@
 // If GATED, half of the columns are gates for the other half: y is silu(x @ first) * (x @ second), and
 // a SIMD-group takes half of its columns from each.
 //
+// FORM: 0 for integers with scales and biases, 1 and 2 for floats with scales of 8 bits, mxfp4 or mxfp8
+// and nvfp4, 3 for weights as they are, of type T; what a form lacks is bound to another array.
+//
 // x: [M, K], M * COLS <= 32. weights: [N, K * BITS / 32] uint. scales, biases: [N, K / group].
 // sizes: M, K, columns of y, log2(group), parts (1, 2, 4 or 8). y: [M, N], or [M, N / 2] if GATED.
 
@@ -14,8 +17,8 @@ constexpr int SIMD_GROUPS = 8;
 constexpr int ROWS = 32 / COLS;
 constexpr int HALVES = GATED ? 2 : 1;
 constexpr int HELD = COLS / HALVES;           // columns of y of one SIMD-group
-constexpr int PER_WORD = 32 / BITS;
-constexpr int WORDS = 8 / PER_WORD;           // of one lane
+constexpr bool FLOATS = FORM == 1 || FORM == 2;
+constexpr float LARGER = FORM == 0 ? 1.0f : BITS == 4 ? 16384.0f : 256.0f;
 threadgroup float group_sums[SIMD_GROUPS * 32];
 
 const int lane = thread_index_in_simdgroup;
@@ -44,17 +47,35 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
   for (int c = 0; c < COLS; ++c) {
     if (column + c % HELD < columns) {
       const int64_t n = column + c % HELD + c / HELD * columns;
-      const int64_t place = n * (depth >> group_shift) + (k >> group_shift);
-      const float scale = float(scales[place]);
-      const float bias = float(biases[place]);
-      #pragma clang loop unroll(full)
-      for (int word = 0; word < WORDS; ++word) {
-        const uint packed = weights[n * (depth / PER_WORD) + k / PER_WORD + word];
+      if (FORM == 3) {
+        const device vec<T, 4>* from = (const device vec<T, 4>*)(weights + n * depth + k);
         #pragma clang loop unroll(full)
-        for (int j = 0; j < PER_WORD; ++j) {
-          const float q = float((packed >> (j * BITS)) & ((1u << BITS) - 1));
-          w[c * 8 + word * PER_WORD + j] = fma(scale, q, bias);
+        for (int j = 0; j < 8; ++j) {
+          w[c * 8 + j] = float(from[j / 4][j % 4]);
         }
+        continue;
+      }
+      const int64_t place = n * (depth >> group_shift) + (k >> group_shift);
+      const float scale = scale_of<FORM>(scales[place]) * LARGER;
+      const float bias = FORM == 0 ? float(biases[place]) : 0.0f;
+      const int64_t eight = (n * depth + k) / 8;
+      uint first = 0;
+      uint second = 0;
+      if (BITS == 6) {
+        const device ushort* from = (const device ushort*)weights + eight * 3;
+        first = from[0] | uint(from[1]) << 16;
+        second = from[1] >> 8 | uint(from[2]) << 8;
+      } else {
+        first = weights[eight * (BITS / 4)];
+        second = BITS == 4 ? first : weights[eight * 2 + 1];
+      }
+      const float4 firsts = per_place<BITS, FLOATS>(false) * scale;
+      const float4 seconds = per_place<BITS, FLOATS>(true) * scale;
+      #pragma clang loop unroll(full)
+      for (int s = 0; s < 4; ++s) {
+        const float2 pair = two_weights<BITS, FLOATS>(first, second, s);
+        w[c * 8 + s] = fma(firsts[s], pair[0], bias);
+        w[c * 8 + 4 + s] = fma(seconds[s], pair[1], bias);
       }
     }
   }

@@ -12,6 +12,10 @@
 // If GATED, half of the columns are gates for the other half: y is silu(x @ first) * (x @ second), and
 // a SIMD-group takes half of its tiles from each.
 //
+// FORM: 0 for integers with scales and biases, 1 for floats with scales of 8 bits (mxfp4, mxfp8), 2 with
+// two of them in each GROUP (nvfp4), 3 for weights as they are, of type T. Floats come as they lie in a
+// half, so they need no conversion and no places; what a form lacks is bound to another array.
+//
 // x: [M, K]. weights: [N, K * BITS / 32] uint. scales, biases: [N, K / GROUP].
 // sizes: M, K, columns of y, parts (1, 2, 4 or 8). y: [M, N], or [M, N / 2] if GATED.
 
@@ -20,12 +24,10 @@ constexpr int ROWS = TILES * 8;
 constexpr int WIDTH = COLS * 8;             // columns of a SIMD-group
 constexpr int HALVES = GATED ? 2 : 1;
 constexpr int HELD = WIDTH / HALVES;        // columns of y of a SIMD-group
-constexpr int WORDS = GROUP * BITS / 128;   // of one lane: a quarter of a quantisation group
+constexpr int WORDS = GROUP * BITS / 128;   // of one lane: a quarter of a group
 constexpr int EIGHTS = GROUP / 32;          // weights of one lane, by eight
-constexpr int SECOND = BITS == 4 ? 0 : 1;   // words from a lane's first number to its second
-constexpr int APART = BITS == 4 ? 16 : 0;   // and bits
-constexpr uint MASK = (1u << BITS) - 1;
-constexpr float STEP = 1.0f / float(1u << BITS);
+constexpr bool FLOATS = FORM == 1 || FORM == 2;
+constexpr float LARGER = FORM == 0 ? 1.0f : BITS == 4 ? 16384.0f : 256.0f;
 threadgroup float partial[SIMD_GROUPS * WIDTH * ROWS];
 
 const int lane = thread_index_in_simdgroup;
@@ -52,8 +54,7 @@ int x_at[TILES * 2];
 for (int i = 0; i < TILES * 2; ++i) {
   x_at[i] = min(i / 2 * 8 + c + i % 2, rows - 1) * depth + r / 2 * (GROUP / 4) + r % 2 * 4;
 }
-const float first_factor = APART != 0 && r % 2 != 0 ? 1.0f / 65536.0f : 1.0f;
-const float4 factors = float4(1.0f, STEP, STEP * STEP, STEP * STEP * STEP) * first_factor;
+const float4 factors = per_place<BITS, FLOATS>(r % 2 != 0);
 
 float2 totals[COLS * TILES];
 #pragma clang loop unroll(full)
@@ -61,25 +62,58 @@ for (int i = 0; i < COLS * TILES; ++i) {
   totals[i] = float2(0.0f);
 }
 for (int g = part; g < groups; g += parts) {
+  if (FORM == 3) {
+    vec<T, 4> left[COLS * 2];
+    #pragma clang loop unroll(full)
+    for (int i = 0; i < COLS * 2; ++i) {
+      const device T* from = (const device T*)weights + (places[i / 2] + g) * GROUP;
+      left[i] = *(const device vec<T, 4>*)(from + c * 4 + i % 2 * 4);
+    }
+    vec<T, 4> right[TILES * 2];
+    #pragma clang loop unroll(full)
+    for (int i = 0; i < TILES * 2; ++i) {
+      right[i] = *(const device vec<T, 4>*)(x + x_at[i] + g * GROUP);
+    }
+    #pragma clang loop unroll(full)
+    for (int s = 0; s < 4; ++s) {
+      #pragma clang loop unroll(full)
+      for (int i = 0; i < COLS * TILES; ++i) {
+        const int j = i / TILES * 2;
+        const int t = i % TILES * 2;
+        const vec<T, 2> pair = vec<T, 2>(left[j][s], left[j + 1][s]);
+        totals[i] = multiply_add<T>(pair, vec<T, 2>(right[t][s], right[t + 1][s]), totals[i]);
+      }
+    }
+    continue;
+  }
+
   uint words[COLS * 8];
   #pragma clang loop unroll(full)
   for (int j = 0; j < COLS; ++j) {
-    const device uint* from = weights + (places[j] + g) * (4 * WORDS) + c / 2 * WORDS;
-    if (WORDS == 1) {
-      words[j * 8] = from[0];
-    } else if (WORDS == 2) {
-      const uint2 two = *(const device uint2*)from;
-      words[j * 8] = two[0];
-      words[j * 8 + 1] = two[1];
-    } else {
-      #pragma clang loop unroll(full)
-      for (int w = 0; w < WORDS; w += 4) {
+    const device uint* from = (const device uint*)weights;
+    from += (places[j] + g) * (4 * WORDS) + c / 2 * WORDS;
+    #pragma clang loop unroll(full)
+    for (int w = 0; w < WORDS; w += WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1) {
+      if (WORDS % 4 == 0) {
         const uint4 four = *(const device uint4*)(from + w);
         #pragma clang loop unroll(full)
         for (int i = 0; i < 4; ++i) {
           words[j * 8 + w + i] = four[i];
         }
+      } else if (WORDS % 2 == 0) {
+        const uint2 two = *(const device uint2*)(from + w);
+        words[j * 8 + w] = two[0];
+        words[j * 8 + w + 1] = two[1];
+      } else {
+        words[j * 8 + w] = from[w];
       }
+    }
+  }
+  float own[COLS];  // the scale of this lane's quarter, where a group has two
+  if (FORM == 2) {
+    #pragma clang loop unroll(full)
+    for (int j = 0; j < COLS; ++j) {
+      own[j] = scale_of<FORM>(scales[(places[j] + g) * 2 + c / 4]) * LARGER;
     }
   }
 
@@ -106,9 +140,18 @@ for (int g = part; g < groups; g += parts) {
     for (int s = 0; s < 4; ++s) {
       #pragma clang loop unroll(full)
       for (int j = 0; j < COLS; ++j) {
-        const uint first = words[j * 8 + e * (1 + SECOND)] & (MASK << (BITS * s));
-        const uint second = words[j * 8 + e * (1 + SECOND) + SECOND] & (MASK << (BITS * s + APART));
-        const float2 pair = float2(float(first), float(second));
+        // Of 6 bits eight weights take a word and a half
+        const int at = j * 8 + (BITS == 4 ? e : BITS == 8 ? e * 2 : e / 2 * 3);
+        const uint first = BITS != 6 || e % 2 == 0 ? words[at]
+                                                   : words[at + 1] >> 16 | words[at + 2] << 16;
+        const uint second = BITS == 4   ? first
+                            : BITS == 8 ? words[at + 1]
+                            : e % 2 == 0 ? words[at] >> 24 | words[at + 1] << 8
+                                         : words[at + 2] >> 8;
+        float2 pair = two_weights<BITS, FLOATS>(first, second, s);
+        if (FORM == 2) {
+          pair *= own[j];
+        }
         #pragma clang loop unroll(full)
         for (int t = 0; t < TILES; ++t) {
           const float2 right = float2(fours[t * 2][s], fours[t * 2 + 1][s]);
@@ -121,16 +164,22 @@ for (int g = part; g < groups; g += parts) {
   // With ones on the left every row of the product holds the sums over K.
   #pragma clang loop unroll(full)
   for (int t = 0; t < TILES; ++t) {
-    x_sums[t] = multiply_add<float>(float2(1.0f), x_sums[t], float2(0.0f));
+    if (FORM == 0) {
+      x_sums[t] = multiply_add<float>(float2(1.0f), x_sums[t], float2(0.0f));
+    }
   }
   #pragma clang loop unroll(full)
   for (int j = 0; j < COLS; ++j) {
-    const float2 scale = float2(float(scales[places[j] + g]));
-    const float2 bias = float2(float(biases[places[j] + g]));
+    const uint place = places[j] + g;
+    const float scale = FORM == 2 ? 1.0f : scale_of<FORM>(scales[place]) * LARGER;
+    const float bias = FORM == 0 ? float(biases[place]) : 0.0f;
     #pragma clang loop unroll(full)
     for (int t = 0; t < TILES; ++t) {
       const int i = j * TILES + t;
-      totals[i] = fma(bias, x_sums[t], fma(scale, sums[i], totals[i]));
+      totals[i] = fma(float2(scale), sums[i], totals[i]);
+      if (FORM == 0) {
+        totals[i] = fma(float2(bias), x_sums[t], totals[i]);
+      }
     }
   }
 }

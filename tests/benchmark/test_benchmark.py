@@ -1,4 +1,4 @@
-"""The benchmark on a tiny pair: its report, its picture, and what it refuses."""
+"""The benchmark on a tiny pair: its report, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib import image
 
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark import measure
-from dflash_mlx.benchmark.report import draw_report
 from dflash_mlx.core.errors import DFlashError
 
 METHODS = ["none", "dflash:4", "dflash:8"]
@@ -78,23 +76,23 @@ def test_every_method_has_every_figure_and_gives_the_plain_answers(measured):
     assert measured["order"] == usual + sum([usual[i % 3 :] + usual[: i % 3] for i in range(4)], [])
 
 
-TREES = ["d2sd:growth=paper", "d2sd:branches=2", "ddtree:budget=8", "resample:branches=2"]
-SWEPT = {value: f"d2sd:branches=2:budget={value}" for value in ("auto", "6")}
+CUT = "d2sd:branches=2:budget=6"
+TREES = ["d2sd:growth=paper", "d2sd:branches=2", CUT, "ddtree:budget=8", "resample:branches=2"]
 
 
 @pytest.fixture(scope="module")
 def trees(bench, tmp_path_factory) -> dict[str, Any]:
-    """The report of a sampled sweep over the budget, its pictures, and what was printed."""
-    plots = tmp_path_factory.mktemp("plots") / "new"
+    """The report of sampled answers of trees, and what was printed."""
+    file = tmp_path_factory.mktemp("trees") / "report.json"
     with redirect_stdout(io.StringIO()) as out:
-        more = ["--methods", ",".join(["dflash", *TREES]), "--sweep", "budget=auto,6"]
-        more += ["--temperature", "0.7", "--limit", "1", "--plots", str(plots)]
-        report = bench.run(plots.parent / "report.json", *more)
-        return {**report, "plots": plots, "printed": out.getvalue()}
+        more = ["--methods", ",".join(["dflash", *TREES])]
+        more += ["--temperature", "0.7", "--limit", "1"]
+        report = bench.run(file, *more)
+        return {**report, "printed": out.getvalue()}
 
 
 def test_random_answers_of_every_method_are_the_plain_ones_with_that_seed(trees):
-    assert list(trees["methods"]) == ["none", "dflash", TREES[0], *SWEPT.values(), *TREES[2:]]
+    assert list(trees["methods"]) == ["none", "dflash", *TREES]
     assert trees["settings"]["prompts"] == 2, "one of each category"
     tokens = set()
     for figures in trees["methods"].values():
@@ -102,29 +100,17 @@ def test_random_answers_of_every_method_are_the_plain_ones_with_that_seed(trees)
         tokens.add(sum(int(n) * rounds for n, rounds in figures["committed"].items()))
     assert len(tokens) == 1 and trees["methods"]["none"]["committed"] == {"1": tokens.pop()}
     settings = trees["settings"]["methods"]
-    assert settings[SWEPT["6"]]["budget"] == 6
+    assert settings[CUT]["budget"] == 6
     assert isinstance(settings["none"]["sampling"]["seed"], int)
-    assert trees["sweep"] == {"setting": "budget", "lines": {"d2sd:branches=2": SWEPT}}
-    assert f"| all | {SWEPT['6']} |" in trees["printed"]
+    assert f"| all | {CUT} |" in trees["printed"]
 
 
-def test_the_picture_has_what_there_are_figures_for(trees, measured, tmp_path):
-    (picture,) = trees["plots"].iterdir()
-    draw_report(measured["report"], tmp_path / "no sweep.png")
-    swept, plain = (image.imread(file) for file in (picture, tmp_path / "no sweep.png"))
-    for pixels in (swept, plain):
-        assert min(pixels.shape[:2]) > 250 and pixels.std() > 0.05
-    assert swept.shape[0] > plain.shape[0]
-
-
-def test_auto_is_swept_as_what_it_is_with_the_pair_and_contexts_side_by_side(
+def test_auto_goes_by_what_it_is_with_the_pair_and_contexts_stand_side_by_side(
     bench, tmp_path, capsys
 ):
-    more = ["--methods", "auto", "--sweep", "budget=4,8", "--limit", "1", "--max-tokens", "2"]
+    more = ["--methods", "auto:budget=4,auto:budget=8", "--limit", "1", "--max-tokens", "2"]
     report = bench.run(tmp_path / "report.json", *more, "--context", "60,200")
-    runs = {value: f"ddtree:budget={value}" for value in ("4", "8")}
-    assert list(report["methods"]) == ["none", *runs.values()]
-    assert report["sweep"]["lines"] == {"ddtree": runs}
+    assert list(report["methods"]) == ["none", "ddtree:budget=4", "ddtree:budget=8"]
     assert list(report["categories"]) == ["60 tokens", "200 tokens"]
     lengths = report["settings"]["prompt_tokens"]
     assert lengths["asked"] == [60, 200] and 190 < lengths["longest"] <= 200
@@ -139,7 +125,6 @@ def test_auto_is_swept_as_what_it_is_with_the_pair_and_contexts_side_by_side(
     [
         (["--methods", "none,dflash", "--context", "600"], "512"),
         (["--methods", "dflash:9"], "block_size is 9"),
-        (["--methods", "dflash", "--sweep", "block=4,9"], "block_size is 9"),
     ],
 )
 def test_what_the_pair_cannot_do_is_refused_before_anything_is_measured(
@@ -167,17 +152,13 @@ def test_prompts_come_from_standard_input(bench, tmp_path, monkeypatch):
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--json", "nowhere/report.json"], "nowhere/"),
-        (["--plots", "nowhere/plots"], "nowhere/"),
         (["--json", "."], "folder"),
-        (["--plots", "prompts.jsonl"], "prompts.jsonl is a file"),
         (["--json", "prompts.jsonl", "--prompts", "prompts.jsonl"], "prompts.jsonl"),
-        (["--plots", "/dev/null/plots"], "/dev/null/plots is a file or in no folder"),
         (["--methods", "dflash", "--budget", "8"], "budget is 8"),
         (["--limit", "0"], "limit is 0"),
         (["--methods", "none,dflash:1"], "block_size is 1"),
-        (["--sweep", "budget=1", "--methods", "ddtree"], "budget is 1"),
+        (["--methods", "ddtree:budget=1"], "budget is 1"),
         (["--resume"], "--resume"),
-        (["--plots", "plots"], "matplotlib"),
     ],
 )
 def test_bad_options_are_refused_before_the_pair_is_loaded(
@@ -185,8 +166,6 @@ def test_bad_options_are_refused_before_the_pair_is_loaded(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text(GOOD)
-    if "matplotlib" in message:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(DFlashError, match=message) as failure:
         benchmark.main(bench.options(*more))
     assert failure.value.next_step

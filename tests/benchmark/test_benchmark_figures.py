@@ -1,4 +1,4 @@
-"""Names and sweeps become settings; what is counted of rounds becomes figures and tables."""
+"""Names become settings; what is counted of rounds becomes figures and tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +13,14 @@ import pytest
 from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run, summarise
 from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import format_report
-from dflash_mlx.benchmark.selection import expand, largest_block, read_methods, settle_all
+from dflash_mlx.benchmark.selection import read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.drafters import paper
 from dflash_mlx.engine.exact import Difference
-from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.pair import Capabilities
 from support.configs import config_with
-
-BLOCKS = {"dflash": 6, "specdiff": 3}  # the largest, by method
 
 
 def methods(names: str, **settings: object) -> dict[str, DecodeConfig]:
@@ -49,80 +46,31 @@ def test_settings_behind_a_name_replace_those_of_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("names", "message", "sweep"),
+    ("names", "message"),
     [
-        ("", "method is ''", "block"),
-        ("dflash:²", "'²'", "block"),
-        ("d2sd:lookup=no", "'no'", "block"),
-        ("dflash:speed=2", "sets 'speed'", "block"),
-        ("dflash:branches=2", "sets 'branches', which dflash does not have", "block"),
-        ("none:4", "sets 'block', which none does not have", "block"),
-        ("dflash:4:5", "'dflash:4:5' sets the block twice", "block"),
-        ("dflash:budget=2:budget=3", "'dflash:budget=2", "block"),
-        ("ddtree,dflash,ddtree", "'ddtree' comes twice", "block"),
-        ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'", "block"),
-        ("d2sd:growth=paper:budget=8", "never cuts its tree, but the budget is 8", "block"),
-        ("d2sd:steps=2", "sets 'steps', which d2sd does not have", "block"),
-        ("specdiff:steps=2:schedule=any", "'any'.*'specdiff:steps=2:schedule=any'", "block"),
-        ("d2sd", "'speed'", "speed"),
-        ("d2sd", "budget in 'budget=' is ''", "budget="),
-        ("d2sd", "'many'", "budget=4,many"),
-        ("d2sd", "'auto'", "block=auto"),
-        ("d2sd", "budget is 1", "budget=1"),
-        ("dflash", "no method has a budget", "budget"),
+        ("", "method is ''"),
+        ("dflash:²", "'²'"),
+        ("d2sd:lookup=no", "'no'"),
+        ("dflash:speed=2", "sets 'speed'"),
+        ("dflash:branches=2", "sets 'branches', which dflash does not have"),
+        ("none:4", "sets 'block', which none does not have"),
+        ("dflash:4:5", "'dflash:4:5' sets the block twice"),
+        ("dflash:budget=2:budget=3", "'dflash:budget=2"),
+        ("ddtree,dflash,ddtree", "'ddtree' comes twice"),
+        ("ddtree:budget=999", "budget is 999 in 'ddtree:budget=999'"),
+        ("d2sd:growth=paper:budget=8", "never cuts its tree, but the budget is 8"),
+        ("d2sd:steps=2", "sets 'steps', which d2sd does not have"),
+        ("specdiff:steps=2:schedule=any", "'any'.*'specdiff:steps=2:schedule=any'"),
+        ("d2sd:budget=", "budget in 'd2sd:budget=' is ''"),
+        ("d2sd:budget=many", "'many'"),
+        ("d2sd:block=auto", "'auto'"),
+        ("d2sd:budget=1", "budget is 1"),
     ],
 )
-def test_a_setting_or_a_sweep_that_makes_no_sense_is_refused(names, message, sweep):
+def test_a_setting_that_makes_no_sense_is_refused(names, message):
     with pytest.raises(DFlashError, match=message) as failure:
-        expand(sweep, methods(names), BLOCKS.get)
+        methods(names)
     assert failure.value.next_step
-
-
-def test_a_sweep_runs_every_value_of_the_methods_that_have_the_setting():
-    plan, sweep = expand("budget=auto,8,16", methods("dflash,ddtree,d2sd:4"), BLOCKS.get)
-    assert sweep["setting"] == "budget"
-    assert sweep["lines"] == {
-        name: {value: f"{name}:budget={value}" for value in ("auto", "8", "16")}
-        for name in ("ddtree", "d2sd:4")
-    }
-    swept = [run for found in sweep["lines"].values() for run in found.values()]
-    assert list(plan) == ["none", "dflash", *swept]
-    assert [plan[f"d2sd:4:budget={v}"].budget for v in ("auto", "8", "16")] == [None, 8, 16]
-    assert plan["d2sd:4:budget=8"].block_size == 4
-
-
-@pytest.mark.parametrize(
-    ("sweep", "names", "expected"),
-    [
-        (
-            "block",
-            "dflash,specdiff",
-            [*(f"dflash:block={n}" for n in (2, 3, 4, 6)), "specdiff:block=2", "specdiff:block=3"],
-        ),
-        ("budget", "ddtree", [f"ddtree:budget={n}" for n in ("auto", 4, 8, 16, 32, 48)]),
-        ("block=4", "dflash:6,ddtree:budget=4", ["dflash:6", "ddtree:budget=4:block=4"]),
-        ("budget=4", "d2sd:growth=paper,ddtree", ["d2sd:growth=paper", "ddtree:budget=4"]),
-        (
-            "branches=2",
-            "dflash,d2sd,d2sd:growth=paper,resample",
-            ["dflash", "d2sd:branches=2", "d2sd:growth=paper:branches=2", "resample:branches=2"],
-        ),
-        ("steps", "specdiff,dflash", [*(f"specdiff:steps={n}" for n in (1, 2, 4)), "dflash"]),
-        ("block=4,8", "auto", ["auto:block=4", "auto:block=8"]),
-    ],
-)
-def test_a_sweep_leaves_alone_what_has_no_such_setting_or_its_own_value(sweep, names, expected):
-    assert list(expand(sweep, methods(names), BLOCKS.get)[0]) == ["none", *expected]
-
-
-def test_the_largest_block_of_a_method_is_that_of_the_first_draft_model_that_it_runs():
-    sizes: Any = (("eagle3", 4), ("dflash", 12), ("dflash", 8), ("specdiff", 6))
-    drafters: Any = tuple(SimpleNamespace(family=f, block_size=size) for f, size in sizes)
-    target: Any = None
-    largest = {"dflash": 12, "d2sd": 12, "eagle3": 4, "specdiff": 6, "ngram": 16}
-    pair = Pair(target, None, drafters)
-    assert {method: largest_block(pair, method) for method in largest} == largest
-    assert largest_block(Pair(target, None), "ngram") == 16
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,9 @@ def test_the_report_names_machine_and_folders_and_shows_stored_calibration(tmp_p
     lines = doctor.about(tmp_path)
     titles = [line for line in lines if not line.startswith(" ")]
     stored = ["stored calibration", "stored kernel choices"]
-    assert titles == ["machine", "versions", "backend", "methods", "cache folders", *stored]
+    assert titles == ["machine", "versions", "backend", *stored]
     text = "\n".join(lines)
     for word in ("processor", " GB", f"mlx             {mx.__version__}", "Device(", "blas"):
-        assert word in text
-    for word in (str(tmp_path), "default model  not fetched yet", "emulator       empty"):
         assert word in text
     assert text.count("none") >= 2
     timing = tmp_path / "timing"
@@ -82,7 +80,6 @@ def test_the_report_names_machine_and_folders_and_shows_stored_calibration(tmp_p
     assert re.search(rf"  owner/model  {day}  1 row 50.8 ms", text)
     assert re.search(rf"  unknown model  {day}  1 row 50.8 ms", text)
     assert re.search(rf"  unknown model  {day}  unreadable, will be measured again", text)
-    assert "timing         3 files" in text
 
 
 def test_stored_choices_are_shown_by_model_with_their_reasons(tmp_path):
@@ -115,7 +112,6 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
     for name in ("cascade_attention", "draft_head", "cache_commit", "verify_qmm"):
         assert f"  {name} float32: " in out
     assert f"0 of {len(OPERATIONS)} trials wrong in the emulator" in out
-    assert "chooses" not in out
 
 
 @pytest.mark.parametrize(
@@ -185,19 +181,14 @@ def test_what_a_kernel_is_not_for_is_refused_and_not_wrong(without_metal, monkey
     assert lines[-1].startswith("  0 of 2 trials wrong")
 
 
-def test_dispatch_chooses_and_the_worst_trial_is_shown_with_all_choices(monkeypatch):
+def test_of_each_operation_the_worst_trial_is_shown(monkeypatch):
     only_few(monkeypatch)
     with emulated():
         found = list(doctor.check_kernels(True, 1, 1))
-    assert {result.choice for result in found} == {Choice(True, "not on Metal, so not raced")}
-    trial = found[0].trial
-    quick, slow = Choice(True, "20 us against 30 us"), Choice(False, "30 us against 20 us")
-    better = doctor.Result(trial, 0.5, choice=quick)
-    worse = doctor.Result(replace(trial, label="the worse"), 0.75, choice=slow)
+    better = doctor.Result(found[0].trial, 0.5)
+    worse = doctor.Result(replace(better.trial, label="the worse"), 0.75)
     lines = doctor.verdict([better, worse], "on Metal")
-    assert "     0.750  the worse" in lines and f"     0.500  {trial.label}" not in lines
-    assert f"  kernel  {quick.reason}  ({trial.label})" in lines
-    assert f"  stock   {slow.reason}  (the worse)" in lines
+    assert "     0.750  the worse" in lines and f"     0.500  {better.trial.label}" not in lines
     assert lines[-1] == "  0 of 2 trials wrong on Metal"
 
 

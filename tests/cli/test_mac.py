@@ -17,7 +17,12 @@ ITEMS = [
         "kind": "variant",
         "call": ["draft_head", "float16", {"rows": 1, "vocabulary": 100, "k": 4}, ""],
     },
-    {"name": "one", "kind": "product", "gated": True, "depth": 128, "columns": 64, "rows": 4},
+    {
+        "name": "one",
+        "kind": "race",
+        "operation": "verify_qmm",
+        "sizes": {"gated": 1, "depth": 128, "columns": 32, "rows": 4},
+    },
 ]
 
 
@@ -140,13 +145,13 @@ def test_the_largest_threadgroup_is_what_mlx_says_when_it_refuses_a_larger(monke
 
 
 def test_races_on_a_mac_time_both_sides_and_stock_alone_where_refused():
-    item = {**ITEMS[2], "rows": 2}
+    item, wide = ({**ITEMS[2], "sizes": {**ITEMS[2]["sizes"], "rows": n}} for n in (2, 40))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "LAYERS", 2)
+        patch.setattr(measure, "CALLS", 2)
         patch.setattr(measure, "race", lambda operation, ways, calls, runs: dict.fromkeys(ways, 1))
         with measure.import_module("kernels_metal.emulator").emulated():
             assert measure.measured(item)["us"] == {"scalar": 1, "matrix": 1}
-            found = measure.measured({**item, "rows": 40})
+            found = measure.measured(wide)
     assert found["us"] == {} and "40" in found["refused"]
     assert found["bytes"] == 64 * 128 // 2 + 2 * 2 * 64 * 2
 
@@ -167,15 +172,14 @@ def test_the_hosts_table_is_what_the_script_prints_and_its_fault_is_told(tmp_pat
 
 def test_facts_are_what_a_macs_programs_say_and_unknown_where_they_do_not():
     outputs = {
-        "sw_vers -productVersion": "26.1\n",
-        "sw_vers -buildVersion": "25B78\n",
+        "sw_vers": "ProductName:\t\tmacOS\nProductVersion:\t\t26.1\nBuildVersion:\t\t25B78\n",
         "system_profiler SPDisplaysDataType": "Chipset\n      Total Number of Cores: 16\n",
         "pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0",
     }
-    found = facts.facts(lambda command: outputs.get(" ".join(command), ""))
-    assert (found["macos"], found["gpu cores"]) == ("26.1 25B78", "16")
+    found = facts.facts(lambda command: outputs.get(command, ""))
+    assert (found["macos"], found["build"], found["gpu cores"]) == ("26.1", "25B78", "16")
     assert (found["power"], found["free memory"]) == ("Battery Power", "unknown")
-    assert facts.said(["/nobody/here"]) == "" and facts.said(["false"]) == ""
+    assert facts.said("/nobody/here") == "" and facts.said("false") == ""
 
 
 def complete() -> dict:
@@ -185,8 +189,8 @@ def complete() -> dict:
         "sustained": {"passes": 900, "first": 60.0, "last": 66.0, "longest": 90.0},
         "host": {"table": ["| plain | mlx-lm | 1700 |", "| plain | ours, on | 1000 |"]},
     }
-    for item in [*items.product_items(), *items.attention_items()]:
-        stock, ours = 100.0 + 10 * item["rows"], 130.0
+    for item in items.race_items():
+        stock, ours = 100.0 + 10 * item["sizes"]["rows"], 130.0
         found[item["name"]] = {"kind": item["kind"], "us": {"stock": stock, "matrix": ours}}
     for i, item in enumerate(items.variant_items()):
         wrong = {"wrong": f"odd {i}\nerror: {i}"} if i % 20 == 0 else {}
@@ -230,5 +234,4 @@ def test_every_item_has_a_name_of_its_own_and_there_are_all_kinds():
     found = [item for stage in command.stages(report_of) for item in stage]
     assert len({item["name"] for item in found}) == len(found)
     assert {item["kind"] for item in found} == set(measure._KINDS)
-    last = found[-2]["matrices"]
-    assert {way for _, _, way in last.values()} == {"matrix"}
+    assert {way for _, way in found[-2]["products"]} == {"matrix"}

@@ -137,7 +137,7 @@ def test_a_converted_drafter_has_config_and_weights_of_the_original(tmp_path, na
     write = write_shards if len(name) % 2 else write_drafter_folder
     source = write(tmp_path / "source", *FORMATS[name])
     converted = convert(source, tmp_path / "dst")
-    assert FILES.read_config(converted) == FILES.read_config(source)
+    assert FILES.read_drafter(converted).config == FILES.read_drafter(source).config
     unneeded = {"t2d", "verifier_norm.weight"}
     stored = {name: array for name, array in tensors(source).items() if name not in unneeded}
     assert_same_tensors(tensors(converted), stored)
@@ -158,7 +158,7 @@ def test_a_drafter_is_cast_if_asked_for_and_says_so_and_keeps_its_likely_tokens(
 def test_a_quantised_drafter_is_that_which_loading_packs(tmp_path, bits, raw):
     source = write_drafter_folder(tmp_path / "source", *case(raw))
     converted = convert(source, tmp_path / "dst", "--bits", str(bits))
-    network = FILES.load_network(source, FILES.read_config(source), mx.float32)
+    network = FILES.load_network(source, FILES.read_drafter(source).config, mx.float32)
     quantize_network(network, bits, 64)
     assert config(converted)["quantization"] == {"group_size": 64, "bits": bits}
     assert_same_tensors(tensors(converted), parameters_of(network))

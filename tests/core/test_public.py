@@ -32,9 +32,7 @@ def test_a_public_name_can_be_imported(name):
     assert getattr(dflash_mlx, name).__name__ == name
 
 
-def test_a_name_that_was_public_once_warns_and_another_one_is_an_error():
-    with pytest.warns(DeprecationWarning, match="Delta"):
-        assert dflash_mlx.TextDelta is dflash_mlx.Delta
+def test_another_name_is_an_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = dflash_mlx.no_such_name
 

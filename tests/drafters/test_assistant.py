@@ -93,7 +93,7 @@ def one_fewer(self, states, original=network.OrderedHead.scored):
 
 
 def first_layers(self, cache, original=bound.AssistantModel.seen):
-    kinds = [layer.layer_type for layer in self._target.model.layers]
+    kinds = [layer.layer_type for layer in self.target.model.layers]
     self._read, kept = [kinds.index(kinds[i]) for i in self._read], self._read
     found = original(self, cache)
     self._read = kept

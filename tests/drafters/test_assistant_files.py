@@ -15,7 +15,7 @@ import pytest
 from dflash_mlx import DFlashError, PairConfig, generate, load_pair
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.assistant.checkpoint import FILES
-from dflash_mlx.drafters.methods import family_of, format_of
+from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.drafters.networks.files import Quantization
 from dflash_mlx.models.check import check_drafter, check_pair, check_target, language_model
 from support.assistant_formats import CASES, ORDERED, ROPES, text_of
@@ -45,7 +45,7 @@ def changed(raw: dict[str, Any], text: dict[str, Any] | None = None, **file: Any
 
 def parsed(raw: dict[str, Any]) -> Any:
     files = format_of(raw)
-    assert files is FILES and family_of(files) == "assistant"
+    assert files is FILES and files.family == "assistant"
     return files.parse_config(raw, "it")
 
 

@@ -18,7 +18,7 @@ from dflash_mlx import DFlashError, PairConfig, load_pair
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.eagle3.model import usual_layers
-from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
+from dflash_mlx.drafters.methods import format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import (
     KEPT,
     Quantization,
@@ -242,7 +242,7 @@ def test_another_target_is_refused_with_both_values(raw, target, said):
 def test_every_format_is_recognised_and_converted_to_the_same_drafter(tmp_path, name):
     source, files = write_drafter_folder(tmp_path / "source", *CASES[name][1]), files_of(name)
     family = name.partition(", ")[0].partition(" of ")[0]
-    assert family_of(files) == (family if family in ("eagle3", "mtp", "specdiff") else "dflash")
+    assert files.family == (family if family in ("eagle3", "mtp", "specdiff") else "dflash")
     assert not check_drafter(source).errors
     converted = convert(source, tmp_path / "ours", *["--mtp"] * (family == "mtp"))
     before, after = files.read_drafter(source), files.read_drafter(converted)
@@ -312,7 +312,7 @@ def test_weights_come_back_in_the_type_of_the_target(tmp_path, write, attention_
     raw = version_1(attention_bias=attention_bias)
     written = random_drafter(raw)
     folder = write(tmp_path, raw, written)
-    read = parameters_of(FILES.load_network(folder, FILES.read_config(folder), dtype))
+    read = parameters_of(FILES.load_network(folder, FILES.read_drafter(folder).config, dtype))
     expected = {name: mx.array(tensor).astype(dtype) for name, tensor in written.items()}
     assert_same_tensors(read, expected)
 
@@ -320,7 +320,7 @@ def test_weights_come_back_in_the_type_of_the_target(tmp_path, write, attention_
 @pytest.mark.parametrize("name", ["smollm2-135m-dflash", "smollm2-135m-variable-prefix"])
 def test_the_shipped_drafters_are_complete_and_small(name):
     folder = SHIPPED.parent / name
-    config = FILES.read_config(folder)
+    config = FILES.read_drafter(folder).config
     target = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
     assert not [*FILES.misfits(config, target, "default")]
     weights = parameters_of(FILES.load_network(folder, config, mx.float32))
@@ -346,7 +346,7 @@ def test_packed_in_8_bits_it_drafts_nearly_the_same(tmp_path, name):
     assert config(packed)["quantization"] == {"group_size": 32, "bits": 8}
     target, said = Target(make_model("llama"), 512, "tiny"), []
     for folder in (source, packed):
-        model = files.load(folder, files.read_config(folder), target, PairConfig())
+        model = files.load(folder, files.read_drafter(folder).config, target, PairConfig())
         kept = folder == packed and files is FILES  # the others are unpacked on a CPU
         assert (quantization_of(model.module) is not None) == kept
         rng, context = np.random.default_rng(0), model.new_context()
@@ -355,7 +355,7 @@ def test_packed_in_8_bits_it_drafts_nearly_the_same(tmp_path, name):
         said.append(np.array(model.try_out(context)))
     assert 0 < np.abs(said[0] - said[1]).mean() < 0.1 * said[0].std()
     asked = PairConfig(drafter_bits=8)
-    again = files.load(source, files.read_config(source), target, asked)
+    again = files.load(source, files.read_drafter(source).config, target, asked)
     assert quantization_of(again.module) is not None
 
 
@@ -370,7 +370,7 @@ def test_only_matrices_are_packed_and_the_folder_is_read_as_it_was_written(tmp_p
     network.set_dtype(mx.bfloat16)
     quantize_network(network, bits, 32)
     save_network(packed, network, drafter.raw)
-    config = FILES.read_config(packed)
+    config = FILES.read_drafter(packed).config
     assert config.quantization == Quantization(32, bits)
     loaded = FILES.load_network(packed, config, mx.bfloat16, bits=4)  # not packed again
     assert quantization_of(loaded) == config.quantization

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_mlx import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.methods import family_of, format_as_drafter, format_of
+from dflash_mlx.drafters.methods import format_as_drafter, format_of
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.check import check_drafter
 from support import published_mtp, published_sizes
@@ -226,7 +226,7 @@ def test_the_assistant_of_muse_glimmer_is_a_dflash_under_other_names(tmp_path):
     for name in ("layer_windows", "layer_causal", "aux_layers", "mask_token_id", "block_size",
                  "output_multiplier", "final_logit_softcapping"):  # fmt: skip
         assert getattr(found.config, name) == getattr(same.config, name), name
-    assert family_of(found.files) == "dflash" and not check_drafter(tmp_path / "muse").errors
+    assert found.files.family == "dflash" and not check_drafter(tmp_path / "muse").errors
 
 
 def test_specforge_s_first_names_of_dspark_s_heads_are_read(tmp_path):

@@ -65,7 +65,7 @@ class Both:
     """
 
     def __init__(self, folder: Path, model: Any = None, family: str = "") -> None:
-        self.config = FILES.read_config(folder)
+        self.config = FILES.read_drafter(folder).config
         tables: Any = Tables(self.config.vocab_size, self.config.hidden_size)
         self.theirs = published.load_draft(str(folder))
         self.theirs.set_dtype(mx.float32)

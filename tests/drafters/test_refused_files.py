@@ -347,7 +347,7 @@ def test_a_tied_head_is_refused(tmp_path):
     given = eagle(tie_word_embeddings=True, draft_vocab_size=VOCAB_SIZE)
     stored = reference_eagle3.random_tensors(given, embeds=True)
     has = write_drafter_folder(tmp_path / "has", given, stored)
-    assert eagle3.FILES.read_config(has).own_head
+    assert eagle3.FILES.read_drafter(has).config.own_head
     del stored[HEAD]
     with pytest.raises(DFlashError, match="tie_word_embeddings is true"):
         eagle3.FILES.read_drafter(write_drafter_folder(tmp_path / "none", given, stored))
@@ -380,5 +380,5 @@ def test_a_packed_folder_whose_config_says_otherwise_is_refused(tmp_path, says, 
     raw |= {} if says is None else {"quantization": says}
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(DFlashError, match=value) as failure:
-        dflash.FILES.load_network(folder, dflash.FILES.read_config(folder), mx.float32)
+        dflash.FILES.load_network(folder, dflash.FILES.read_drafter(folder).config, mx.float32)
     assert "--drafter" in failure.value.next_step

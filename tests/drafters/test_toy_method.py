@@ -19,7 +19,7 @@ from dflash_chat.labels import DRAFTS, label_of
 from dflash_chat.naming import legend, method_name, source_style
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.benchmark.selection import expand, read_methods
+from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.client import PairConfig, Session, load_pair, method_choices
@@ -124,6 +124,8 @@ class ToyConfig:
 
 
 class ToyFiles(FileFormat):
+    model = ToyModel
+
     def recognises(self, raw: Mapping[str, Any]) -> bool:
         return raw.get("model_type") == "toy"
 
@@ -160,13 +162,12 @@ class ToyOptions(Options):
         label="Letters at a stride",
         least=1,
         most=9,
-        usual=("1", "2"),
         type=int,
     )
 
 
 def make(how: Plan) -> ToyDrafter:
-    (model,) = how.pair.of("toy")
+    (model,) = how.models
     assert isinstance(model, ToyModel)
     assert isinstance(how.config.options, ToyOptions)
     drafter = ToyDrafter(model)
@@ -179,7 +180,6 @@ METHOD = Method(
     "toy bigrams",
     make,
     ToyOptions,
-    family="toy",
     files=ToyFiles(),
     best_with=1,
     sources=(TokenSource("bigram", "bigram", "secondary"),),
@@ -240,10 +240,7 @@ def test_an_option_of_its_own_is_refused_with_other_values_and_for_other_methods
     assert (chosen.method, chosen.options) == ("toy", ToyOptions(2))
 
 
-def test_an_option_of_its_own_is_swept_and_is_a_setting_of_the_chat():
-    plan, _ = expand("stride", read_methods("toy,ngram", DecodeConfig()), lambda _: 0)
-    assert [*plan] == ["none", "toy:stride=1", "toy:stride=2", "ngram"]
-    assert plan["toy:stride=2"].options == ToyOptions(2)
+def test_an_option_of_its_own_goes_behind_the_name_and_is_a_setting_of_the_chat():
     (named,) = [*read_methods("toy:stride=3", DecodeConfig()).values()][1:]
     assert named.options == ToyOptions(3)
     screen = SettingsScreen(DecodeConfig(options=Given.of(stride=4)))
@@ -268,10 +265,9 @@ def test_the_chat_names_it_and_draws_its_tokens_in_its_colour():
     assert source_style("bigram") == "$text-secondary on $secondary-muted"
 
 
-def test_the_doctor_shows_it_and_its_pair(folders, capsys):
+def test_the_doctor_shows_its_pair(folders, capsys):
     doctor.main(folders)
     out = capsys.readouterr().out
-    assert re.search(r"toy +toy bigrams, needs a draft model of the toy family", out)
     assert "can be used" in out and "blocks of 4\n" in out
 
 

@@ -26,7 +26,7 @@ from dflash_mlx.drafters.dflash.paths import (
     predecessors,
 )
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.eagle3.parallel import ParallelDraft
+from dflash_mlx.drafters.eagle3.model import ParallelDraft
 from dflash_mlx.drafters.growth.grow import TOP_K, Linked, rank
 from dflash_mlx.drafters.method import Drawn
 from dflash_mlx.drafters.methods import METHODS
@@ -295,7 +295,7 @@ def distance(name, draws=600, temperature=TEMPERATURE, **settings):
 
 def test_every_method_is_here():
     assert {name.partition(",")[0] for name in MADE} | AS_EAGLE == {*METHODS, *CONTROLS}
-    makers = {METHODS[name].make.func for name in ("eagle3", *AS_EAGLE)}
+    makers = {METHODS[name].make for name in ("eagle3", *AS_EAGLE)}
     assert len(makers) == 1
 
 

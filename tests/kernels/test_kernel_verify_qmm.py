@@ -9,9 +9,9 @@ from kernels_metal import verify_qmm as module
 from kernels_metal.checks import FLOATS
 from kernels_metal.emulator import emulated
 from kernels_metal.verify_qmm import (
-    BITS,
     FEW_ROWS,
-    GROUPS,
+    PACKINGS,
+    UNPACKED,
     VERIFY_QMM,
     Packing,
     Product,
@@ -20,7 +20,6 @@ from kernels_metal.verify_qmm import (
 )
 from support.kernels import (
     against,
-    arguments,
     assert_close,
     bytes_read,
     each_is_found,
@@ -28,51 +27,45 @@ from support.kernels import (
     launches,
     refused,
 )
-
-
-def sizes(rows, depth, columns, bits, group, **kind):
-    return {"rows": rows, "depth": depth, "columns": columns, "bits": bits, "group": group, **kind}
-
-
-def product(rows, depth, columns, bits, group, dtype=mx.float32, **kind):
-    """The arguments of a product; kind: invariant, gated (with so many columns of results)."""
-    return arguments(VERIFY_QMM, dtype, **sizes(rows, depth, columns, bits, group, **kind))
+from support.packings import KINDS, dequantised, of, product, sizes, told
 
 
 def multiply(x, weights, scales, biases, packing: Packing) -> np.ndarray:
     """The product with every weight unpacked from its word, and gated if it is."""
-    words = np.array(weights)
-    shifts = np.arange(0, 32, packing.bits, dtype=np.uint32)
-    q = (words[:, :, None] >> shifts) & np.uint32(2**packing.bits - 1)
-    spread = [np.repeat(exact(a), packing.group, axis=1) for a in (scales, biases)]
-    y = exact(x) @ (spread[0] * q.reshape(len(words), -1) + spread[1]).T
+    y = exact(x) @ dequantised(weights, scales, biases, packing).T
     if not packing.gated:
         return y
     gates, values = np.split(y, 2, axis=1)
     return gates / (1 + np.exp(-gates)) * values
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("packing", PACKINGS, ids=told)
 @pytest.mark.parametrize("kind", [{}, {"invariant": 1}, {"gated": 1}], ids=str)
-def test_the_reference_is_the_product_of_numpy_and_rows_may_be_apart(bits, group, kind):
-    x, *weights = product(5, 256, 12, bits, group, **kind)
+def test_the_reference_is_the_product_of_numpy_and_rows_may_be_apart(packing, kind):
+    x, *weights = product(5, 256, 12, packing, **kind)
     together = verify_qmm_reference(x, *weights)
     assert_close(together, multiply(x, *weights))
     for i in range(5 if "invariant" in kind else 0):
         assert mx.array_equal(together[i : i + 1], verify_qmm_reference(x[i : i + 1], *weights))
 
 
-@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
-    ("kernel", "dtype"),
-    [*(("verify_qmm_matrix", dtype) for dtype in FLOATS), ("verify_qmm", mx.float16)],
+    ("packing", "kernel", "dtype"),
+    [
+        *((Packing(4, 64), "verify_qmm_matrix", dtype) for dtype in FLOATS),
+        *(
+            (kind, kernel, mx.float16)
+            for kind in KINDS
+            for kernel in ("verify_qmm", "verify_qmm_matrix")
+        ),
+    ],
+    ids=str,
 )
 def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(
-    monkeypatch, bits, dtype, kernel
+    monkeypatch, packing, dtype, kernel
 ):
     monkeypatch.setattr(module, "may_use_matrices", lambda: kernel == "verify_qmm_matrix")
-    x, *weights = product(32, 1088, 9, bits, 64, dtype, invariant=True)
+    x, *weights = product(32, 1088, 9, packing, dtype, invariant=True)
     with emulated() as run:
         single = mx.concatenate([verify_qmm(x[i : i + 1], *weights) for i in range(32)])
         for width in range(2, 33):
@@ -92,7 +85,7 @@ def test_invariant_rows_have_the_bits_of_single_rows_at_every_width(
 def test_so_many_simd_groups_share_the_sum_over_k(monkeypatch, matrices, kinds):
     monkeypatch.setattr(module, "may_use_matrices", lambda: matrices)
     for rows, columns, invariant, parts in kinds:
-        given = product(rows, 1088, columns, 4, 64, invariant=invariant)
+        given = product(rows, 1088, columns, Packing(4, 64), invariant=invariant)
         ((_, (*_, sizes), _),) = launches(VERIFY_QMM, *given)
         assert sizes.tolist()[-1] == parts
 
@@ -111,7 +104,7 @@ def test_few_rows_and_gpus_without_safe_matrices_take_the_scalar_kernel(
     monkeypatch, rows, columns, matrices, way
 ):
     monkeypatch.setattr(module, "may_use_matrices", lambda: matrices)
-    assert Product(*product(1, 64, columns, 4, 64)[1:]).way(rows) == way
+    assert Product(*product(1, 64, columns, Packing(4, 64))[1:]).way(rows) == way
 
 
 @pytest.mark.parametrize(
@@ -137,25 +130,34 @@ def test_matrices_are_used_on_an_m1_to_m4_only(monkeypatch, family, safe):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 8, 9, 16, 17, 32])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("packing", KINDS, ids=told)
 @pytest.mark.parametrize("gated", [0, 1])
-def test_each_weight_is_read_once_for_all_rows_and_x_by_tiles(rows, bits, gated):
-    given = product(rows, 1024, 32, bits, 32, mx.float16, gated=gated)
+def test_each_weight_is_read_once_for_all_rows_and_x_by_tiles(rows, packing, gated):
+    given = product(rows, 1024, 32, packing, mx.float16, gated=gated)
     ways = VERIFY_QMM.ways(*given)
     assert ways == (("matrix",) if gated and rows > 16 else ("scalar", "matrix"))
     for way in ways:
         with emulated() as run:
             verify_qmm(*given, way)
-        (buffers,) = (counters.buffers for counters in run.counters)
+        (counters,) = run.counters
+        buffers = counters.buffers
         assert buffers["weights"].read == given[1].nbytes
         assert buffers["y"].written == buffers["y"].size == rows * 32 * 2
+        if packing == UNPACKED:
+            assert buffers["scales"].read == buffers["biases"].read == 0
+        elif packing.mode != "affine":
+            assert buffers["scales"].read > buffers["biases"].read == 0
         if way == "matrix":  # once for eight columns of each half, eight rows at a time
+            tiles = 32 * (1 + gated) // 8 * -(-rows // 8)
             assert buffers["x"].read == 32 // 8 * -(-rows // 8) * 8 * 1024 * 2
+            # A product for eight weights along K, and for the biases one of a group and all columns
+            sums = 1024 // packing.group if packing.mode == "affine" else 0
+            assert counters.matrix_products == tiles * 1024 // 8 + tiles // (1 + gated) * sums
 
 
 @pytest.mark.parametrize("columns", [33, 100])
 def test_columns_behind_the_last_cost_less_than_a_tile_for_each_simd_group(columns):
-    given = product(16, 1024, columns, 4, 64, mx.float16)
+    given = product(16, 1024, columns, Packing(4, 64), mx.float16)
     with emulated() as run:
         verify_qmm(*given)
     each = given[1].nbytes // columns
@@ -198,11 +200,11 @@ def test_products_of_any_size_fill_a_large_gpu(shape, wanted):
 def test_more_rows_than_pay_on_a_gpu_are_left_to_stock(monkeypatch, family, most):
     monkeypatch.setattr(gpu, "gpu_family", lambda: family)
     monkeypatch.setattr(gpu, "executor", lambda: factory.metal)
-    VERIFY_QMM.check(*product(most, 64, 16, 4, 64))
+    VERIFY_QMM.check(*product(most, 64, 16, Packing(4, 64)))
     if most < 32:
         with refused(f"the rows of x is {most + 1}, but must be 1 to {most}"):
-            VERIFY_QMM.check(*product(most + 1, 64, 16, 4, 64))
-        VERIFY_QMM.check(*product(32, 64, 16, 4, 64, invariant=True))
+            VERIFY_QMM.check(*product(most + 1, 64, 16, Packing(4, 64)))
+        VERIFY_QMM.check(*product(32, 64, 16, Packing(4, 64), invariant=True))
 
 
 @pytest.mark.parametrize("family", ["applegpu_g17s", "some other GPU"])
@@ -210,48 +212,21 @@ def test_on_an_m5_and_on_what_nobody_named_products_are_stock(monkeypatch, famil
     monkeypatch.setattr(gpu, "gpu_family", lambda: family)
     monkeypatch.setattr(gpu, "executor", lambda: factory.metal)
     with refused("the GPU is one whose own product is faster"):
-        VERIFY_QMM.check(*product(4, 64, 16, 4, 64))
+        VERIFY_QMM.check(*product(4, 64, 16, Packing(4, 64)))
 
 
-# Words are unpacked without shifts, so every bit of every word has to arrive where it belongs
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
-    ("group", "way"), [*((group, "matrix") for group in GROUPS), (32, "scalar")]
-)
-def test_every_bit_of_every_word_counts_for_its_weight_and_no_other(bits, group, way, dtype):
-    words = group * bits // 32
-    single = np.zeros((words * 32, words), np.uint32)  # in each column one bit
-    for bit in range(words * 32):
-        single[bit, bit // 32] = 1 << bit % 32
-    ones, zeros = (mx.full((words * 32, 1), value, dtype) for value in (1, 0))
-    wanted = np.zeros((group, words * 32))
-    for bit in range(words * 32):
-        wanted[bit // bits, bit] = 2 ** (bit % bits)
-    weights = Product(mx.array(single), ones, zeros, Packing(bits, group))
-    x = mx.eye(group).astype(dtype)
-    with emulated():
-        found = [weights(x[at : at + 32], way) for at in range(0, group, 32)]
-    np.testing.assert_array_equal(exact(mx.concatenate(found)), wanted)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("way", ["scalar", "matrix"])
-def test_every_value_of_a_weight_is_exact_at_every_place_of_its_word(bits, way):
-    values = np.arange(2**bits, dtype=np.uint64)
-    repeated = sum(values << np.uint64(bits * i) for i in range(32 // bits)).astype(np.uint32)
-    words = np.repeat(repeated[:, None], bits, axis=1)  # [values, words of a group of 32]
-    ones, zeros = (mx.full((2**bits, 1), value) for value in (1.0, 0.0))
-    weights = Product(mx.array(words), ones, zeros, Packing(bits, 32))
-    with emulated():
-        found = weights(mx.eye(32), way)
-    np.testing.assert_array_equal(exact(found), np.broadcast_to(values, (32, 2**bits)))
+@pytest.mark.parametrize(("family", "least"), [("applegpu_g14d", 2), ("applegpu_g15c", 6)])
+def test_unpacked_weights_are_left_to_stock_where_it_reads_them_once(monkeypatch, family, least):
+    monkeypatch.setattr(gpu, "gpu_family", lambda: family)
+    monkeypatch.setattr(gpu, "executor", lambda: factory.metal)
+    VERIFY_QMM.check(*product(least, 64, 16, UNPACKED))
+    with refused(f"the rows of x is {least - 1}, but must be {least} to"):
+        VERIFY_QMM.check(*product(least - 1, 64, 16, UNPACKED))
+    VERIFY_QMM.check(*product(1, 64, 16, Packing(4, 64)))
 
 
 def test_a_product_is_planned_once_for_each_shape_and_takes_leading_dimensions():
-    x, *weights = product(6, 128, 40, 4, 64)
+    x, *weights = product(6, 128, 40, Packing(4, 64))
     planned = Product(*weights)
     with emulated() as run:
         flat = planned(x)
@@ -262,15 +237,10 @@ def test_a_product_is_planned_once_for_each_shape_and_takes_leading_dimensions()
     assert planned._settled == plans and len(plans) == 2
 
 
-def small(x, *weights):
-    """So that gates are not all open."""
-    return x / 99, *weights
-
-
-SCALAR = against(VERIFY_QMM, sizes(5, 4160, 11, 4, 32))  # eight SIMD-groups share a sum over K
-MATRIX = against(VERIFY_QMM, sizes(11, 640, 43, 4, 32), sizes(9, 128, 9, 8, 64))
-GATED = against(VERIFY_QMM, sizes(3, 320, 11, 4, 32, gated=1), change=small)
-GATED_MATRIX = against(VERIFY_QMM, sizes(11, 320, 43, 4, 32, gated=1), change=small)
+INTS = Packing(4, 32)
+SCALAR = against(VERIFY_QMM, sizes(5, 4160, 11, INTS))  # eight SIMD-groups share a sum over K
+MATRIX = against(VERIFY_QMM, sizes(11, 640, 43, INTS), sizes(9, 128, 9, Packing(8, 64)))
+GATED, GATED_MATRIX = (of(INTS, (rows, 320, n), gated=1) for rows, n in ((3, 11), (11, 43)))
 
 
 # By what is wrong: the source, what becomes of it, and what is found
@@ -295,8 +265,6 @@ test_a_fault_is_found = each_is_found(
         "sums start anywhere": ("  sums[i] = 0.0f;\n", "", "uninitialised"),
         "a sum in double precision": ("    float both[HALVES];",
             "    double both[HALVES];", "lint"),
-        "the lowest bit of a weight is lost": ("((1u << BITS) - 1)",
-            "((1u << BITS) - 2)", "result"),
         "part of K is left out": ("k < depth;", "k < depth / 2;", "result"),
     }),
     ("verify_qmm_matrix", MATRIX, {
@@ -311,13 +279,7 @@ test_a_fault_is_found = each_is_found(
             "if (begin + n <= columns)", "bounds or race"),
         "some lanes leave out the last group": ("g < groups;",
             "g < groups - lane / 31;", "divergence"),
-        "the first of two numbers twice": ("float2(float(first), float(second))",
-            "float2(float(first), float(first))", "result"),
-        "bits of the neighbour": ("constexpr uint MASK = (1u << BITS) - 1;",
-            "constexpr uint MASK = (2u << BITS) - 1;", "result"),
-        "x is not scaled for the upper half": ("1.0f / 65536.0f", "1.0f / 32768.0f", "result"),
-        "the bias does not count": ("fma(bias, x_sums[t], fma(scale",
-            "fma(bias * 0.0f, x_sums[t], fma(scale", "result"),
+        "the bias does not count": ("float2(bias), x_sums", "float2(0.0f), x_sums", "result"),
         "too few sums": ("partial[SIMD_GROUPS * WIDTH * ROWS]",
             "partial[SIMD_GROUPS * WIDTH * 8]", "bounds"),
         "a part is left out": ("p < parts;", "p < parts - 1;", "result"),
@@ -335,10 +297,18 @@ test_a_fault_is_found = each_is_found(
         "values are gates too": ("+ h * HELD + n % HELD;", "+ n % HELD;", "result"),
         "values are not gated": ("swish(both[0])", "both[0]", "result"),
     }),
+    ("lanes", SCALAR, {
+        "the lowest bit of a weight is lost": ("((1u << BITS) - 1)",
+            "((1u << BITS) - 2)", "result"),
+    }),
     ("lanes", GATED, {
         "a gate that grows": ("1.0f + exp(-x)", "1.0f + exp(x)", "result"),
     }),
     ("lanes", MATRIX, {
+        "the first of two numbers twice": ("float(b & (BITS == 4 ? mask << 16 : mask))",
+            "float(a & mask)", "result"),
+        "bits of the neighbour": ("((1u << BITS) - 1) <<", "((2u << BITS) - 1) <<", "result"),
+        "x is not scaled for the upper half": ("1.0f / 65536.0f", "1.0f / 32768.0f", "result"),
         "one of four numbers is taken twice": ("float(x[3])", "float(x[2])", "result"),
         "rows of a matrix in another order": ("+ lane / 2 % 4", "+ 3 - lane / 2 % 4", "result"),
     }),

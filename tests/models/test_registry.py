@@ -80,7 +80,7 @@ def test_every_pair_is_complete_and_named_once():
         assert all(target.count("/") == 1 for target in entry.targets)
         assert entry.method in choices()
         for drafter in (entry.drafter, entry.second_drafter or entry.drafter):
-            assert drafter.count("/") == 1 or FILES.read_config(SHIPPED / drafter)
+            assert drafter.count("/") == 1 or FILES.read_drafter(SHIPPED / drafter).config
         further = [*dict(entry.others).values(), *entry.alternatives, *dict(entry.pickled)]
         assert len({entry.drafter, *further}) == 1 + len(further)
         families = list(dict(entry.others))

@@ -90,8 +90,7 @@ def test_answers_of_several_temperatures_are_no_sample_of_one(tmp_path):
         (["--methods", "ddtree:4"], "'ddtree:4'"),
         (["--methods", "dflash:8", "--every", "0"], "--every is 0"),
         (["--methods", "dflash:8", "--temperature", "1"], "--acceptance match"),
-        (["--methods", "specdiff", "--sweep", "steps"], "--sweep steps has no values"),
-        (["--methods", "specdiff", "--sweep", "steps=1,2"], "'specdiff:steps=1'"),
+        (["--methods", "specdiff:steps=1"], "'specdiff:steps=1'"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(options, value):

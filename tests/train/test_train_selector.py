@@ -177,7 +177,7 @@ def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == {**both.raw, "dtype": "bfloat16"} and written["note"] == "mine"
     assert "block_size" not in written
-    config = FILES.read_config(tmp_path)
+    config = FILES.read_drafter(tmp_path).config
     assert config.selector == SelectorConfig(8, 5) and config.convolution is not None
     assert replace(config, selector=None, convolution=None) == drafter.config
     network = FILES.load_network(tmp_path, config, mx.float32)
@@ -273,13 +273,13 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     first, second = files(tmp_path / "once"), files(tmp_path / "again")
     assert first["model.safetensors"] == second["model.safetensors"]
     trained.train(init=trained.out, out=tmp_path / "first", layers=None, steps=1)
-    assert FILES.read_config(tmp_path / "first").selector is None
+    assert FILES.read_drafter(tmp_path / "first").config.selector is None
 
 
 def test_a_drafter_with_a_field_of_its_target_gets_a_selector(place):
     place.drafter(kv_lora_rank=512)  # which its tensors contradict
     run(place, steps=1)
-    assert FILES.read_config(place.out).selector is not None
+    assert FILES.read_drafter(place.out).config.selector is not None
 
 
 def test_nvidia_s_second_version_is_read_again_as_the_first_that_it_was_trained_as():

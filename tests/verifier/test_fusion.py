@@ -233,7 +233,9 @@ def test_modules_that_are_packed_otherwise_are_no_group():
     assert packed(same, same) == len(make_model("llama").layers)
     assert packed(same, {"group_size": 32, "bits": 8}) == 0
     assert packed(same, {"group_size": 64, "bits": 4}) == 0
-    assert packed(*({"group_size": 32, "bits": 4, "mode": "mxfp4"},) * 2) == 0
+    floats = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    assert packed(same, floats) == 0
+    assert packed(floats, floats) == packed(same, same)
 
 
 @pytest.mark.parametrize("group", GROUPS)

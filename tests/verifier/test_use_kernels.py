@@ -48,10 +48,10 @@ def test_families_attend_through_the_kernel_and_agree_with_stock_mlx(name):
 
 
 REFUSED = {
-    "qwen2": (None, "", "the head dim of queries is 16, but must be one of 64, 80, 96, 128, 256"),
-    "gemma2": (None, "", "gemma2 computes the attention of some layers itself"),
-    "smollm3": (3, "affine", "bits is 3, but must be one of 4, 8"),
-    "olmo2": (4, "mxfp4", "mode is mxfp4, but must be affine"),
+    "qwen2": (3, "affine", "the head dim of queries is 16, but must be one of"),
+    "gemma2": (3, "affine", "gemma2 computes the attention of some layers itself"),
+    "smollm3": (3, "affine", "bits is 3, but must be one of 4, 6, 8"),
+    "olmo2": (6, "affine", "group is 32, but must be one of 64"),
 }
 
 
@@ -64,7 +64,7 @@ def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(name)
     ours, run = pass_over(target)
     assert run.counters == []
     assert mx.array_equal(ours, stock)
-    assert reason in {choice.reason for choice in target.kernels.choices.values()}
+    assert any(choice.reason.startswith(reason) for choice in target.kernels.choices.values())
     assert not any(choice.kernel for choice in target.kernels.choices.values())
     target.use_kernels("off")
     assert target.kernels.choices == {}
@@ -151,7 +151,7 @@ def test_two_models_of_one_family_have_settings_of_their_own():
 
 
 def test_mlx_lms_own_caches_still_work_with_a_hooked_model():
-    target = make_target("llama")
+    target = make_target("llama", bits=3)  # which no product takes
     stock = target.model(TOKENS, cache=cache.make_prompt_cache(target.model))
     target.use_kernels("on")
     with emulated() as run:

@@ -70,6 +70,7 @@ def only_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     with monkeypatch.context() as patch, emulated() as run:
         patch.setattr(mx.fast, "scaled_dot_product_attention", stock)
         patch.setattr(mx, "quantized_matmul", stock)
+        patch.setattr(mx.array, "__matmul__", stock)
         patch.setattr(grow, "_rank_on_host", stock)
         patch.setattr(grow, "draft_head_reference", stock)
         patch.setattr(sequence, "accepted_rows_reference", stock)
@@ -94,16 +95,19 @@ def test_answers_through_emulated_kernels_are_those_of_stock_mlx(
     ran = Counter(counters.kernel.removesuffix("_matrix") for counters in run.counters)
     target_passes = len(paths)  # the prompt's gives the first token
     last_is_alone = sum(map(len, paths[:-1])) == TOKENS - 1  # so nothing is drafted
-    drafts = {"none": 0, "dflash": 1, "d2sd": 2}[method] * (len(paths) - 1 - last_is_alone)
+    contexts = {"none": 0, "dflash": 1, "d2sd": 2}[method]
+    drafts = contexts * (len(paths) - 1 - last_is_alone)
     moved = [path for path in paths if path != tuple(range(len(path)))]
-    products = 4 * LAYERS * target_passes  # q, k and v are one, and so are gate and up
-    products += target_passes + drafts  # the head serves both
+    # Where they are packed, q, k and v are one, and so are gate and up; the head serves both
+    products = (4 if bits else 7) * LAYERS * target_passes + target_passes + drafts
+    # A drafter's block has seven; what it makes of features three, for each and for the prompt
+    products += 7 * drafts + 3 * (drafts + contexts)
     ranked = drafts if method == "d2sd" else 0
     layers = LAYERS * target_passes + drafts
     expected_launches = {
         "cascade_attention": layers,
         "norm_rope": LAYERS * target_passes,
-        "verify_qmm": products if bits else 0,
+        "verify_qmm": products,
         "draft_head": ranked,
         "draft_head_merge": ranked,
         "cache_commit": len(moved),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError, Finding
-from dflash_mlx.drafters.assistant import fields as own
 from dflash_mlx.drafters.assistant.model import AssistantModel
 from dflash_mlx.drafters.assistant.network import AssistantConfig, Network
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
@@ -30,12 +29,53 @@ from dflash_mlx.drafters.networks.files import (
     DraftConfig,
     in_words,
 )
+from dflash_mlx.drafters.networks.known_fields import LIBRARY, Part, Refused
 
 DEFAULT_BLOCK = 8  # files do not say; transformers drafts so many with the larger ones
 _CLASSES = {
     "gemma4_assistant": "Gemma4AssistantForCausalLM",
     "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
 }
+_TEXT = "text_config"
+_BY_LAYER = "per_layer_config"  # what newer files of transformers have for full attention
+_ACTIVATION = "gelu_pytorch_tanh"
+_TOKENS = frozenset({  # of the target's vocabulary, with no meaning here
+    "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index",
+    "eoi_token_id", "image_token_id", "video_token_id",
+})  # fmt: skip
+_UNTIED = Refused("but the head is the embedding here", (None, True))
+_IN_FILE = Part(
+    read={
+        _TEXT, "architectures", "model_type", "backbone_hidden_size", "block_size", "notes",
+        "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k",
+        "quantization", "quantization_config",
+    },
+    silent=LIBRARY | _TOKENS,
+    refused={"tie_word_embeddings": _UNTIED},
+)  # fmt: skip
+_IN_TEXT = Part(
+    read={
+        "attention_bias", "attention_k_eq_v", "global_head_dim", "head_dim", "hidden_size",
+        "intermediate_size", "layer_types", "max_position_embeddings", "num_attention_heads",
+        "num_global_key_value_heads", "num_hidden_layers", "num_key_value_heads",
+        "num_kv_shared_layers", "rms_norm_eps", "rope_parameters", "sliding_window", "vocab_size",
+        _BY_LAYER,
+    },
+    # transformers takes the head's logits as they are; the second is a target's
+    noted={"final_logit_softcapping", "sliding_window_pattern"},
+    silent=LIBRARY | _TOKENS | {
+        "moe_intermediate_size", "num_experts", "top_k_experts", "vocab_size_per_layer_input",
+    },
+    refused={
+        "hidden_size_per_layer_input": Refused("but inputs of each layer are not supported"),
+        "enable_moe_block": Refused("but a mixture of experts is not supported"),
+        "use_double_wide_mlp": Refused("but MLPs of twice the size are not supported"),
+        "rope_traditional": Refused("but neighbours do not turn together here"),
+        "use_bidirectional_attention": Refused("of a drafter that looks ahead", (None, "vision")),
+        "hidden_activation": Refused(f"supported is {_ACTIVATION!r}", (None, _ACTIVATION)),
+        "tie_word_embeddings": _UNTIED,
+    },
+)  # fmt: skip
 _ORDERING = "masked_embedding.token_ordering"
 _TARGETS = "gemma4"  # what the model_type of a target begins with
 
@@ -45,26 +85,24 @@ class AssistantFiles(FileFormat):
 
     config, network, model = AssistantConfig, Network, AssistantModel
     known = tuple(_CLASSES.values())
-    classes = (("|".join(known), ""),)
+    classes, model_types = (("|".join(known), ""),), tuple(_CLASSES)
 
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) or str(raw.get("model_type")) in _CLASSES
-
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
-        return own.review(raw)
+    def review(self, raw: Fields, names: Collection[str]) -> Iterator[str]:
+        yield from _IN_FILE.review(raw)
+        yield from _IN_TEXT.review(part(raw, _TEXT), _TEXT)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         kind = str(raw.get("model_type"))
         return {"architectures": [_CLASSES[kind]], **raw} if kind in _CLASSES else raw
 
     def read_fields(self, told: Fields, names: Collection[str]) -> AssistantConfig:
-        text = part(told, own.TEXT)
+        text = part(told, _TEXT)
         layers, windows = size(text, "num_hidden_layers"), layer_windows(text)
         types = tuple(SLIDING if window else FULL for window in windows)
         if text.get("num_kv_shared_layers") not in (None, 0, layers):
             shared = text["num_kv_shared_layers"]
             raise ValueError(f"num_kv_shared_layers is {shared!r}, not all of {layers}")
-        ordered, text = flag(told, "use_ordered_embeddings"), own.of_full_layers(text, types)
+        ordered, text = flag(told, "use_ordered_embeddings"), _of_full_layers(text, types)
         heads = size(text, "num_key_value_heads")
         of_full = size(text, "num_global_key_value_heads", heads)
         packed = {name: told.get(name) for name in ("quantization", "quantization_config")}
@@ -145,3 +183,19 @@ def _sizes(target: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
         return target.get("head_dim", 256), heads
     own = target.get("num_global_key_value_heads") if target.get("attention_k_eq_v") else None
     return target.get("global_head_dim", 512), heads if own is None else own
+
+
+def _of_full_layers(text: Fields, types: tuple[Any, ...]) -> Fields:
+    """`text` with the sizes of full attention beside the others, where the file lists layers."""
+    listed = part(text, _BY_LAYER)
+    found: set[tuple[tuple[str, Any], ...]] = set()
+    for layer, own in listed.items():
+        sizes, full = dict(own), (str(i) for i, kind in enumerate(types) if kind == FULL)
+        if layer not in full or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
+            raise ValueError(f"{_BY_LAYER} is {listed!r}, not of sizes of full attention alone")
+        found.add(tuple(sorted(sizes.items())))
+    if len(found) > 1:
+        raise ValueError(f"{_BY_LAYER} is {listed!r}, of layers that differ")
+    sizes = dict(next(iter(found), ()))
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    return {**text, **{names[name]: size for name, size in sizes.items()}}

@@ -24,7 +24,6 @@ from dflash_mlx.verifier.block import Block, Saved
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "assistant"
 _TRIED = 8  # tokens that a draft is tried behind
 
 
@@ -87,11 +86,10 @@ class AssistantModel(BoundModel[Any]):
     Raises DFlashError for a target without layers that it needs.
     """
 
-    family = FAMILY
+    family = "assistant"
 
     def __init__(self, network: Network, config: AssistantConfig, target: Target) -> None:
         super().__init__(network, config, target)
-        self._target = target
         if config.centroids is not None:
             self.head = OrderedHead(network, config, target.kernels)
         owners = target.model.layers[: len(target.new_cache().layers)]
@@ -113,8 +111,8 @@ class AssistantModel(BoundModel[Any]):
         return AssistantContext(self.module, self._norm)
 
     def tried(self, context: Any) -> mx.array:
-        cache, tokens = self._target.new_cache(), mx.zeros(_TRIED, mx.int32)
-        self._target.forward(tokens, cache, Block(_TRIED))
+        cache, tokens = self.target.new_cache(), mx.zeros(_TRIED, mx.int32)
+        self.target.forward(tokens, cache, Block(_TRIED))
         cache.commit(range(_TRIED))
         return self.begin(State(cache, context)).logits(tokens[:1], [-1])
 

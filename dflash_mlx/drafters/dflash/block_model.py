@@ -15,7 +15,6 @@ from dflash_mlx.drafters.networks.model import BoundModel, DraftContext
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 
-FAMILY = "dflash"
 Shown = Sequence[Sequence[int]]  # drafted tokens that each block shows unmasked
 
 
@@ -44,7 +43,7 @@ class FeatureContext(DraftContext):
 class BlockModel(BoundModel[FeatureContext]):
     """A DFlash network bound to its target."""
 
-    family = FAMILY
+    family = "dflash"
     context = FeatureContext
 
     def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:

@@ -20,7 +20,7 @@ Their `shift_label` says the same as `sample_from_anchor`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -28,16 +28,6 @@ import mlx.core as mx
 from dflash_mlx.drafters.dflash import fields as own
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.domino import DominoConfig
-from dflash_mlx.drafters.dflash.layouts import (
-    DOMINO,
-    DSPARK,
-    MUSE,
-    OF_SPECULATORS,
-    VERSION_1,
-    VERSION_2,
-    check_width,
-    in_our_words,
-)
 from dflash_mlx.drafters.dflash.network import ConvolutionConfig, Network, NetworkConfig
 from dflash_mlx.drafters.dflash.paths import MarkovConfig, SelectorConfig
 from dflash_mlx.drafters.formats import SPECULATORS, FileFormat, left_by_training
@@ -53,9 +43,9 @@ from dflash_mlx.drafters.networks.fields import (
 
 PROJECTOR = "dflash"
 _PROJECTORS = {  # others have the first
-    VERSION_2: (PROJECTOR, "dflash2"),
-    DSPARK: ("dspark",),
-    DOMINO: (own.DOMINO,),
+    own.VERSION_2: (PROJECTOR, "dflash2"),
+    own.DSPARK: ("dspark",),
+    own.DOMINO: (own.PROJECTOR_DOMINO,),
 }
 MARKOV = "vanilla"
 _CODEBOOK = "_codebook.weight"
@@ -71,17 +61,17 @@ class BlockFiles(FileFormat):
     """DFlash, DFlash 2, DSpark and Domino."""
 
     config, network, model = NetworkConfig, Network, BlockModel
-    known = (VERSION_1, VERSION_2, DSPARK, DOMINO)
-    speculators = tuple(OF_SPECULATORS)
-    classes = ((f".*DFlash.*|.*DSpark.*|.*Domino.*|{MUSE}", ""), (".*", "dflash_config"))
+    known = (own.VERSION_1, own.VERSION_2, own.DSPARK, own.DOMINO)
+    speculators = tuple(own.OF_SPECULATORS)
+    classes = ((f".*DFlash.*|.*DSpark.*|.*Domino.*|{own.MUSE}", ""), (".*", "dflash_config"))
     marks = ("dflash_config", SPECULATORS, "speculators_config")
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+    def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
         is_other = raw.get(SPECULATORS) not in (None, *self.speculators)  # and refused for that
         return () if is_other else own.review(raw, names, SPECULATORS in raw)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
-        return in_our_words(raw, names)
+        return own.in_our_words(raw, names)
 
     def read_fields(self, told: Fields, names: Collection[str]) -> NetworkConfig:
         if not isinstance(method := told["dflash_config"], dict):
@@ -98,9 +88,9 @@ class BlockFiles(FileFormat):
             layer_causal=causal,
             sample_from_anchor=from_anchor,
             block_size=whole(fields, "block_size") + from_anchor,
-            **(_second_version(fields) if kind == VERSION_2 else {}),
-            **(_dspark(fields, names) if kind == DSPARK else {}),
-            domino=_domino(fields) if kind == DOMINO else None,
+            **(_second_version(fields) if kind == own.VERSION_2 else {}),
+            **(_dspark(fields, names) if kind == own.DSPARK else {}),
+            domino=_domino(fields) if kind == own.DOMINO else None,
         )
 
     def our_names(self, names: Collection[str]) -> dict[str, str]:
@@ -141,7 +131,7 @@ def _check_kind(raw: Fields, method: Fields) -> None:
                 "shift_label is true, but sample_from_anchor is not; supported are drafters that "
                 "predict masks, or from each row the token behind it"
             )
-        check_width(fields.get("target_hidden_size"), raw.get("hidden_size"))
+        own.check_width(fields.get("target_hidden_size"), raw.get("hidden_size"))
 
 
 def _second_version(fields: Fields) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The fields of DFlash's family: which are known, and those that several names say.
+"""The config.json of DFlash's family in the words of z-lab's, and the fields that are known.
 
 *Who drafts.* `sample_from_anchor`, or `query_zero_predicts_next` as PixelML has it: each row of the
 block drafts the token behind it, the anchor's too. NVIDIA's `dspark_bonus_anchor` says the reverse.
@@ -14,12 +14,16 @@ windows already; such layers are not causal.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
+from dflash_mlx.drafters.formats import SPECULATORS, layers_of_speculators, proposed_tokens
 from dflash_mlx.drafters.networks.fields import (
+    SLIDING,
     Fields,
     architecture,
     flag,
     layer_windows,
+    layers_of_states,
     named,
     number,
     part,
@@ -34,13 +38,40 @@ from dflash_mlx.drafters.networks.known_fields import (
     SPECULATORS_SILENT,
     Part,
     Refused,
-    note_of,
-    review_others,
+    Unsupported,
+)
+
+VERSION_1, VERSION_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
+DOMINO = "DominoDraftModel"
+OF_SPECULATORS = {"dflash": VERSION_1, "dflash2": VERSION_2, "dspark": DSPARK}
+_ALIASES = {  # classes of the same networks
+    "Qwen3DFlashDraftModel": VERSION_1,
+    "Qwen3DFlash2DraftModel": VERSION_2,
+    "Qwen3DSparkModel": DSPARK,
+    "Qwen35DSparkModel": DSPARK,  # Qwen3's layers or Qwen3.5's own, see `is_native_35`
+    "Lfm2DSparkDraftModel": DSPARK,
+    "Qwen3DFlashModel": DSPARK,  # without its heads
+}
+MUSE, _GEMMA = "MuseGlimmerAssistantModel", "Gemma4DSparkModel"
+_MUSE_TARGET = {  # of the one target that it was made for, which its own file leaves out
+    "vocab_size": 202_048,
+    "output_multiplier": 0.19611613513818404,
+    "final_logit_softcapping": 20.0,
+}
+_GEMMA_ONLY = {  # what its layers do
+    "hidden_activation": "gelu_pytorch_tanh",
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 0,
+}
+_EMBEDDING = "embed_tokens.weight"
+_HINT = (
+    "; they number hidden states from the output of the embedding, 0, which no drafter reads (if "
+    "these number layers, add them as dflash_config.target_layer_ids)"
 )
 
 METHOD = "dflash_config"
-DOMINO = "domino"
-_PROJECTORS = (DOMINO, "causal_v5")
+PROJECTOR_DOMINO = "domino"
+_PROJECTORS = (PROJECTOR_DOMINO, "causal_v5")
 _OF_DOMINO = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "dspark_bonus_anchor")
 CAUSAL = ("is_causal", "causal", "dflash_query_causal", "causal_head")
@@ -72,7 +103,7 @@ _TRAINING = frozenset({  # of SpecForge's and of several versions of speculators
     "lambda_base_start", "loss_decay_gamma", "max_anchors", "num_anchors", "training_mode",
 })  # fmt: skip
 _NO_DOMINO = Refused("of Domino's head, but projector_type is not 'domino'", tensor="prefix_gru")
-_NOT_ITS = Part(read=(), refused=dict.fromkeys(_OF_DOMINO, _NO_DOMINO))
+_NOT_ITS = Part(refused=dict.fromkeys(_OF_DOMINO, _NO_DOMINO), is_open=True)
 _IN_METHOD = Part(
     read={
         *BESIDE, "block_size", "draft_vocab_size", "layer_ids", "num_target_layers",
@@ -86,7 +117,7 @@ _IN_METHOD = Part(
     silent=_TRAINING,
     refused=_REFUSED,
 )  # fmt: skip
-_AROUND = Part(read=(), noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED)
+_AROUND = Part(noted=(*COPIED, _PARTIAL, "confidence_temperatures"), refused=_REFUSED, is_open=True)
 _IN_SPECULATORS = Part(
     read={
         *SPECULATORS_READ, *BESIDE, *WINDOWS, METHOD, "aux_hidden_state_layer_ids", "block_size",
@@ -97,24 +128,157 @@ _IN_SPECULATORS = Part(
 )  # fmt: skip
 
 
-def review(raw: Fields, names: Collection[str], is_speculators: bool) -> tuple[str, ...]:
-    """The note on fields that change nothing; Unsupported for one that is not known."""
-    return note_of([*_places(raw, names, is_speculators)])
+def in_our_words(raw: Fields, names: Collection[str]) -> Fields:
+    """A config.json in z-lab's words; raises as `FileFormat.translate`."""
+    if SPECULATORS in raw:
+        return _from_speculators(raw, names)
+    if (name := architecture(raw)) == MUSE:
+        return _from_muse(raw)
+    if name == _GEMMA:
+        return _from_dspark(_from_gemma(raw, names), names)
+    kind = _ALIASES.get(name, name)
+    if is_domino(raw) and kind in (VERSION_1, DOMINO):
+        return _from_domino(raw)
+    kind = DSPARK if _has_markov(raw) else kind
+    told = raw if kind == name else {**raw, "architectures": [kind]}
+    return _from_dspark(told, names) if kind == DSPARK else told
 
 
-def _places(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+def check_width(target_width: Any, width: Any) -> None:
+    """Raise ValueError for a drafter of another width than its target's."""
+    if target_width not in (None, width):
+        raise ValueError(
+            f"target_hidden_size is {target_width!r} and hidden_size {width!r}; a drafter of "
+            "another width than its target's is not supported"
+        )
+
+
+def _has_markov(raw: Fields) -> bool:
+    """Whether a file of the first version's class is DSpark's, by its Markov head.
+
+    Raises Unsupported where it does not say which rows of its block draft: such files do it either
+    way, and the wrong one drafts every token a place too early.
+    """
+    fields, kind = {**raw, **part(raw, METHOD)}, architecture(raw)
+    if _ALIASES.get(kind, kind) != VERSION_1 or not (rank := fields.get("markov_rank")):
+        return False
+    if not has_anchor(fields) and fields.get("projector_type") != "dspark":
+        raise Unsupported(
+            f"markov_rank is {rank!r} in a {kind}, and nothing says which rows draft",
+            "add sample_from_anchor to its dflash_config: true where a block of 7 drafts 7 tokens, "
+            "as DSpark's do, false where it drafts 6",
+        )
+    return True
+
+
+def _from_domino(raw: Fields) -> Fields:
+    """Domino's, which say by `shift_label` which rows draft, and some fields in two places."""
+    method = named(raw, BESIDE) | part(raw, METHOD)
+    shifted = flag(method, "shift_label")
+    if has_anchor(method) and drafts_from_anchor(method) != shifted:
+        raise ValueError(f"shift_label is {shifted}, which {named(method, ANCHOR)} contradict")
+    method |= {"projector_type": PROJECTOR_DOMINO, "sample_from_anchor": shifted}
+    return {**raw, "architectures": [DOMINO], METHOD: method}
+
+
+def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
+    layers, kind = layers_of_speculators(raw), raw[SPECULATORS]
+    check_width(raw.get("target_hidden_size"), layers["hidden_size"])
+    method: Fields = named(raw, BESIDE) | part(raw, METHOD)
+    if not has_anchor(method):
+        # Older files propose as many tokens as their block has rows where each of them drafts
+        method["sample_from_anchor"] = proposed_tokens(raw) == raw["block_size"]
+    notes = []
+    if "target_layer_ids" not in method:
+        name = "aux_hidden_state_layer_ids"
+        method["target_layer_ids"], note = layers_of_states(raw[name], name, _HINT)
+        notes.append(note)
+    result = {
+        **layers,
+        **named(raw, WINDOWS),
+        "architectures": [OF_SPECULATORS[kind]],
+        "block_size": raw["block_size"],
+        "num_target_layers": raw.get("num_target_layers"),
+        "notes": notes,
+        **named(raw, ("quantization", "quantization_config")),
+    }
+    apart = flag(raw, "sliding_window_non_causal", default=kind == "dflash2")
+    if apart and not named(method, CAUSAL):
+        result["is_causal"] = False
+    rope = layers.get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:
+        result["rope_parameters"] = rope["sliding_attention"]  # as the library itself does
+    if (drafted := raw.get("draft_vocab_size")) not in (None, layers["vocab_size"]):
+        result["draft_vocab_size"] = drafted
+    return {**result, METHOD: method | _own_tables(result, names)}
+
+
+def _from_dspark(raw: Fields, names: Collection[str]) -> Fields:
+    """DSpark's fields in z-lab's places; a folder of ours stays as it is."""
+    given = part(raw, METHOD)
+    if "own_head" in given:
+        return raw
+    result = {k: v for k, v in raw.items() if k != "draft_vocab_size" or v != raw.get("vocab_size")}
+    method = named(raw, (*BESIDE, "target_layer_ids", "num_target_layers")) | given
+    if not has_anchor(method):
+        method["sample_from_anchor"] = True
+    method.setdefault("markov_rank", raw.get("dspark_markov_rank") or 0)
+    layers = method.pop("num_target_layers", None)
+    return result | {
+        "architectures": [DSPARK],
+        "num_target_layers": layers,
+        OFFSET: raw.get("model_type") == NATIVE,
+        METHOD: method | _own_tables(result, names),
+    }
+
+
+def _from_muse(raw: Fields) -> Fields:
+    """The assistant of Muse-Glimmer, a DFlash with its target's numbers left out."""
+    inner = named(raw, ("block_size", "mask_token_id", "target_layer_ids"))
+    target = {name: raw.get(name, value) for name, value in _MUSE_TARGET.items()}
+    ours = {"architectures": [VERSION_1], "is_causal": False, METHOD: inner}
+    return {**raw, **target, **ours}
+
+
+def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:
+    """DSpark of Gemma 4's layers, whose sizes are those of the target's full attention."""
+    for name, supported in _GEMMA_ONLY.items():
+        if raw.get(name) not in (None, supported):
+            raise Unsupported(f"{name} is {raw[name]!r}, supported is {supported!r}")
+    if SLIDING in (raw.get("layer_types") or []):
+        raise Unsupported(f"layer_types holds {SLIDING!r}, supported are layers of full attention")
+    shares, rope = flag(raw, "attention_k_eq_v"), part(raw, "rope_parameters")
+    heads = raw.get("num_global_key_value_heads") if shares else None
+    scale = size(raw, "hidden_size") ** 0.5
+    return {
+        **raw,
+        **({"input_embedding_scale": scale} if _EMBEDDING in names else {}),  # else the target's
+        "gemma_layers": True,
+        "head_dim": raw["global_head_dim"],
+        "num_key_value_heads": heads or raw["num_key_value_heads"],
+        "rope_parameters": rope.get("full_attention", rope),
+    }
+
+
+def _own_tables(told: Fields, names: Collection[str]) -> dict[str, bool]:
+    """Whether a drafter with tensors of these names has an embedding and a head."""
+    has_head = told.get("draft_vocab_size") is not None or "lm_head.weight" in names
+    return {"own_embedding": _EMBEDDING in names, "own_head": has_head}
+
+
+def review(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+    """The fields that change nothing; Unsupported for one that is not known."""
     method = part(raw, METHOD)
     if not is_domino(raw):
-        yield from review_others({**raw, **method}, _NOT_ITS, names)
+        yield from _NOT_ITS.review({**raw, **method}, names=names)
     yield from _IN_METHOD.review(method, METHOD, names)
     if is_speculators:
         yield from _IN_SPECULATORS.review(raw, names=names)
         layers = raw.get("transformer_layer_config")
         raw = layers if isinstance(layers, dict) else {}
     is_read = is_native_35(raw, names) or (raw.get("model_type") == NATIVE and not is_speculators)
-    yield from (
-        place for place in review_others(raw, _AROUND, names) if not (is_read and place == _PARTIAL)
-    )
+    found = _AROUND.review(raw, names=names)
+    yield from (place for place in found if not (is_read and place == _PARTIAL))
 
 
 def is_domino(raw: Fields) -> bool:

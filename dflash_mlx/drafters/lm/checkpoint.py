@@ -34,7 +34,7 @@ _COUNTED = ("gpt2", "gpt_bigcode")  # have a table with a row for every position
 class LanguageFiles(FileFormat):
     """Whole models, which are recognised as no draft models are."""
 
-    known, classes, whole_models = (_ANY,), (), True
+    model, known, classes, whole_models = LanguageModel, (_ANY,), (), True
 
     def reads_target(self, raw: Mapping[str, Any]) -> bool:
         return not other_kind(raw) and bool(family_of(raw))

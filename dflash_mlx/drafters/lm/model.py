@@ -24,7 +24,6 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "lm"
 BLOCK = 8  # tokens of a draft at most, the anchor included; the budget stops earlier
 
 
@@ -78,7 +77,7 @@ class LanguageModel:
     target's.
     """
 
-    family: ClassVar[str] = FAMILY
+    family: ClassVar[str] = "lm"
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, own: Target, config: LanguageConfig, target: Target) -> None:

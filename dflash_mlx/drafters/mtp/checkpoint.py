@@ -32,13 +32,7 @@ from dflash_mlx.drafters.networks.files import (
     in_words,
     parameters_of,
 )
-from dflash_mlx.drafters.networks.known_fields import (
-    LIBRARY,
-    Part,
-    Refused,
-    Unsupported,
-    note_of,
-)
+from dflash_mlx.drafters.networks.known_fields import LIBRARY, Part, Refused, Unsupported
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.reading import loading
 
@@ -92,10 +86,7 @@ class MTPFiles(FileFormat):
 
     config, network, model = HeadConfig, Network, HeadModel
     known = (CLASS,)
-    classes = ((CLASS, ""),)
-
-    def recognises(self, raw: Mapping[str, Any]) -> bool:
-        return super().recognises(raw) or raw.get("model_type") in SPLIT_TYPES
+    classes, model_types = ((CLASS, ""),), SPLIT_TYPES
 
     def reads_target(self, raw: Mapping[str, Any]) -> bool:
         try:
@@ -123,14 +114,13 @@ class MTPFiles(FileFormat):
         text = text_of(raw)
         return {k: v for k, v in text.items() if k not in ("num_hidden_layers", *_PACKING)}
 
-    def review(self, raw: Fields, names: Collection[str]) -> tuple[str, ...]:
+    def review(self, raw: Fields, names: Collection[str]) -> Iterator[str]:
         said = {name: v for name, v in text_of(raw).items() if name.startswith(_ABOUT)}
-        found = [*_IN_TARGET.review(said, names=names)]
+        yield from _IN_TARGET.review(said, names=names)
         if architecture(raw) == CLASS:
-            found += _IN_OURS.review(raw, names=names)
+            yield from _IN_OURS.review(raw, names=names)
         elif raw.get("model_type") in SPLIT_TYPES:
-            found += _IN_SPLIT.review(raw, names=names)
-        return note_of(found)
+            yield from _IN_SPLIT.review(raw, names=names)
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         if architecture(raw) == CLASS:

@@ -32,7 +32,6 @@ from dflash_mlx.verifier.hooks import rotate_by_row, route
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
-FAMILY = "mtp"
 OURS, SPLIT, INSIDE = "ours", "split", "inside"  # layouts: our folder, mlx-vlm's, a target's
 _true = partial(flag, default=True)
 _CHOOSES = "e_score_correction_bias"
@@ -135,7 +134,8 @@ class Network(DraftNetwork):
 
     def step(self, x: mx.array, h: mx.array, cache: SequenceCache) -> tuple[mx.array, mx.array]:
         if self._apart:
-            self._begin_apart(cache)
+            block: Block = cache.layers[0].block
+            cache.begin(_Apart(block.rows, block.tree, before=block.before))
         out = self._through(self.pair(x, h)[None], cache)[0]
         final = self.norm(out)
         return final, final if self._feeds_normed else out
@@ -157,15 +157,11 @@ class Network(DraftNetwork):
             rows = layer(rows, *((self._kind.mask(rows, own), own) if keeps else (None, None)))
         return rows
 
-    def _begin_apart(self, cache: SequenceCache) -> None:
-        block: Block = cache.layers[0].block
-        cache.begin(_Apart(block.rows, block.tree, before=block.before))
-
 
 class HeadModel(PairedModel):
     """A head bound to its target."""
 
-    family = FAMILY
+    family = "mtp"
     scales_embeddings = False  # the norm behind them undoes any scale
 
     def __init__(self, network: Network, config: HeadConfig, target: Target) -> None:

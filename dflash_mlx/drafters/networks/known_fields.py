@@ -8,7 +8,7 @@ and of libraries, more than anybody can list; there those known to matter are re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +49,11 @@ class Refused:
 class Part:
     """The fields that a part of a config.json may have."""
 
-    read: Collection[str]
+    read: Collection[str] = ()
     noted: Collection[str] = ()  # which change nothing, though they look as if they could
     silent: Collection[str] = ()  # which change nothing, and nobody would think that they do
     refused: Mapping[str, Refused] = field(default_factory=dict)
+    is_open: bool = False  # to others beside them, which nobody can list
 
     def review(self, given: Fields, name: str = "", names: Collection[str] = ()) -> Iterator[str]:
         """The fields that are left out and noted; Unsupported for one that cannot be.
@@ -68,27 +69,15 @@ class Part:
                     yield place
             elif refused:
                 _check(place, value, refused)
-            elif own not in self.read and own not in self.silent:
+            elif not self.is_open and own not in self.read and own not in self.silent:
                 _check(place, value, Refused("a field that this program does not know"), _UNKNOWN)
                 yield place
 
 
-def review_others(given: Fields, part: Part, names: Collection[str]) -> Iterator[str]:
-    """The fields of a part that are left out and noted; Unsupported for one that cannot be.
-
-    Others beside them, which nobody can list, are passed over. names: of the tensors beside the
-    file, () where these are not known.
-    """
-    listed = {*part.refused, *part.noted}
-    others = {name: v for name, v in given.items() if name in listed}
-    yield from part.review(others, names=names)
-
-
-def note_of(places: Collection[str]) -> tuple[str, ...]:
+def note_of(places: Iterable[str]) -> tuple[str, ...]:
     """What a drafter says of the fields that were left out."""
-    if not places:
-        return ()
-    return (f"not read, since nothing here depends on it: {', '.join(dict.fromkeys(places))}",)
+    listed = ", ".join(dict.fromkeys(places))
+    return (f"not read, since nothing here depends on it: {listed}",) if listed else ()
 
 
 def _check(place: str, value: Any, refused: Refused, next_step: str = OTHER_DRAFTER) -> None:

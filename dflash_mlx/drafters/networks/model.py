@@ -46,6 +46,7 @@ class PartialHead:
         self.rows_of = target.head_of
         self.ids, self.others = tokens[:size], tokens[size:]
         self.head = self.rows_of(mx.array(self.ids))
+        target.add_drafter(self.head)
 
 
 class ActiveVocabulary:
@@ -300,7 +301,7 @@ class BoundModel(Generic[_Context]):
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
-        self.kernels, self._kv_bits = target.kernels, target.kv_bits
+        self.target, self.kernels, self._kv_bits = target, target.kernels, target.kv_bits
         self.aux_layers: tuple[int, ...] = config.layers_read(target.num_layers)
         own = config.own_embedding
         self._table: Any = network.embed_tokens if own else target.embedding()
@@ -314,6 +315,7 @@ class BoundModel(Generic[_Context]):
             config.output_multiplier,
         )
         target.tap(self.aux_layers)
+        target.add_drafter(network)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens [...] to [..., d]."""

@@ -17,7 +17,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import TOP_K, Array, Ranked, best_first, follow
 from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
-from dflash_mlx.drafters.specdiff.model import FAMILY, MaskedModel, TextContext
+from dflash_mlx.drafters.specdiff.model import MaskedModel, TextContext
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
@@ -160,7 +160,6 @@ class MaskedOptions(Options):
         label="Passes that denoise a draft",
         least=1,
         most=MOST_ROWS,
-        usual=("1", "2", "4"),
         type=int,
     )
 
@@ -174,7 +173,7 @@ class MaskedOptions(Options):
 
 
 def _make(how: Plan) -> Drafter:
-    model = cast(MaskedModel, how.pair.of(FAMILY)[0])
+    model = cast(MaskedModel, how.models[0])
     options, size = cast(MaskedOptions, how.config.options), how.config.block_size
     denoising = options.denoising
     if how.drawn and denoising.in_order:
@@ -190,7 +189,6 @@ METHOD = Method(
     "SpecDiff",
     _make,
     MaskedOptions,
-    family=FAMILY,
     files=FILES,
     best_with=1,
     draws=True,

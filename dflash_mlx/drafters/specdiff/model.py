@@ -20,10 +20,7 @@ from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
 from dflash_mlx.drafters.networks.model import BoundModel
 from dflash_mlx.drafters.networks.tokens import TokenContext
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
-
-FAMILY = "specdiff"
 
 Embed = Callable[[mx.array], mx.array]
 
@@ -99,16 +96,16 @@ class TextContext(TokenContext):
 
     def __init__(self, embed: Embed, *parts: Any) -> None:
         super().__init__(*parts)
-        self._embed = embed
+        self._embed = embed  # tokens [n] to [n, d]
 
     def read(self, tokens: mx.array) -> None:
-        self._network.read(self._embed(tokens), self._cache)
+        self._network.read(self._embed(tokens)[None], self._cache)
 
     def run(self, block: mx.array) -> mx.array:
         """Final states [b, d] of a block [b] behind all tokens; what waited is then committed."""
         text = self.take_waiting()
         rows = mx.concatenate([text, block])
-        return self._network(self._embed(rows), self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
+        return self._network(self._embed(rows)[None], self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
 
     def way_back(self, length: int) -> int:
         length = min(length, self._cache.length)
@@ -134,11 +131,7 @@ class MaskedModel(BoundModel[TextContext]):
     Blocks [b] begin with the anchor; places are positions in them, from 1 on.
     """
 
-    family = FAMILY
-
-    def __init__(self, network: Network, config: NetworkConfig, target: Target) -> None:
-        super().__init__(network, config, target)
-        self._target = target
+    family = "specdiff"
 
     def own_head(self, network: Any) -> Embed:
         return network.embed_tokens.as_linear if self.config.tied else super().own_head(network)
@@ -148,7 +141,7 @@ class MaskedModel(BoundModel[TextContext]):
         return self.config.mask_token_id  # type: ignore[no-any-return]
 
     def context(self, *parts: Any) -> TextContext:
-        return TextContext(self._embed, *parts)
+        return TextContext(self.embed, *parts)
 
     def tried(self, context: TextContext) -> mx.array:
         masks = mx.full(self.block_size, self.mask, mx.int32)
@@ -170,8 +163,4 @@ class MaskedModel(BoundModel[TextContext]):
         states = context.run(block)[mx.array(rows)]
         if self.config.own_head:
             return states
-        return states.astype(self._target.dtype)  # the head's, where the network has another
-
-    def _embed(self, tokens: mx.array) -> mx.array:
-        """Tokens [n] to [1, n, d]."""
-        return self._table(tokens[None]) * self._scale  # type: ignore[no-any-return]
+        return states.astype(self.target.dtype)  # the head's, where the network has another
