@@ -39,11 +39,6 @@ _PACKED: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbeddin
 _PRODUCTS: dict[type, str] = {**_PACKED, nn.Linear: "__call__", nn.Embedding: "as_linear"}
 
 
-def override(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Route calls of this one module through `call(module, original, *args, **kwargs)`, once."""
-    once(module, call, partial(through, call))
-
-
 def once(module: Any, mark: Any, change: Callable[[Any], Callable[..., Any]]) -> None:
     """Change the calls of a module, unless something equal to `mark` has changed them before."""
     original = type(module)

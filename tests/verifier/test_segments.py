@@ -18,7 +18,6 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from dflash_mlx.verifier import segments
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS
 from dflash_mlx.verifier.sequence import Rows
@@ -26,6 +25,7 @@ from kernels_metal import factory, gpu
 from support.decoding import ids_of
 from support.families import VOCAB_SIZE
 from support.hybrids import changed_target, fresh, some_tree
+from support.overrides import override
 from support.stand_ins import stand_ins
 
 SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
