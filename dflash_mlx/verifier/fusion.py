@@ -1,10 +1,11 @@
 """Steps of mlx-lm's modules that are one launch each, where kernels run and that pays.
 
-Queries, keys and values are products of one input, gate and up are two more. mlx-lm calls such
-modules one after the other with the same array, so the first call can compute all and the others
-take their part: no model's code is touched. The weights of a group are put side by side when a
-kernel could run for the first time; the modules then hold views of them. Attention like Qwen3's
-normalises and turns queries and keys in one launch, and SwiGLU is part of gate's and up's product.
+Queries, keys and values are products of one input, gate and up are two more, what a gated delta net
+takes from its input four. mlx-lm calls such modules one after the other with the same array, so the
+first call can compute all and the others take their part: no model's code is touched. The weights
+of a group are put side by side when a kernel could run for the first time; the modules then hold
+views of them. Attention like Qwen3's normalises and turns queries and keys in one launch, and
+SwiGLU is part of gate's and up's product.
 """
 
 from __future__ import annotations
@@ -52,7 +53,13 @@ GATED_MLPS = frozenset(
 NORMED_ATTENTIONS = frozenset(
     {"dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"}
 )
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+GATED_ATTENTIONS = frozenset({"qwen3_next.Qwen3NextAttention"})  # and a gate in their queries
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # of gated delta nets
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 _ARRAYS = ("weight", "scales", "biases")
 
 
@@ -83,19 +90,23 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 
 def is_normed_attention(module: Any) -> bool:
-    """Whether it normalises queries and keys by head and turns them as in Qwen3."""
-    if source(module) not in NORMED_ATTENTIONS:
+    """Whether it normalises queries and keys by head and turns them as in Qwen3 or Qwen3-Next."""
+    if source(module) not in NORMED_ATTENTIONS | GATED_ATTENTIONS:
         return False
     rope = module.rope
     plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
     norms = type(module.q_norm) is type(module.k_norm) is nn.RMSNorm
     norms = norms and module.q_norm.eps == module.k_norm.eps
-    return norms and plain and rope.dims == module.q_norm["weight"].size
+    return norms and plain and rope.dims <= module.q_norm["weight"].size
 
 
 def source(module: nn.Module) -> str:
     """Where the call of a module is written, as family.Class."""
-    call: Any = type(module).__call__
+    return source_of(type(module).__call__)
+
+
+def source_of(call: Any) -> str:
+    """Where a module's call is written, as family.Class."""
     kind = getattr(call, "__qualname__", "").removesuffix(".__call__")
     return f"{getattr(call, '__module__', '').rpartition('.')[2]}.{kind}"
 
@@ -111,7 +122,11 @@ def gated_mlp(stock: Call, group: Group) -> Call:
 
 
 def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
-    """Qwen3's attention with norms and rope in one launch; group: of its queries, keys, values."""
+    """Qwen3's attention with norms and rope in one launch; group: of its queries, keys, values.
+
+    Qwen3-Next's has a gate behind each head of its queries.
+    """
+    gated = source_of(stock) in GATED_ATTENTIONS
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[1]
@@ -126,27 +141,35 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
 
         def settle() -> Step | None:
             made.append(products())
-            return _turn(self, made[0][0], made[0][1], cache.places[:rows], plans.kernels)
+            queries, keys, _ = made[0]
+            return _turn(queries, keys, cache.places[:rows], _norm(self, gated), plans.kernels)
 
         turn = plans.find(rows, settle, self.q_norm["weight"], self.k_norm["weight"])
         if turn is None:
             return stock(self, x, mask, cache)
-        queries, keys, values = made[0] if made else products()
-        queries, keys = turn(queries, keys, cache.places)
-        values = values.reshape(1, rows, self.n_kv_heads, -1).transpose(0, 2, 1, 3)
+        given, keys, values = made[0] if made else products()
+        queries, keys = turn(given, keys, cache.places)
+        values = values.reshape(1, rows, keys.shape[1], -1).transpose(0, 2, 1, 3)
         found = cache.extend_and_attend(queries, keys, values, self.scale, mask)
-        return self.o_proj(found.transpose(0, 2, 1, 3).reshape(1, rows, -1))  # type: ignore[no-any-return]
+        found = found.transpose(0, 2, 1, 3).reshape(1, rows, -1)
+        if gated:
+            gate = given.reshape(1, rows, queries.shape[1], 2, -1)[..., 1, :]
+            found = found * mx.sigmoid(gate.reshape(1, rows, -1))
+        return self.o_proj(found)  # type: ignore[no-any-return]
 
     return attend
 
 
-def _turn(
-    module: Any, queries: mx.array, keys: mx.array, places: mx.array, kernels: Kernels
-) -> Step | None:
+def _norm(module: Any, gated: bool) -> HeadNorm:
     rope, norm = module.rope, module.q_norm
     steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
     periods = rope.base**steps / rope.scale
-    how = HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps)
+    return HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps, gated)
+
+
+def _turn(
+    queries: mx.array, keys: mx.array, places: mx.array, how: HeadNorm, kernels: Kernels
+) -> Step | None:
     if kernels.chosen(NORM_ROPE, (queries, keys, places, how)) is None:
         return None
     return turning(queries, keys, how)

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
+    NORMED_ATTENTIONS,
     Group,
     arrays_of,
     gated_mlp,
@@ -26,6 +27,7 @@ from dflash_mlx.verifier.fusion import (
     packing_of,
     settled,
     source,
+    source_of,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
 from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Layer, Segments, replayed
@@ -115,7 +117,7 @@ def route(model: nn.Module) -> None:
         known = {name: call.__globals__.get(name) for name in names}
         meanings = {n: new for n, value in known.items() for old, new in ours if value is old}
         if meanings:
-            replace(module, "__call__", _rebound(call, meanings))
+            replace(module, "__call__", rebound(call, meanings))
 
 
 def attention(  # noqa: PLR0913  # mlx-lm's signature
@@ -147,7 +149,7 @@ def attending_itself(model: Any) -> str:
     return ""
 
 
-def _rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
+def rebound(call: Any, meanings: dict[str, Any]) -> FunctionType:
     """A copy of a function in which these global names mean something else.
 
     Families import these functions by name, so for one model alone there is no other place to
@@ -193,7 +195,8 @@ class KernelHooks(Hooks):
             stock, plans = type(module).__call__, Plans(self._kernels)
             if is_normed_attention(module):
                 self.replace(module, "__call__", normed_attention(stock, plans, group))
-                self._made[id(module)] = plans, group
+                if source_of(stock) in NORMED_ATTENTIONS:  # the gates of others are not known there
+                    self._made[id(module)] = plans, group
             elif group is not None and is_gated_mlp(module):
                 self.replace(module, "__call__", gated_mlp(stock, group))
                 self._made[id(module)] = group

@@ -77,7 +77,7 @@ class Target:
         if self.is_recurrent:
             from dflash_mlx.verifier.recurrent import hook_mixers  # needs mlx-lm: it takes seconds
 
-            self._mixers, self._products = hook_mixers(model, name)
+            self._mixers, self._products = hook_mixers(model, name, self.kernels)
         self._asked: slice | mx.array = _ALL  # the rows that the head multiplies
         self._drafters: list[nn.Module] = []  # see `add_drafter`
         self._kernel_hooks, self._hooks = KernelHooks(self.kernels), Hooks()
