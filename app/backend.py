@@ -19,6 +19,7 @@ from dflash_mlx.client import (
     Question,
     Responder,
     check_memory,
+    comparing,
     load_pair,
     race,
 )
@@ -58,10 +59,10 @@ class Backend:
         yield Loaded(pair, mx.get_active_memory())
 
     def measure(self, again: bool) -> Events:
-        """Time the passes of this pair before anybody waits for them: a Timing.
+        """Time the passes of this pair before anybody waits for them: a Timing, then drafters.
 
-        It ends without one where another pair is loaded meanwhile. again: though this machine was
-        measured before.
+        Which is fastest is a sentence. It ends where another pair is loaded meanwhile. again:
+        though this machine was measured before.
         """
         responder = self._loaded()
         for done, total in responder.pair.calibrating(again):
@@ -71,6 +72,10 @@ class Backend:
             sys.stderr.write(f"\rtiming this machine, once: {100 * done // total:3}%|")
             yield done
         yield Timing(*responder.plain_speed())
+        for said in comparing(responder.pair, again):
+            if responder is not self._responder:
+                return
+            yield said
 
     def answer(self, request: Question, observer: Observer) -> Events:
         """Answer: a Delta per round."""

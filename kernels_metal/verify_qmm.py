@@ -330,12 +330,16 @@ def drawn_packing(draw: Draw) -> Packing:
 
 
 def drawn_matrix(draw: Draw, columns: int, depth: int, packing: Packing) -> Matrix:
-    """Weights of a random call: integers of all values, floats of those that MLX packs."""
+    """Weights of a random call, of all values but what is no number."""
     if packing.form == 3:
         return draw.normal(columns, depth), None, None
     if packing.form:
-        packed = mx.quantize(draw.normal(columns, depth), mode=packing.mode)
-        return packed[0], packed[1], None
+        bytes_of = columns, depth * packing.bits // 8
+        sizes, signs = (mx.random.randint(0, n, bytes_of, mx.uint8, draw.key()) for n in (127, 2))
+        low, high = (110, 120) if packing.form == 1 else (1, 40)  # scales from 2^-17, 2^-9
+        groups = columns, depth // packing.group
+        scales = mx.random.randint(low, high, groups, mx.uint8, draw.key())
+        return (sizes | signs << 7).view(mx.uint32), scales, None
     words = columns, depth * packing.bits // 32
     weights = mx.random.randint(0, 2**32, words, mx.uint32, key=draw.key())
     scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))

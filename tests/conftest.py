@@ -52,3 +52,7 @@ def known_times(request: pytest.FixtureRequest) -> None:
         times = PassTimes((1, 96), (1.0, 3.0))
         patch = request.getfixturevalue("monkeypatch")
         patch.setattr("dflash_mlx.drafters.budget.stored_times", lambda target: times)
+    if "dflash_mlx.models.choice" in sys.modules:  # nor is a drafter chosen by what is in there
+        patch = request.getfixturevalue("monkeypatch")
+        nowhere = Path(__file__) / "speeds.json"  # a place below a file
+        patch.setattr("dflash_mlx.models.choice.speeds_file", lambda *_: nowhere)

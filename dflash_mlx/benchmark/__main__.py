@@ -21,7 +21,7 @@ from dflash_mlx.benchmark.report import (
     save,
     settings,
 )
-from dflash_mlx.benchmark.selection import read_methods, settle_all
+from dflash_mlx.benchmark.selection import keep_speeds, read_methods, settle_all
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig
@@ -30,6 +30,7 @@ from dflash_mlx.drafters import paper
 from dflash_mlx.engine.pair import Pair
 
 PROGRAM = "dflash_mlx.benchmark"
+ENOUGH = 12  # prompts whose figures say which drafter is the fastest
 
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
@@ -57,6 +58,8 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         report = before
     else:
         report = measure(pair, asked, methods, report, runs, arguments.json)
+        if len(asked) >= ENOUGH and (said := keep_speeds(pair, methods, report["methods"])):
+            cli.say(said)
     try:
         if arguments.json is not None:
             save(arguments.json, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from importlib import import_module
@@ -19,6 +19,7 @@ from tqdm import tqdm
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.text import amount
+from dflash_mlx.engine.speeds import in_words, read_speeds
 from dflash_mlx.mac import command as mac
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.system.files import keep_text
@@ -151,6 +152,10 @@ def _calibrations(folder: Path) -> list[str]:
     lines = []
     for file in sorted(folder.glob("*.json"), key=lambda file: (model_of(file), file)):
         day = datetime.fromtimestamp(file.stat().st_mtime).date()
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            told = f"drafters: {', '.join(map(in_words, read_speeds(file)))}"
+            lines.append(f"  {model_of(file)}  {day}  {told}")
+            continue
         try:
             times = read_times(file)
             one = float(times.of(1))

@@ -121,6 +121,11 @@ def given(settings: DecodeConfig | PairConfig) -> dict[str, Any]:
     return {**named, **own}
 
 
+def as_usual(config: DecodeConfig) -> bool:
+    """Whether no setting of single methods was given, switches excepted."""
+    return all(isinstance(value, bool) for value in given(config).values())
+
+
 def check_given(settings: DecodeConfig | PairConfig, *names: str) -> None:
     """Raise DFlashError for a setting that was given and that no method in use can follow.
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.speeds import Speeds
 from dflash_mlx.engine.state import Context
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import calibrating
@@ -77,6 +78,7 @@ class Pair:
     # Loads the known drafters of a family that is not loaded, see `of`.
     further: Callable[[str], list[DraftModel]] = field(default=lambda _: [], repr=False)
     drafter_names: tuple[str, ...] = ()  # where all came from, and those that `further` would load
+    speeds: Speeds | None = None  # of the drafters on the disk, where `auto` may take any of them
     # What sessions have learned about drafting; `recall` reads it.
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import platformdirs
+
+from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.methods import as_usual, family_wanted
+from dflash_mlx.engine.speeds import Speeds
 from dflash_mlx.models.check import ModelFacts
-from dflash_mlx.models.names import Names
+from dflash_mlx.models.names import Names, is_here
 from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.system.machine import model_key
 
 
 @dataclass
@@ -61,3 +68,35 @@ class Choice:
         first_two = {DRAFTER: names.drafter, SECOND_DRAFTER: names.second_drafter}
         left = [(family, name) for family, name in names.others if family not in self.drafters]
         return left + [("", n) for o, n in first_two.items() if n and o not in self.drafters]
+
+
+def fastest_first(
+    names: Names, target: ModelFacts, config: PairConfig, uses: Sequence[DecodeConfig]
+) -> Names:
+    """Names with what was fastest here as the drafter, where several families are on the disk.
+
+    The target's chat template stays as it was, so answers do. Where a drafter is named nothing
+    changes, and where a use names a method or sets its sizes, only what was measured is added.
+    """
+    known = (("", names.drafter or ""), *names.others)
+    here = [(family, name) for family, name in known if name and is_here(name, DRAFTER)]
+    if names.asks_second or len(here) < 2 or here[0] != known[0]:
+        return names
+    speeds = Speeds.stored(speeds_file(target, config), names.shown, here)
+    names = replace(names, speeds=speeds)
+    named = any(family_wanted(use.method) or not as_usual(use) for use in uses)
+    if (best := speeds.best) is None or named:
+        return names
+    names, first = replace(names, why=speeds.told()), speeds.found[0]
+    if best == first:
+        return names
+    its = [(first[0], name) for name in (names.drafter, names.second_drafter) if name]
+    others = (*its, *(each for each in names.others if each[1] != best[1]))
+    lineage = names.lineage.replace(first[1], best[1])
+    return replace(names, drafter=best[1], second_drafter=None, others=others, lineage=lineage)
+
+
+def speeds_file(target: ModelFacts, config: PairConfig) -> Path:
+    """Where the speeds of drafters are kept for this target, machine and settings."""
+    key = model_key(target.name, (), target.config, replace(config, model=None, template=()))
+    return platformdirs.user_cache_path("dflash-chat") / "timing" / f"drafters-{key}.json"

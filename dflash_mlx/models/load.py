@@ -30,7 +30,7 @@ from dflash_mlx.models.check import (
     fetched,
     larger,
 )
-from dflash_mlx.models.choice import Choice
+from dflash_mlx.models.choice import Choice, fastest_first
 from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     Names,
@@ -47,6 +47,7 @@ from dflash_mlx.models.read import (
     draft_size,
     fit_drafter,
     fit_target,
+    fits_target,
     likely_tokens,
     read_target,
     target_facts,
@@ -80,7 +81,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
     names = names_for(config, uses)
-    facts, choice, names = find(names, uses)
+    facts, choice, names = find(names, config if reader.parts == 1 else None, uses)
     facts.raise_first()
     reader.check(facts)
     _check_settings(choice, names, config, uses)
@@ -99,6 +100,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     notes = [*choice.notes, *_on_packing(drafters, config)]
     notes += [note.what for drafter in drafters for note in larger(facts, drafter)]
     notes += [names.lineage] * bool(names.lineage and drafters)
+    speeds = names.speeds if drafters and drafters[0].name == names.drafter else None
+    if speeds is not None:
+        notes += filter(None, (names.why, speeds.problem))
     notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
     return Pair(
         target,
@@ -111,6 +115,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
         dict(names.preset.template) | config.template_arguments,
         partial(bench.read_family, left),
         (*(d.name for d in drafters), *(name for _, name in left)),
+        speeds,
     )
 
 
@@ -175,8 +180,9 @@ class _Bench:
             check_pair(self.facts, drafter).raise_first()
             _draft_size(self.config, drafter)
             drafter = fetched(drafter)
-            if changed := self.fit([drafter]):
-                raise DFlashError(changed[0], f"start again with --drafter {name}")
+            if not fits_target(self.target, drafter.config.layers_read(self.target.num_layers)):
+                what = f"{self.facts.name} has to be widened for {name}, which loading alone does"
+                raise DFlashError(what, f"start again with --drafter {name}")
             models += self.read([drafter])[0]
         return models
 
@@ -252,16 +258,22 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
 
 
 def find(
-    names: Names, uses: Sequence[DecodeConfig] = (), update: bool = True
+    names: Names,
+    config: PairConfig | None,
+    uses: Sequence[DecodeConfig] = (),
+    update: bool = True,
 ) -> tuple[ModelFacts, Choice, Names]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
-    Last come the names with the head that was found in the target's folder, if any. update: as of
-    `find_source`; without it a drafter stays that was asked for and cannot be used.
+    Last come the names with the head that was found in the target's folder, if any, and the fastest
+    drafter first. config: None where it counts for nothing what this machine measured. update: as
+    of `find_source`; without it a drafter stays that was asked for and cannot be used.
     """
     target = target_facts(names, update)
     if target.source is not None and _want_drafters(uses):
         names = with_own_head(names, target.source)
+    if config is not None and _want_drafters(uses):
+        names = fastest_first(names, target, config, uses)
     choice = _choose(names, uses)
 
     def checked(option: str) -> ModelFacts:
@@ -296,7 +308,7 @@ def _want_drafters(uses: Sequence[DecodeConfig]) -> bool:
 def check_named(config: PairConfig) -> Report:
     """What `load` would load; no weight is read. Raises DFlashError for names of no model."""
     names = names_for(config)
-    target, choice, names = find(names, update=False)
+    target, choice, names = find(names, config, update=False)
     report, found = check_pair(target, *choice.drafters.values()), Collector()
     found.add(report.findings)
     left_out = list(choice.notes)
@@ -310,8 +322,9 @@ def check_named(config: PairConfig) -> Report:
 
 
 def _on_drafters(names: Names, used: Sequence[str]) -> Iterator[Finding]:
-    if names.lineage and used:
-        yield Finding("note", names.lineage, "name another one with --drafter")
+    for said in (names.lineage, names.why, names.speeds.problem if names.speeds else ""):
+        if said and used:
+            yield Finding("note", said, "name another one with --drafter")
     if names.headless and not used:
         yield Finding("note", names.headless, "give that folder with --drafter")
     entry = registered(names.made_from or names.shown)

@@ -29,6 +29,7 @@ else:
 from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Preset
+from dflash_mlx.engine.speeds import Speeds
 from dflash_mlx.models.parts import cached_head
 from dflash_mlx.models.source import (
     CARD,
@@ -164,6 +165,8 @@ class Names:
     made_from: str = ""  # the name of a pair folder's target before it was converted
     lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
     headless: str = ""  # a sentence, where the target's files lack the head that it was made with
+    speeds: Speeds | None = None  # where drafters of several families are on the disk
+    why: str = ""  # a sentence, where they chose the drafter
 
     @property
     def parts(self) -> list[tuple[str, str]]:

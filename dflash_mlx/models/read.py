@@ -95,12 +95,16 @@ def fit_target(target: Target, aux_layers: Collection[int]) -> tuple[str, ...]:
 
     Raises DFlashError where no type can hold them, and for caches that cannot be quantised so.
     """
+    fits = partial(fits_target, target, aux_layers)
+    step = "download it again, or choose another conversion of it"
+    return _widened(target.model, target.name, fits, target.widen, step)
+
+
+def fits_target(target: Target, aux_layers: Collection[int]) -> bool:
+    """Whether the numbers of a target, and those of its auxiliary layers, fit as they are."""
     read = tuple(sorted(set(aux_layers)))
     target.tap(read)
-    step = "download it again, or choose another conversion of it"
-    return _widened(
-        target.model, target.name, lambda: _fit(_pass(target, read)), target.widen, step
-    )
+    return _fit(_pass(target, read))
 
 
 def fit_drafter(model: DraftModel, target: Target) -> tuple[str, ...]:

@@ -9,11 +9,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 
-import mlx.core as mx
 import uvicorn
 
 from dflash_mlx.cli import options as cli
@@ -28,9 +27,10 @@ from dflash_mlx.serve.guard import LimitedProtocol
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.comparing import comparing
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import prefix_cache
-from dflash_mlx.system.machine import available_memory
+from dflash_mlx.system.machine import free_memory
 
 PROGRAM = "dflash-serve"
 _LATE = 5.0  # seconds after the last answer until connections are cut
@@ -61,13 +61,21 @@ def run(
     service = Service(pair, asked, config, queue, names)
     told = f"{method} drafts, {amount(memory)} for caches"
     if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
-        worker.run(lambda job: pair.calibrating(usual.recalibrate), idle=True)
+        worker.run(lambda job: _measure(pair, usual.recalibrate), idle=True)
     told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, told))
     if problem := worker.call(worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
     worker.close(_LATE)
     service.close()
+
+
+def _measure(pair: Pair, again: bool) -> Generator[object, None, None]:
+    yield from pair.calibrating(again)
+    for said in comparing(pair, again):
+        if said:
+            cli.say(f"{PROGRAM}: {said}")
+        yield said
 
 
 def address_of(place: socket.socket) -> str:
@@ -77,14 +85,8 @@ def address_of(place: socket.socket) -> str:
 
 
 def memory_for(config: ServeConfig) -> int:
-    """Bytes for the caches of all answers, now that the model is loaded.
-
-    Where only what is installed is known, what the model takes is not free.
-    """
-    if config.memory_gb is not None:
-        return int(config.memory_gb * 10**9)
-    taken = 0 if os.path.exists("/proc/meminfo") else mx.get_active_memory()
-    return max(available_memory() - taken, 0) // 2
+    """Bytes for the caches of all answers, now that the model is loaded."""
+    return free_memory() // 2 if config.memory_gb is None else int(config.memory_gb * 10**9)
 
 
 async def _until_signal(service: Service, place: socket.socket, told: str) -> None:

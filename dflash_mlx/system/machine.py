@@ -45,6 +45,12 @@ def available_memory() -> int:
         return int(describe_machine()["memory_bytes"])
 
 
+def free_memory() -> int:
+    """`available_memory` without what MLX takes, where that counts all that is installed."""
+    taken = 0 if os.path.exists("/proc/meminfo") else mx.get_active_memory()
+    return max(available_memory() - taken, 0)
+
+
 def describe_versions() -> dict[str, str]:
     """Python and the packages that matter."""
     found = {"python": platform.python_version()}

@@ -128,7 +128,7 @@ class Target:
         if mode != "off":
             self._kernel_hooks = KernelHooks(self.kernels)
             self._kernel_hooks.add(self.model)
-            for network in self._drafters:
+            for network in self._drafters if self.kernels.may_run else ():
                 self._kernel_hooks.add_products(network)
             if family := self._attends_itself:
                 reason = f"{family} computes the attention of some layers itself"
@@ -142,7 +142,7 @@ class Target:
     def add_drafter(self, network: nn.Module) -> None:
         """Let the products of a draft network, or of a part of one, ask this model's kernels."""
         self._drafters.append(network)
-        if self.kernels.mode != "off":
+        if self.kernels.may_run:
             self._kernel_hooks.add_products(network)
 
     def widen(self, dtype: mx.Dtype) -> None:

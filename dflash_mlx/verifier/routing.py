@@ -101,7 +101,7 @@ class Kernels:
     @property
     def may_run(self) -> bool:
         """Whether something here runs kernels, or is promised."""
-        return self.mode == "on" or executor() is not None
+        return self.mode == "on" or (self.mode == "auto" and executor() is not None)
 
     @property
     def is_watched(self) -> bool:

@@ -287,6 +287,20 @@ async def test_a_timing_that_stops_is_waited_for_no_longer(chat, app):
     await chat.until(lambda: app.pair and not app.listener.waiting)
 
 
+class Compared(ScriptedBackend):
+    """Drafters are compared after the timing, step by step."""
+
+    def measure(self, again):
+        yield from super().measure(again)
+        yield from ("", "", "from the next start on X drafts")
+
+
+@in_chat(lambda: Compared(), decode=DecodeConfig())
+async def test_the_chat_says_which_drafter_was_found_the_fastest(chat):
+    await chat.until(lambda: chat.notices)
+    assert chat.notices == ["from the next start on X drafts."]
+
+
 @in_chat(
     lambda: ScriptedBackend(capabilities=Capabilities(("dflash",) * 2, preset=Preset("ddtree"))),
     decode=DecodeConfig(),

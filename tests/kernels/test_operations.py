@@ -260,7 +260,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"x": zeros(17, 128), **GATED}, "rows of x is 17, but must be 1 to 16"),
     ],
     Packing: [
-        ({"bits": 3}, "bits is 3, but must be one of 4, 8"),
+        ({"bits": 3}, "bits is 3, but must be one of 4, 6, 8"),
         ({"group": 16}, "group is 16, but must be one of 32, 64, 128"),
     ],
     norm_rope: [
