@@ -34,26 +34,19 @@ if TYPE_CHECKING:
     from dflash_mlx.session.session import stream as stream
     from dflash_mlx.session.templates import prompt_tokens as prompt_tokens
 
-_MODULES = {
-    "Answer": "engine.delta",
-    "DFlashError": "core.errors",
-    "DecodeConfig": "core.config",
-    "Delta": "engine.delta",
-    "Observer": "core.statistics",
-    "Pair": "engine.pair",
-    "PairConfig": "core.config",
-    "Prompt": "core.prompt",
-    "SamplingConfig": "core.config",
-    "Scheduler": "session.scheduler",
-    "Session": "session.session",
-    "Statistics": "core.statistics",
-    "StructureConfig": "core.config",
-    "generate": "session.session",
-    "load": "models.load",
-    "load_pair": "models.load",
-    "prompt_tokens": "session.templates",
-    "stream": "session.session",
+_NAMES = {  # by the module that has them
+    "core.config": ("DecodeConfig", "PairConfig", "SamplingConfig", "StructureConfig"),
+    "core.errors": ("DFlashError",),
+    "core.prompt": ("Prompt",),
+    "core.statistics": ("Observer", "Statistics"),
+    "engine.delta": ("Answer", "Delta"),
+    "engine.pair": ("Pair",),
+    "models.load": ("load", "load_pair"),
+    "session.scheduler": ("Scheduler",),
+    "session.session": ("Session", "generate", "stream"),
+    "session.templates": ("prompt_tokens",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = list(_MODULES)
 
 

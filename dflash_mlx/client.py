@@ -16,17 +16,14 @@ from dflash_mlx.core.config import (
     PairConfig,
     PrefixConfig,
     SamplingConfig,
-    StructureConfig,
 )
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, label_in_words, values_given
-from dflash_mlx.core.statistics import Observer, RoundTimer, Statistics
+from dflash_mlx.core.statistics import Observer, Statistics
 from dflash_mlx.core.text import amount
-from dflash_mlx.drafters.method import TokenSource
 from dflash_mlx.drafters.methods import (
     check_given,
-    draws_drafts,
     family_wanted,
     find_method,
     own_options,
@@ -34,8 +31,7 @@ from dflash_mlx.drafters.methods import (
 )
 from dflash_mlx.drafters.methods import choices as method_choices
 from dflash_mlx.drafters.methods import sources as token_sources
-from dflash_mlx.engine.delta import Answer, Delta, SplitText, split_thinking
-from dflash_mlx.engine.exact import Difference, first_difference
+from dflash_mlx.engine.delta import Delta, SplitText, split_thinking
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.downloads import (
@@ -53,10 +49,10 @@ from dflash_mlx.models.library import (
     near_names,
     remove_entry,
 )
-from dflash_mlx.models.load import load, load_pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.session.comparing import comparing
-from dflash_mlx.session.session import Question, Responder, Session, generate, prefix_cache, stream
+from dflash_mlx.session.session import Question, Responder, Session, prefix_cache
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from kernels_metal.checks import check, check_array, check_choice, check_range
-from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.factory import Kernel, Launch, Prepared, Step
 from kernels_metal.operation import ROWS, Case, Draw, Operation, case_of
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -30,36 +30,47 @@ KERNEL = Kernel(
 class HeadNorm(NamedTuple):
     """How heads of D numbers are normalised and turned.
 
-    query_weight, key_weight: [D], of the RMS norms. periods: float32 [D / 2], positions a radian,
-    of the pairs i and i + D / 2. epsilon: added to the mean square.
+    query_weight, key_weight: [D], of the RMS norms. periods: float32 [turned / 2], positions a
+    radian, of the pairs i and i + turned / 2; the numbers from `turned` on stay. epsilon: added to
+    the mean square. gated: behind each head of the queries stand D numbers that are passed over.
     """
 
     query_weight: mx.array
     key_weight: mx.array
     periods: mx.array
     epsilon: float
+    gated: bool = False
+
+    @property
+    def step(self) -> int:
+        """From a head of the queries to the next."""
+        return self.query_weight.size * (1 + self.gated)
 
 
-class NormRope:
-    """A call for arrays of these shapes, settled but for the arrays; its arguments are checked."""
+def turning(queries: mx.array, keys: mx.array, norm: HeadNorm) -> Step:
+    """`norm_rope` for arrays of these shapes, which are not checked again.
 
-    def __init__(self, queries: mx.array, keys: mx.array, norm: HeadNorm) -> None:
-        rows, width = queries.shape[1], norm.query_weight.size
-        heads, kv_heads = (array.shape[2] // width for array in (queries, keys))
-        plan = Launch(
-            grid=(32, heads + kv_heads, rows),
-            threadgroup=(32, 1, 1),
-            output_shapes=((1, heads, rows, width), (1, kv_heads, rows, width)),
-            output_dtypes=(queries.dtype,) * 2,
-            template=(("T", queries.dtype), ("D", width), ("HEADS", heads)),
-        )
-        self._run = Prepared(KERNEL, plan)
-        self._weights = [norm.query_weight, norm.key_weight]
-        self._rest = [norm.periods, mx.array([norm.epsilon])]
+    It is called with queries, keys and positions of eight rows or more, see `padded`.
+    """
+    rows, width = queries.shape[1], norm.query_weight.size
+    heads, kv_heads = queries.shape[2] // norm.step, keys.shape[2] // width
+    plan = Launch(
+        grid=(32, heads + kv_heads, rows),
+        threadgroup=(32, 1, 1),
+        output_shapes=((1, heads, rows, width), (1, kv_heads, rows, width)),
+        output_dtypes=(queries.dtype,) * 2,
+        template=(
+            *(("T", queries.dtype), ("D", width), ("HEADS", heads)),
+            *(("TURNED", norm.periods.size), ("STEP", norm.step)),
+        ),
+    )
+    launched = Prepared(KERNEL, plan)
+    arrays = [norm.query_weight, norm.key_weight, norm.periods, mx.array([norm.epsilon])]
 
-    def __call__(self, queries: mx.array, keys: mx.array, positions: mx.array) -> list[mx.array]:
-        """As `norm_rope`; positions: of eight rows or more, see `padded`."""
-        return self._run([queries, keys, *self._weights, positions, *self._rest])
+    def run(queries: mx.array, keys: mx.array, at: mx.array, arrays: Any) -> list[mx.array]:
+        return launched([queries, keys, *arrays[:2], at, *arrays[2:]])
+
+    return Step((KERNEL.name, plan), arrays, run)
 
 
 def norm_rope(
@@ -67,12 +78,13 @@ def norm_rope(
 ) -> list[mx.array]:
     """Queries [1, heads, R, D] and keys [1, key/value heads, R, D], normalised and turned.
 
-    queries: [1, R, heads * D]. keys: [1, R, key/value heads * D]; rows at any stride. positions:
-    int32 [R] of each row. D 64, 80, 96, 128 or 256, R up to 96; queries, keys and weights float32,
-    float16 or bfloat16. Raises ValueError for other shapes and dtypes.
+    queries: [1, R, heads * D], or twice that where they are gated. keys: [1, R, key/value heads *
+    D]; rows at any stride. positions: int32 [R] of each row. D 64, 80, 96, 128 or 256, R up to 96;
+    queries, keys and weights float32, float16 or bfloat16. Raises ValueError for other shapes and
+    dtypes.
     """
     check_arguments(queries, keys, positions, norm)
-    return NormRope(queries, keys, norm)(queries, keys, padded(positions))
+    return turning(queries, keys, norm)(queries, keys, padded(positions))  # type: ignore[no-any-return]
 
 
 def norm_rope_reference(
@@ -80,13 +92,12 @@ def norm_rope_reference(
 ) -> list[mx.array]:
     """As `norm_rope`, by MLX's own norm and rotation, whose batch the rows are."""
 
-    def turned(x: mx.array, weight: mx.array) -> mx.array:
-        width = weight.size
-        heads = x.reshape(x.shape[1], -1, 1, width)
+    def turned(x: mx.array, weight: mx.array, step: int) -> mx.array:
+        heads = x.reshape(x.shape[1], -1, 1, step)[..., : weight.size]
         normed = mx.fast.rms_norm(heads, weight, norm.epsilon)
         rotated = mx.fast.rope(
             normed,
-            width,
+            2 * norm.periods.size,
             traditional=False,
             base=None,
             scale=1.0,
@@ -95,7 +106,8 @@ def norm_rope_reference(
         )
         return rotated.swapaxes(0, 2)
 
-    return [turned(queries, norm.query_weight), turned(keys, norm.key_weight)]
+    width = norm.key_weight.size
+    return [turned(queries, norm.query_weight, norm.step), turned(keys, norm.key_weight, width)]
 
 
 def padded(positions: mx.array) -> mx.array:
@@ -111,18 +123,21 @@ def check_arguments(queries: mx.array, keys: mx.array, positions: mx.array, norm
     check_array("queries", queries, (1, None, None))
     check_range("the rows of queries", queries.shape[1], 1, MAX_ROWS)
     check_array("keys", keys, (1, queries.shape[1], None), (queries.dtype,))
-    for name, array in (("queries", queries), ("keys", keys)):
-        whole = array.shape[2] % width == 0
-        check(whole, f"the columns of {name}", array.shape[2], f"a multiple of {width}")
+    for name, array, step in (("queries", queries, norm.step), ("keys", keys, width)):
+        whole = array.shape[2] % step == 0
+        check(whole, f"the columns of {name}", array.shape[2], f"a multiple of {step}")
     check_array("positions", positions, (queries.shape[1],), (mx.int32,))
     for name, array in (("query_weight", norm.query_weight), ("key_weight", norm.key_weight)):
         check_array(name, array, (width,), (queries.dtype,))
-    check_array("periods", norm.periods, (width // 2,), (mx.float32,))
+    check_array("periods", norm.periods, (None,), (mx.float32,))
+    check_range("the turned numbers of a head", 2 * norm.periods.size, 2, width)
 
 
 def _case(queries: mx.array, keys: mx.array, positions: mx.array, norm: HeadNorm) -> Case:
     width = norm.query_weight.size
-    shape = (queries.shape[2] // width, keys.shape[2] // width, width)
+    shape: tuple[int, ...] = (queries.shape[2] // norm.step, keys.shape[2] // width, width)
+    if norm.gated or 2 * norm.periods.size < width:
+        shape = (*shape, norm.step, 2 * norm.periods.size)
     return case_of(queries.shape[1], shape, [queries, keys, norm.query_weight, norm.key_weight])
 
 
@@ -136,7 +151,8 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     rows, dim = draw.size("rows", ROWS), draw.size("dim", HEAD_DIMS)
     kv_heads = draw.size("kv_heads", (1, 2, 3))
     heads = draw.size("heads", [kv_heads * group for group in (1, 2, 4)])
-    widths = heads * dim, kv_heads * dim
+    gated, part = draw.chance("gated", 0.3), draw.chance("partial", 0.3)
+    widths = heads * dim * (1 + gated), kv_heads * dim
     size = 10.0 ** -draw.extra("small", (0, 0, 3))  # so small that epsilon counts
     if draw.chance("together", 0.5):
         queries, keys, _ = mx.split(
@@ -148,9 +164,17 @@ def _arguments(draw: Draw) -> tuple[Any, ...]:
     positions = mx.array(
         [first + (row if draw.given else draw.rng.randrange(9)) for row in range(rows)]
     )
-    periods = 1e6 ** (mx.arange(0, dim, 2) / dim)
+    turned = dim // 4 if part else dim
+    periods = 1e6 ** (mx.arange(0, turned, 2) / turned)
     query_weight, key_weight = (1 + 0.1 * draw.normal(dim) for _ in range(2))
-    return queries, keys, positions, HeadNorm(query_weight, key_weight, periods, 1e-6)
+    return queries, keys, positions, HeadNorm(query_weight, key_weight, periods, 1e-6, gated)
+
+
+def _tried(*args: Any) -> tuple[str, list[dict[str, int]]]:
+    norm = args[3]
+    dim, part = norm.query_weight.size, 2 * norm.periods.size < norm.query_weight.size
+    words = (str(dim), *["gated"] * norm.gated, *["partial"] * part)
+    return " ".join(words), [{"dim": dim, "gated": int(norm.gated), "partial": int(part)}]
 
 
 NORM_ROPE = Operation(
@@ -164,6 +188,6 @@ NORM_ROPE = Operation(
     defaults={"rows": 8, "dim": 128, "heads": 8, "kv_heads": 2},
     compared=lambda out, *args: list(out),
     after=_after,
-    tried=lambda *args: (str(args[3].query_weight.size), [{"dim": args[3].query_weight.size}]),
-    variants=[{"dim": dim} for dim in HEAD_DIMS],
+    tried=_tried,
+    variants=[*({"dim": dim} for dim in HEAD_DIMS), {"dim": 256, "gated": 1, "partial": 1}],
 )

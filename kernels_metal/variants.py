@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -43,9 +43,11 @@ def calls() -> list[Call]:
                 for variant in operation.variants:
                     tried = operation.tried(*arguments(operation, name, dict(variant)))[1]
                     for sizes in ({**variant, **more} for more in tried):
-                        for way in operation.ways(*arguments(operation, name, sizes)):
+                        args = arguments(operation, name, sizes)
+                        for way in operation.ways(*args):
+                            made = _launched(operation.by(way), args)
+                            plans = [(k, p.template, p.output_dtypes) for k, _, p in made]
                             call = Call(operation.name, name, sizes, way)
-                            plans = [(k, p.template, p.output_dtypes) for k, _, p in launches(call)]
                             found.setdefault(repr(plans), call)
     return [*found.values()]
 
@@ -57,13 +59,20 @@ def _nothing(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[m
 
 def launches(call: Call) -> list[tuple[Kernel, Sequence[mx.array], Launch]]:
     """What a call would launch, of which nothing is: results are zeros."""
+    operation = operation_of(call.operation)
+    given = arguments(operation, call.dtype, call.sizes)
+    return _launched(operation.by(call.way), given)
+
+
+def _launched(
+    kernel: Callable[..., Any], args: tuple[Any, ...]
+) -> list[tuple[Kernel, Sequence[mx.array], Launch]]:
     made: list[tuple[Kernel, Sequence[mx.array], Launch]] = []
 
     def note(kernel: Kernel, inputs: Sequence[mx.array], plan: Launch) -> list[mx.array]:
         made.append((kernel, list(inputs), plan))
         return _nothing(kernel, inputs, plan)
 
-    operation = operation_of(call.operation)
     with executing(note):
-        operation.by(call.way)(*arguments(operation, call.dtype, call.sizes))
+        kernel(*args)
     return made

@@ -9,7 +9,6 @@ Two kernels: `verify_qmm` adds in single lanes and is for the fewest rows, and f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from kernels_metal.checks import (
     check_contiguous,
     check_range,
 )
-from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.factory import Kernel, Launch, Prepared, Step
 from kernels_metal.gpu import few_rows, fewest_unpacked, may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
@@ -51,7 +50,6 @@ _INPUTS = ("x", "weights", "scales", "biases", "sizes")
 SCALAR = Kernel("verify_qmm", inputs=_INPUTS, outputs=("y",), header="lanes")
 MATRIX = Kernel("verify_qmm_matrix", inputs=_INPUTS, outputs=("y",), header="lanes")
 Way = Literal["scalar", "matrix"]
-Multiply = Callable[[mx.array], mx.array]
 Matrix = tuple[mx.array, mx.array | None, mx.array | None]  # weights, scales and biases
 
 
@@ -140,7 +138,7 @@ class Product:
         self.halves = 2 if packing.gated else 1
         even = self.columns % self.halves == 0
         check(even, "the rows of weights", self.columns, "even, where they are gated")
-        self._settled: dict[tuple[Any, ...], Multiply] = {}
+        self._settled: dict[tuple[Any, ...], Step] = {}
 
     def __call__(self, x: mx.array, way: Way | None = None) -> mx.array:
         """[..., N] for x [..., K] of 1 to 32 rows, of the dtype of the scales; sums are float32.
@@ -151,13 +149,13 @@ class Product:
         key = x.shape, x.dtype, way
         if key not in self._settled:
             self._settled[key] = self.settled(x, way)
-        return self._settled[key](x)
+        return self._settled[key](x)  # type: ignore[no-any-return]
 
-    def settled(self, x: mx.array, way: Way | None = None) -> Multiply:
+    def settled(self, x: mx.array, way: Way | None = None) -> Step:
         """A product for every x of this shape and dtype, with nothing left to look up."""
         run, sizes = self._plan(x, way)
-        rest = *self.arrays, sizes
-        return lambda x: run([x, *rest])[0]
+        key = run.kernel.name, run.plan
+        return Step(key, [*self.arrays, sizes], lambda x, arrays: run([x, *arrays])[0])
 
     def way(self, rows: int) -> Way:
         """The kernel by which so many rows are multiplied."""
@@ -332,12 +330,16 @@ def drawn_packing(draw: Draw) -> Packing:
 
 
 def drawn_matrix(draw: Draw, columns: int, depth: int, packing: Packing) -> Matrix:
-    """Weights of a random call: integers of all values, floats of those that MLX packs."""
+    """Weights of a random call, of all values but what is no number."""
     if packing.form == 3:
         return draw.normal(columns, depth), None, None
     if packing.form:
-        packed = mx.quantize(draw.normal(columns, depth), mode=packing.mode)
-        return packed[0], packed[1], None
+        bytes_of = columns, depth * packing.bits // 8
+        sizes, signs = (mx.random.randint(0, n, bytes_of, mx.uint8, draw.key()) for n in (127, 2))
+        low, high = (110, 120) if packing.form == 1 else (1, 40)  # scales from 2^-17, 2^-9
+        groups = columns, depth // packing.group
+        scales = mx.random.randint(low, high, groups, mx.uint8, draw.key())
+        return (sizes | signs << 7).view(mx.uint32), scales, None
     words = columns, depth * packing.bits // 32
     weights = mx.random.randint(0, 2**32, words, mx.uint32, key=draw.key())
     scales, biases = (draw.normal(columns, depth // packing.group) for _ in range(2))

@@ -3,8 +3,8 @@
 A recurrent state follows one path. So for a tree a mixer runs over all root-to-leaf paths at once,
 a batch of chains, from as many copies of the state before the pass; its matrix products, which are
 most of its work, see every node once. What they gave is noted until the commit, for calls that are
-run again over the rows that stay. Nothing of a mixer is written anew (compare the scans along trees
-of arXiv 2505.14969, 2608.20961).
+run again over the rows that stay. A gated delta net leaves more, see `tape.py`. Nothing of a mixer
+is written anew (compare the scans along trees of arXiv 2505.14969, 2608.20961).
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.core.tree import Tree, rows_on
+from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks
+from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.tape import Behind, DeltaKernels, Rows, part, settled
+from kernels_metal.delta_net import MAX_ROWS
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
 # of its own. Only what the tests try is here.
@@ -37,6 +41,8 @@ UNTRIED = frozenset(
         "longcat_flash_ngram", "mamba",
     }
 )  # fmt: skip
+# Calls of gated delta nets as Qwen3-Next's: what is convolved and the state are all they keep
+DELTA_NETS = frozenset({"qwen3_5.GatedDeltaNet", "qwen3_next.Qwen3NextGatedDeltaNet"})
 STATE = object()  # stands for the layer's state among the arguments of a kept call
 Noted = dict[int, list[mx.array]]  # by a product's number: what it gave, [1, rows, d] each
 
@@ -47,6 +53,7 @@ class Paths:
 
     nodes: mx.array  # [B, L] the node in every place
     places: mx.array  # [N] a place of every node, counted row by row
+    leads: Sequence[int]  # [N] the path of this place
 
     @classmethod
     def of(cls, tree: Tree) -> Paths:
@@ -58,7 +65,8 @@ class Paths:
             path = np.flatnonzero(tree.ancestors[leaf])
             nodes[i, : len(path)] = path
             places[path] = i * nodes.shape[1] + np.arange(len(path))
-        return cls(mx.array(nodes.astype(np.int32)), mx.array(places))
+        leads = (places // nodes.shape[1]).tolist()
+        return cls(mx.array(nodes.astype(np.int32)), mx.array(places), leads)
 
     def spread(self, value: Any) -> Any:
         """[1, N, ...] -> [B, L, ...]; whatever else, as it is."""
@@ -74,60 +82,137 @@ class Paths:
 
     def copies(self, state: Sequence[mx.array | None]) -> list[mx.array | None]:
         paths = self.nodes.shape[0]
-        return [a if a is None else mx.broadcast_to(a, (paths, *a.shape[1:])) for a in state]
+        return [
+            mx.broadcast_to(a, (paths, *a.shape[1:])) if isinstance(a, mx.array) else a
+            for a in state
+        ]
 
 
 class Products:
-    """The linear modules of mixers: they see each node once, and give again what they gave."""
+    """The linear modules of mixers: they see each node once, and give again what they gave.
 
-    def __init__(self, mixers: Sequence[nn.Module]) -> None:
+    What a gated delta net's pass leaves for its commit is found here as well.
+    """
+
+    def __init__(self, mixers: Sequence[nn.Module], kernels: Kernels) -> None:
+        self._kernels = DeltaKernels(kernels)
+        taped = (mixer for mixer in mixers if source_of(type(mixer).__call__) in DELTA_NETS)
+        self._nets = {id(net) for net in taped if "in_proj_qkv" in net}  # that kernels know
         kinds = nn.Linear, nn.QuantizedLinear
-        self._modules = [m for mixer in mixers for m in mixer.modules() if isinstance(m, kinds)]
+        modules = [module for mixer in mixers for module in mixer.modules()]
+        self._modules = [module for module in modules if isinstance(module, kinds)]
+        self._convolutions = [module for module in modules if isinstance(module, nn.Conv1d)]
         # Of the one mixer that is running, if it is to be noted or given again
+        self._call: Call | None = None
+        self._layer: Any = None
         self._paths: Paths | None = None
-        self._noted: Noted | None = None
         self._known: Noted = {}
+        self._nodes: tuple[mx.array, mx.array] | None = None  # an input along paths, and by nodes
+        self._window: mx.array | None = None  # what its convolution was given
 
     def hook(self, hooks: Hooks) -> None:
         for i, module in enumerate(self._modules):
             hooks.replace(module, "__call__", self._asking(i, type(module).__call__))
+        for convolution in self._convolutions:
+            hooks.replace(convolution, "__call__", self._seeing(type(convolution).__call__))
 
     @contextmanager
     def of_call(
-        self, noted: Noted | None, paths: Paths | None = None, known: Noted | None = None
+        self, call: Call | None, layer: Any = None, known: Noted | None = None
     ) -> Iterator[None]:
-        """Within it products are noted, once per node of `paths`; `known` ones are not computed."""
-        self._noted, self._paths, self._known = noted, paths, known or {}
+        """Within it `call` of a layer is noted, once per node; `known` ones are not computed."""
+        self._call, self._layer, self._known = call, layer, known or {}
+        self._paths = None if layer is None else layer.running.paths
         try:
             yield
         finally:
-            self._noted, self._paths, self._known = None, None, {}
+            self._call, self._layer, self._paths, self._known = None, None, None, {}
+            self._nodes = self._window = None
+
+    @property
+    def are_taped(self) -> bool:
+        """Whether passes of one row leave a tape as well, since a kernel replays what stays."""
+        return bool(self._nets) and self._kernels.run
+
+    def by_kernels(self, call: Call) -> Any:
+        """What they make of a net's call, also of the rows of a tree; None where they do not."""
+        net, layer = call.mixer, self._layer
+        if id(net) not in self._nets or not self._kernels.run or net.sharding_group is not None:
+            return None
+        x, *masks = call.args
+        if masks[:1] != [None] or x.shape[1] > MAX_ROWS:
+            return None
+        made = self._kernels(net, x, layer.cache, layer.running.parents)
+        call.noted.clear()  # of a pass by kernels no call is run again
+        if made is None:
+            return None
+        out, rows, states = made
+        call.tapes.append(rows)
+        if layer.running.paths is None:
+            layer.cache = states
+        return out
+
+    def update(self, stock: Callable[..., Any], *rows: Any, **how: Any) -> Any:
+        """mlx-lm's `gated_delta_update`, what it was given of rows is kept.
+
+        rows: q, k, v, a and b, [1, R, ...] each, rates and biases, the state and a mask.
+        """
+        *given, state, mask = rows
+        call, paths, window = self._call, self._paths, self._window
+        follows = paths is None or given[0].shape[:2] == paths.nodes.shape
+        if isinstance(state, Behind):
+            state = settled(state) if paths is None else paths.copies([settled(state)])[0]
+        if call is not None and window is not None and mask is None and follows:
+
+            def state_behind(state: Any, batch: int, places: Sequence[int]) -> Any:
+                k, *others = (part(x, batch, places) for x in given[1:5])
+                return stock(k, k, *others, *given[5:], settled(state), None, **how)[1]
+
+            before = window.shape[1] - given[0].shape[1]
+            leads = None if paths is None else paths.leads
+            call.tapes.append(Rows(window, before, state_behind, leads))
+        return stock(*given, state, mask, **how)
+
+    def _seeing(self, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def convolve(module: nn.Module, x: mx.array) -> mx.array:
+            self._window = None if self._call is None else x
+            return forward(module, x)
+
+        return convolve
 
     def _asking(self, i: int, forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: nn.Module, x: mx.array) -> mx.array:
             if known := self._known.get(i):
                 return known.pop(0)
-            noted, paths = self._noted, self._paths
-            if noted is None:
+            call, paths = self._call, self._paths
+            if call is None:
                 return forward(module, x)
             on_paths = paths is not None and x.ndim == 3 and x.shape[:2] == paths.nodes.shape
-            y = forward(module, paths.collect(x) if paths and on_paths else x)
-            noted.setdefault(i, []).append(own(y))
+            y = forward(module, self._by_nodes(paths, x) if paths and on_paths else x)
+            call.noted.setdefault(i, []).append(own(y))
             return paths.spread(y) if paths and on_paths else y
 
         return product
 
+    def _by_nodes(self, paths: Paths, x: mx.array) -> mx.array:
+        """The same array for all products of one input, by which these are known to be a group."""
+        if self._nodes is None or self._nodes[0] is not x:
+            self._nodes = x, paths.collect(x)
+        return self._nodes[1]
+
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a mixer in a pass: `run(*args, **kwargs)`, with the state of a layer in it."""
+    """One call of a mixer in a pass: `forward(mixer, *args, **kwargs)`, with a layer's state."""
 
-    run: Callable[..., Any]
+    mixer: Any
+    forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     products: Products
     layer: int = 0
     noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
+    tapes: list[Rows] = field(default_factory=list)  # of a gated delta net, as long
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -137,8 +222,12 @@ class Call:
         """Run it over those of its `rows` rows that are on `path`; what it returns is dropped.
 
         A row on a path has the same rows before it as in the pass, so what products gave for it
-        holds: only convolutions and the recurrence itself are computed again.
+        holds: only convolutions and the recurrence itself are computed again; where there is a
+        tape, nothing but the state.
         """
+        if self.tapes:
+            state.cache = self.tapes[0].after(state.cache, path)
+            return
         kept, noted = rows_on(path), self.noted.items()
         of_rows = {i: ys for i, ys in noted if all(y.shape[:2] == (1, rows) for y in ys)}
         known = {i: [y[:, kept] for y in ys] for i, ys in of_rows.items()}
@@ -154,10 +243,11 @@ class Call:
     def changed(self, change: Callable[[Any], Any], layer: int = 0) -> Call:
         """This call with changed arguments; nothing of it is noted."""
         kwargs = {key: change(arg) for key, arg in self.kwargs.items()}
-        return Call(self.run, tuple(map(change, self.args)), kwargs, self.products, layer)
+        args = tuple(map(change, self.args))
+        return Call(self.mixer, self.forward, args, kwargs, self.products, layer)
 
     def __call__(self) -> Any:
-        return self.run(*self.args, **self.kwargs)
+        return self.forward(self.mixer, *self.args, **self.kwargs)
 
 
 def own(value: Any) -> Any:

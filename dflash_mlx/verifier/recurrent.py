@@ -4,6 +4,7 @@ MLX arrays are immutable, so a state from before a pass is kept by keeping refer
 a few rows the calls of the recurrent mixers are kept as well, with what their matrix products gave.
 Where only some rows stay, the state from before is put back and those mixers alone run again over
 these rows, without their products; their outputs are never computed, since nothing asks for them.
+Gated delta nets are not even called: see `tape.py`.
 The mixers of a tree's pass run along its paths (see `mixers.py`) and leave the states as they were.
 """
 
@@ -23,8 +24,11 @@ from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
-from dflash_mlx.verifier.hooks import Hooks, once, through
-from dflash_mlx.verifier.mixers import STATE, Call, Paths, Products, own
+from dflash_mlx.verifier.fusion import source_of
+from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
+from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
+from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.tape import settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -85,9 +89,11 @@ class RecurrentLayer(ArraysCache):
         # Kept with nothing that refers to the state, or changes in place
         kept = call.changed(lambda arg: STATE if arg is self else own(arg), self.index)
         running.calls.append(kept)
-        if len(running.parents) == 1:  # of one row all stays
+        if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
-        with call.products.of_call(kept.noted, running.paths):
+        with call.products.of_call(kept, self):
+            if (made := call.products.by_kernels(kept)) is not None:
+                return made
             return call() if running.paths is None else self.along(running.paths, kept)
 
     def along(self, paths: Paths, call: Call) -> Any:
@@ -145,13 +151,14 @@ class RecurrentStates(Cache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for layer in self.parts for array in layer.cache if array is not None]
+        return [settled(a) for layer in self.parts for a in layer.cache if a is not None]
 
     @property
     def nbytes(self) -> int:
         before = {way.start: way.before for way in self._ways}.values()
         inputs = [call.arrays for way in self._ways for call in way.calls or ()]
-        kept = [*chain.from_iterable(before), *inputs, self.arrays]
+        now = [layer.cache for layer in self.parts]
+        kept = [*chain.from_iterable(before), *inputs, *now]
         return sum(array.nbytes for arrays in kept for array in arrays if array is not None)
 
     @property
@@ -175,12 +182,15 @@ class RecurrentStates(Cache):
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
         kept = replace(running, path=path, paths=None)
+        for tape in (tape for call in running.calls or () for tape in call.tapes):
+            tape.committed()
         if len(path) < len(running.parents):
             self._go_to(kept)
         for layer in self.parts:
             layer.running = None
         if kept.calls:  # without notes, which are larger than what the mixers were given
-            kept = replace(kept, calls=[replace(call, noted={}) for call in kept.calls])
+            calls = [replace(call, noted={}, tapes=[]) for call in kept.calls]
+            kept = replace(kept, calls=calls)
         self._running = None
         self.length += len(path)
         if path:
@@ -248,7 +258,8 @@ class RecurrentStates(Cache):
         starts = {way.start: way.beginning() for way in self._ways if way.start}
         chunks = spread([starts[start] for start in sorted(starts)])
         states = [tuple(layer.cache) for layer in self.parts]
-        flat = [*chain.from_iterable([*states, *chain.from_iterable(c.before for c in chunks)])]
+        kept = chain.from_iterable([*states, *chain.from_iterable(c.before for c in chunks)])
+        flat = [*map(settled, kept)]
         there = [array is not None for array in flat]
         about = [self.length, [chunk.start for chunk in chunks], there]
         return [array for array in flat if array is not None], about
@@ -285,13 +296,20 @@ class RecurrentStates(Cache):
         self._passes = [passes[i] for i in sorted(kept)]
 
 
-def hook_mixers(model: Any, name: str) -> tuple[frozenset[str], Products]:
+def hook_mixers(model: Any, name: str, kernels: Kernels) -> tuple[frozenset[str], Products]:
     """Let passes keep mixers' calls: mixers' mlx-lm sources and products. DFlashError for none."""
     mixers = _mixers(model, name)
-    products = Products(mixers)
+    products = Products(mixers, kernels)
     for mixer in mixers:
-        once(mixer, hook_mixers, partial(through, partial(_call, products)))  # not by two targets
+        once(mixer, hook_mixers, partial(_hooked, products))  # not by two targets
     return frozenset(type(mixer).__module__.rpartition(".")[2] for mixer in mixers), products
+
+
+def _hooked(products: Products, stock: Callable[..., Any]) -> Callable[..., Any]:
+    if source_of(stock) in DELTA_NETS:
+        update = stock.__globals__["gated_delta_update"]
+        stock = rebound(stock, {"gated_delta_update": partial(products.update, update)})
+    return through(partial(_call, products), stock)
 
 
 def _call(
@@ -300,7 +318,7 @@ def _call(
     run = getattr(_state_among(args, kwargs), "run", None)  # which mlx-lm's own have not
     if run is None:
         return forward(mixer, *args, **kwargs)
-    return run(Call(partial(forward, mixer), args, kwargs, products))
+    return run(Call(mixer, forward, args, kwargs, products))
 
 
 def _mixers(model: Any, name: str) -> list[nn.Module]:

@@ -15,20 +15,20 @@ from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.client import (
     DecodeConfig,
     DFlashError,
-    Difference,
     Pair,
     PairConfig,
     Question,
     RaceResult,
     RaceStep,
     SamplingConfig,
-    load,
     race,
     save_bench,
 )
 from dflash_mlx.client import what_pays as sentence
 from dflash_mlx.drafters.methods import serving
+from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Capabilities
+from dflash_mlx.models.load import load
 
 
 @pytest.fixture(scope="module")

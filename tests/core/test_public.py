@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,22 @@ def test_importing_the_package_loads_little_and_its_names_nothing_that_they_do_n
 @pytest.mark.parametrize("name", dflash_mlx.__all__)
 def test_a_public_name_can_be_imported(name):
     assert getattr(dflash_mlx, name).__name__ == name
+
+
+def imported(file: Path, module: str | None = None) -> set[str]:
+    """The names that a file imports, all or those of a module."""
+    nodes = [
+        each for each in ast.walk(ast.parse(file.read_text())) if isinstance(each, ast.ImportFrom)
+    ]
+    found = (each.names for each in nodes if module in (None, each.module))
+    return {alias.asname or alias.name for names in found for alias in names}
+
+
+def test_the_client_has_what_the_app_imports_and_nothing_more():
+    root = Path(dflash_mlx.__file__).parent
+    files = (root.parent / "app").glob("*.py")
+    wanted = set().union(*(imported(file, "dflash_mlx.client") for file in files))
+    assert imported(root / "client.py") == wanted
 
 
 def test_another_name_is_an_error():

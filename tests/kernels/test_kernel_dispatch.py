@@ -275,6 +275,7 @@ CASES = {
     "cache_commit": "5/8x2x64/16/float16",
     "verify_qmm": "8/1024x256x64x0/4/float16",
     "norm_rope": "8/8x2x128/16/float16",
+    "delta_net": "8/2x4x128x4/16/float16+float32",
 }
 
 

@@ -135,29 +135,30 @@ def drafting():
 # norm_rope
 
 
-def turned(x: mx.array, positions: mx.array, weight: mx.array, norm: HeadNorm) -> np.ndarray:
+def turned(x: mx.array, positions: mx.array, weight: mx.array, norm: HeadNorm, step: int):
     """[1, heads, R, D]: normed, weighted and turned head by head."""
-    half = weight.size // 2
-    heads = exact(x)[0].reshape(x.shape[1], -1, weight.size)
+    half = norm.periods.size
+    heads = exact(x)[0].reshape(x.shape[1], -1, step)[..., : weight.size]
     mean = (heads**2).mean(axis=-1, keepdims=True)
-    a, b = np.split(heads / np.sqrt(mean + norm.epsilon) * exact(weight), [half], axis=-1)
+    normed = heads / np.sqrt(mean + norm.epsilon) * exact(weight)
+    a, b, rest = np.split(normed, [half, 2 * half], axis=-1)
     angles = np.array(positions)[:, None, None] / exact(norm.periods)
     c, s = np.cos(angles), np.sin(angles)
-    return np.concatenate([a * c - b * s, a * s + b * c], axis=-1).swapaxes(0, 1)[None]
+    return np.concatenate([a * c - b * s, a * s + b * c, rest], axis=-1).swapaxes(0, 1)[None]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("together", [0, 1])
-def test_kernel_and_reference_norm_and_turn_every_head_as_numpy_does(dim, together, dtype):
-    sizes = {"dim": dim, "rows": 5, "heads": 4, "together": together}
-    *sides, _, norm = arguments(NORM_ROPE, dtype, **sizes)
-    assert sides[0].shape == (1, 5, 4 * dim)
+@pytest.mark.parametrize("how", [{}, {"together": 1}, {"together": 1, "gated": 1, "partial": 1}])
+def test_kernel_and_reference_norm_and_turn_every_head_as_numpy_does(dim, how, dtype):
+    *sides, _, norm = arguments(NORM_ROPE, dtype, dim=dim, rows=5, heads=4, **how)
+    assert sides[0].shape == (1, 5, 4 * dim * (1 + norm.gated))
     given = *sides, mx.array([50, 51, 51, 52, 51]), norm  # of a tree's rows
     with emulated():
         both = zip(norm_rope(*given), norm_rope_reference(*given), strict=True)
-    for (kernel, reference), x, weight in zip(both, sides, norm[:2], strict=True):
-        assert_close(kernel, turned(x, given[2], weight, norm), dtype)
+    steps = norm.step, dim
+    for (kernel, reference), x, weight, step in zip(both, sides, norm[:2], steps, strict=True):
+        assert_close(kernel, turned(x, given[2], weight, norm, step), dtype)
         assert mx.abs(reference - kernel).max().item() <= {4: 1e-4, 2: 0.04}[dtype.size]
 
 
@@ -180,7 +181,7 @@ def test_few_positions_are_padded_and_many_are_not():
 
 COMMITTING = against(CACHE_COMMIT, {}, change=strided)
 SIZES = {"rows": 3, "dim": 80, "heads": 2, "kv_heads": 1, "together": 1, "first": 9}
-TURNING = against(NORM_ROPE, SIZES)
+TURNING = against(NORM_ROPE, SIZES, {**SIZES, "gated": 1, "partial": 1})
 
 
 # By what is wrong: the source, what becomes of it, and what is found
@@ -225,18 +226,22 @@ test_a_fault_is_found = each_is_found(
     ("norm_rope", TURNING, {
         "rows as if nothing stood between them": ("row * queries_strides[1]",
             "row * HEADS * D", "bounds or result"),
-        "keys are read as queries": ("? queries + row * queries_strides[1] : keys",
-            "? queries + row * queries_strides[1] : queries", "result"),
+        "keys are read as queries": (": keys + row * keys_strides[1]",
+            ": queries + row * keys_strides[1]", "result"),
         "heads of keys are counted with the queries'": ("(is_query ? 0 : HEADS)", "0",
             "bounds or race"),
         "only the first lanes add up": ("rsqrt(simd_sum(squares)",
             "rsqrt((lane < 16 ? simd_sum(squares) : 0.0f)", "divergence"),
         "a pair behind the last": ("if (at < HALF) {\n    const", "if (at <= HALF) {\n    const",
             "bounds or race or result"),
+        "what stays is turned": ("if (at < TURNED)", "if (at < HALF)", "bounds or result"),
+        "gates are read as queries": ("head * STEP", "head * D", "result"),
+        "halves of the whole head": ("at < TURNED ? TURNED : HALF - TURNED", "HALF - TURNED",
+            "bounds or race or result"),
         "the lane's second pair is left out": ("(HALF + 31) / 32", "HALF / 32", "unwritten"),
         "the norm is that of half a head": ("squares += pairs[i][0] * pairs[i][0] + ",
             "squares += ", "result"),
-        "no weight": (" * float(weight[at])", "", "result"),
+        "no weight": (" * float(weight[first])", "", "result"),
         "turned backwards": ("a * c - b * s", "a * c + b * s", "result"),
         "every row at the first's position": ("positions[row]", "positions[0]", "result"),
         "an epsilon of its own": ("+ epsilon[0]", "+ 1.0f", "result"),

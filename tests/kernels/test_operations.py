@@ -22,6 +22,7 @@ from kernels_metal.cascade_attention import (
     cascade_attention,
 )
 from kernels_metal.catalog import CATALOG, OPERATIONS
+from kernels_metal.delta_net import DELTA_NET, Before, Mixer, Tape, delta_net
 from kernels_metal.draft_head import DRAFT_HEAD, draft_head
 from kernels_metal.emulator import emulated
 from kernels_metal.factory import SOURCE
@@ -159,6 +160,18 @@ def packed(**changes):
     return stored._replace(**{name: change(stored) for name, change in changes.items()})
 
 
+def products_of(rows, dtype=mx.float32):
+    return tuple(zeros(1, rows, width, dtype=dtype) for width in (1024, 4, 4))
+
+
+def before_pass(convolved, dtype=mx.float32, tape=None):
+    return Before(zeros(1, convolved, 1024), zeros(1, 4, 128, 128, dtype=dtype), tape)
+
+
+def taped_of(path, heads=2):
+    return Tape(zeros(1, 3, heads, 128), zeros(1, 3, 4), zeros(1, 3, 4, 128), path)
+
+
 # By what is called: an operation and sizes of a call that it takes
 TAKEN = {
     cascade_attention: (CASCADE_ATTENTION, {"dim": 64, "heads": 4, "rows": 5, "prefix": 20}),
@@ -166,6 +179,7 @@ TAKEN = {
     accepted_rows: (CACHE_COMMIT, {"caches": 2, "rows": 2, "prefix": 6}),
     verify_qmm: (VERIFY_QMM, {"rows": 4, "depth": 128, "columns": 6, "group": 32}),
     norm_rope: (NORM_ROPE, {"rows": 8, "heads": 2}),
+    delta_net: (DELTA_NET, {"rows": 4, "taped": 3}),
 }
 
 
@@ -246,7 +260,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"x": zeros(17, 128), **GATED}, "rows of x is 17, but must be 1 to 16"),
     ],
     Packing: [
-        ({"bits": 3}, "bits is 3, but must be one of 4, 8"),
+        ({"bits": 3}, "bits is 3, but must be one of 4, 6, 8"),
         ({"group": 16}, "group is 16, but must be one of 32, 64, 128"),
     ],
     norm_rope: [
@@ -256,6 +270,18 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"positions": zeros(8)}, "dtype of positions is float32"),
         ({"norm": normed_by(zeros(128, dtype=mx.int8))}, "query_weight is int8, .* be float32"),
         ({"norm": normed_by(zeros(72))}, "the head dim is 72"),
+    ],
+    delta_net: [
+        ({"products": products_of(33)}, "rows of qkv is 33, but must be 1 to 32"),
+        ({"products": products_of(4, mx.float16)}, "dtype of qkv is float16"),
+        ({"mixer": Mixer(zeros(1024, 4, 1), *[zeros(4)] * 2, 3)}, "the head dim is 102"),
+        ({"mixer": Mixer(zeros(1024, 9, 1), *[zeros(4)] * 2, 2)}, "taps of .* is 9"),
+        ({"mixer": Mixer(zeros(1152, 4, 1), *[zeros(5)] * 2, 2)}, "values is 5, .* multiple of 2"),
+        ({"before": before_pass(4)}, r"shape of convolved is \[1, 4, 1024\]"),
+        ({"before": before_pass(3, mx.float16)}, "dtype of state is float16"),
+        ({"before": before_pass(3, tape=taped_of([0, 3]))}, r"its path is \[0, 3\]"),
+        ({"before": before_pass(3, tape=taped_of([0], 3))}, r"tape's k is \[1, 3, 3, 128\]"),
+        ({"parents": (-1, 0, 2, 1)}, r"parents is \[-1, 0, 2, 1\], but must be 4 earlier rows"),
     ],
 }
 

@@ -15,9 +15,10 @@ from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.emulator import emulated
 from kernels_metal.emulator.model import ACCESS, busy_share, share_of_peak
 from kernels_metal.factory import SOURCE, Launch
-from kernels_metal.verify_qmm import VERIFY_QMM, Packing, Product
+from kernels_metal.verify_qmm import Packing, Product
 from support.emulator_tiny import RAMP, run
 from support.kernels import arguments
+from support.packings import KINDS, product
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 CORES = {"M4": 10, "M4 Pro": 20, "M4 Max": 40, "M3 Ultra": 80}
@@ -58,13 +59,27 @@ def test_sums_that_are_not_shared_would_leave_half_of_a_large_gpu_idle(monkeypat
 
 # By rows: the least share of the arithmetic peak that the few-row product can reach
 LEAST = {8: 0.44, 16: 0.53, 24: 0.54, 32: 0.56}
+# At 8 rows, by how weights are packed; those that are not need no unpacking
+LEAST_OF = {"4-32": 0.42, "6-64": 0.43, "8-32": 0.41, "mxfp4": 0.45, "nvfp4": 0.45, "mxfp8": 0.44}
+LEAST_OF["none"] = 0.63
+FOUR_BITS = Packing(4, 64)
 
 
-def product_share(rows: int) -> float:
-    given = arguments(VERIFY_QMM, mx.float16, rows=rows, depth=512, columns=1024)
+def product_share(rows: int, packing: Packing = FOUR_BITS) -> float:
+    given = product(rows, 512, 1024, packing, mx.float16)
     with emulated() as run:
         products.verify_qmm(*given, "matrix")
-    return share_of_peak(run.counters[0], rows * 512 * 1024, 512 * 1024)
+    unpacked = 0 if packing.mode == "none" else 512 * 1024
+    return share_of_peak(run.counters[0], rows * 512 * 1024, unpacked)
+
+
+@pytest.mark.parametrize(
+    ("packing", "least"), [*zip(KINDS, LEAST_OF.values(), strict=True)], ids=str
+)
+def test_no_packing_costs_more_than_integers_and_one_tile_across_would(monkeypatch, packing, least):
+    assert product_share(8, packing) >= least
+    monkeypatch.setattr(products, "WIDE", 10**9)
+    assert product_share(8, packing) < least
 
 
 @pytest.mark.parametrize(("rows", "least"), LEAST.items())

@@ -16,9 +16,9 @@ from dflash_mlx.client import (
     Responder,
     SamplingConfig,
     Worker,
-    load,
 )
 from dflash_mlx.drafters.experience import Experience
+from dflash_mlx.models.load import load
 from dflash_mlx.verifier import pass_times
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.models import TEMPLATE, write_drafter, write_model

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from jsonschema_rs import is_valid
 
-from dflash_mlx.client import first_difference, load
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.engine.delta import collect
+from dflash_mlx.engine.exact import first_difference
 from dflash_mlx.engine.grammar import FORCED
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import prompt_tokens

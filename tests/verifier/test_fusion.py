@@ -15,6 +15,7 @@ from mlx_lm import models
 
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.fusion import (
+    GATED_ATTENTIONS,
     GATED_MLPS,
     NORMED_ATTENTIONS,
     groups_in,
@@ -30,6 +31,9 @@ from support.families import VOCAB_SIZE, make_model
 from support.hybrids import BLOCKS, PROMPT, changed_target, fresh, pass_over, through_both
 from support.kernels import arguments, assert_close, exact
 
+HYBRIDS = "qwen3_5", "qwen3_next"  # of whose three layers one has keys
+TURNED = {"type": "default", "rope_theta": 100000, "partial_rotary_factor": 0.25}
+QUARTER = {"rope_parameters": TURNED, "partial_rotary_factor": 0.25}
 SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -53,11 +57,12 @@ def products(run: Run) -> int:
         ("qwen3", "tree", None, {}),
         ("qwen3", "tree", 4, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("qwen3", "tree", 4, {"head_dim": 16}),  # which the kernel does not take
+        *((name, "tree", 4, QUARTER) for name in ("qwen3_5", "qwen3_next")),  # with gated queries
     ],
 )
 def test_norms_and_rope_are_one_launch_and_agree_with_stock_mlx(name, block, bits, changes):
     target = make_target(name, bits, **changes)
-    taken = 0 if "head_dim" in changes else target.num_layers
+    taken = 0 if "head_dim" in changes else 1 if name in HYBRIDS else target.num_layers
     assert len(through_both(target, block).of("norm_rope")) == taken
 
 
@@ -131,7 +136,9 @@ def calls_in(file: Path) -> dict[str, str]:
 def test_modules_with_calls_of_their_own_are_those_that_mlx_lm_writes_as_qwen3s():
     files = sorted(Path(models.__path__[0]).glob("*.py"))
     calls = {name: call for file in files for name, call in calls_in(file).items()}
-    for known, like in ((GATED_MLPS, "qwen3.MLP"), (NORMED_ATTENTIONS, "qwen3.Attention")):
+    like_them = "qwen3.MLP", "qwen3.Attention", "qwen3_next.Qwen3NextAttention"
+    known_as = GATED_MLPS, NORMED_ATTENTIONS, GATED_ATTENTIONS
+    for known, like in zip(known_as, like_them, strict=True):
         assert known == {name for name, call in calls.items() if call == calls[like]}
     for family in {name.partition(".")[0] for name in GATED_MLPS}:
         source = (files[0].parent / f"{family}.py").read_text()
@@ -139,7 +146,8 @@ def test_modules_with_calls_of_their_own_are_those_that_mlx_lm_writes_as_qwen3s(
 
 
 def test_modules_are_known_by_where_their_call_is_written():
-    for name, (gated, normed) in {"qwen3": (3, 3), "llama": (3, 0), "gemma3_text": (0, 0)}.items():
+    known = {"qwen3": (3, 3), "qwen3_5": (3, 1), "llama": (3, 0), "gemma3_text": (0, 0)}
+    for name, (gated, normed) in known.items():
         modules = make_model(name).modules()
         assert sum(map(is_gated_mlp, modules)) == gated
         assert sum(map(is_normed_attention, modules)) == normed
@@ -163,6 +171,20 @@ def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up(name, bi
     assert any(case.startswith("shared_input/9/") for case in target.kernels.choices)
     target.use_kernels("off")
     assert mx.array_equal(pass_over(target, "nine")[0], stock)  # weights are views, and the same
+
+
+@pytest.mark.parametrize("block", ["chain", "tree"])  # along whose paths inputs are spread
+@pytest.mark.parametrize(("name", "launches"), [("qwen3_5", 3 * 4 + 1), ("qwen3_next", 13 + 6)])
+def test_what_a_gated_delta_net_takes_from_its_input_is_one_product(name, launches, block):
+    target = make_target(name)  # 2 of 3 layers; qwen3_next's have experts
+    (stock, _) = pass_over(target, block)
+    through_both(target, block)
+    with emulated() as run:
+        for _ in range(2):  # what is settled at the first pass of a shape is not counted
+            pass_over(target, block, run)
+    assert products(run) == launches
+    target.use_kernels("off")
+    assert mx.array_equal(pass_over(target, block)[0], stock)
 
 
 def test_weights_are_stored_once_and_the_modules_see_them():

@@ -17,10 +17,9 @@ from dflash_mlx.engine.exact import lead
 from dflash_mlx.verifier import recurrent
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from support.decoding import ids_of, start, tree_of
-from support.families import VOCAB_SIZE, make_model
+from support.families import make_model
 from support.hybrids import (
     WIDE,
     changed_target,
@@ -33,8 +32,10 @@ from support.hybrids import (
     some_right,
     target_of,
 )
+from support.overrides import override
 from support.recurrent_families import RECURRENT, UNSUPPORTED
 from support.toys import prompt_of
+from support.walks import Walk
 
 NAMES = sorted(RECURRENT)
 LONG = ["falcon_h1", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next"]  # 200 rounds
@@ -163,60 +164,6 @@ def test_plain_answers_equal_those_of_mlx_lm(name):
     assert plain == [token for token, _ in steps]
 
 
-class Walk:
-    """Random passes, forks and ways back of one sequence, beside the tokens it should hold."""
-
-    def __init__(self, target, seed):
-        self.target, self.rng = target, np.random.default_rng(seed)
-        self.tokens, self.cache = [], target.new_cache()
-
-    def run(self, most=5):
-        """A pass; if nobody commits or discards it, as after an interrupt."""
-        rows = self.rng.integers(VOCAB_SIZE, size=int(self.rng.integers(1, most + 1))).tolist()
-        forward(self.target, self.cache, rows)
-        return rows
-
-    def accept(self):
-        rows = self.run()
-        kept = int(self.rng.integers(len(rows) + 1))
-        self.cache.commit(range(kept))
-        self.tokens += rows[:kept]
-
-    def discard(self):
-        self.run()
-        self.cache.discard()
-
-    def prompt(self):
-        rows = self.run(12)
-        self.cache.commit(range(len(rows)))
-        self.tokens += rows
-        self.cache.mark(self.cache.length)
-
-    def back(self):
-        asked = int(self.rng.integers(len(self.tokens) + 1))
-        nearest = self.cache.nearest(asked)
-        assert nearest <= asked
-        self.cache.rewind(nearest)
-        self.tokens = self.tokens[:nearest]
-
-    def fork_amid_a_pass(self):
-        """Either copy keeps its own part of the pass; goes on with one of them."""
-        rows = self.run()
-        caches = [self.cache, self.cache.fork()]
-        kept = [int(self.rng.integers(len(rows) + 1)) for _ in caches]
-        for cache, part in zip(caches, kept, strict=True):
-            cache.commit(range(part))
-        other = int(self.rng.integers(2))
-        self.cache = caches[other]
-        self.run(3)
-        self.cache.commit([0])
-        self.cache, self.tokens = caches[1 - other], self.tokens + rows[: kept[1 - other]]
-
-    def step(self):
-        steps = (self.accept, self.discard, self.run, self.prompt, self.back)
-        self.rng.choice([*steps, self.accept, self.fork_amid_a_pass])()
-
-
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=5)
 @pytest.mark.parametrize("name", FEW)
@@ -291,38 +238,44 @@ def test_caches_of_other_kinds_are_refused_with_the_layer_and_their_class(monkey
         Target(model, 512, "llama")
 
 
-def products_in(arrays: list[mx.array]) -> int:
-    """Matrix products that have yet to be computed for these arrays."""
+def steps_in(arrays: list[mx.array], kinds: str) -> int:
+    """Matrix products, or others, that have yet to be computed for these arrays."""
     graph = io.StringIO()
     mx.export_to_dot(graph, *arrays)
-    return len(re.findall(r'label ="(?:Matmul|AddMM|QuantizedMatmul)"', graph.getvalue()))
+    return len(re.findall(rf'label ="(?:{kinds})"', graph.getvalue()))
 
 
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("parents", [(-1, 0, 1, 2), (-1, 0, 0, 2)])
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
-def test_rows_that_stay_are_run_again_without_their_products(name, parents, bits):
+def test_rows_that_stay_are_run_again_without_products_and_if_taped_without_convolutions(
+    name, parents, bits
+):
     target = changed_target(name, bits)
     path = [0, 1] if parents[2] == 1 else [0, 2, 3]
     states, left = [], []
-    for forget in (False, True):
+    for forgotten in ((), ("tapes",), ("tapes", "noted")):
         sequence = target.new_cache()
         target.forward(mx.arange(5), sequence, Block(5))
         sequence.commit(range(5))
         tree = tree_of([1, 2, 3, 4], list(parents))
         mx.eval(target.forward(ids_of(tree), sequence, Block.of(tree))[0])
         running = sequence.parts[0]._running
-        for call in running.calls if forget else ():
-            call.noted.clear()
+        for call in running.calls:
+            for part in forgotten:
+                getattr(call, part).clear()
         sequence.fork().commit(path)  # which takes nothing from the others
         sequence.commit(path)
-        left.append(products_in(sequence.parts[0].arrays))
+        kinds = "Matmul|AddMM|QuantizedMatmul", "Convolution"
+        left.append([steps_in(sequence.parts[0].arrays, kind) for kind in kinds])
         states.append(sequence.parts[0].arrays)
         kept = sequence.parts[0]._passes[-1].calls
-        assert kept and not any(call.noted for call in kept)  # nothing of a pass is kept
-    assert left[0] == 0 < left[1]
-    for ours, again in zip(*states, strict=True):
-        assert mx.abs(ours - again).max().item() < 1e-4
+        assert kept and not any(call.noted or call.tapes for call in kept)  # nothing is kept
+    (taped, none), (noted, convolved), (anew, _) = left
+    assert taped == none == noted == 0 < min(convolved, anew)
+    for ours, *others in zip(*states, strict=True):
+        for other in others:
+            assert mx.abs(ours - other).max().item() < 1e-4
 
 
 def test_hooks_leave_parameters_alone_and_passes_change_no_class():

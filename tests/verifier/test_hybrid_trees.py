@@ -1,5 +1,7 @@
 """Trees on targets with recurrent layers: every node follows its own path, and nothing drifts."""
 
+import ast
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.verifier import mixers, recurrent
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.mixers import TREE_MIXERS, UNTRIED, Paths
+from dflash_mlx.verifier.mixers import DELTA_NETS, TREE_MIXERS, UNTRIED, Paths
 from support.decoding import ids_of, path_to
 from support.hybrids import (
     WIDE,
@@ -212,3 +214,28 @@ def test_every_family_of_mlx_lm_with_a_state_was_tried_on_branches_or_is_known_n
     files = Path(models.__path__[0]).glob("*.py")
     found = {file.stem for file in files if "ArraysCache(" in file.read_text()} - {"cache"}
     assert found == TREE_MIXERS | UNTRIED
+
+
+def test_gated_delta_nets_that_leave_a_tape_are_those_that_keep_what_qwen3_next_keeps():
+    """Its call and Qwen3.5's differ in their products alone."""
+    calls = {}
+    for name in DELTA_NETS:
+        family, kind = name.split(".")
+        source = (Path(models.__path__[0]) / f"{family}.py").read_text()
+        (made,) = (n for n in ast.parse(source).body if getattr(n, "name", "") == kind)
+        (call,) = (n for n in made.body if getattr(n, "name", "") == "__call__")
+        calls[name] = ast.unparse(call)
+    for call in calls.values():
+        kept = re.findall(r"cache\[\d\] = .*", call)
+        assert kept == [
+            "cache[0] = mx.take_along_axis(conv_input, positions, axis=1)",  # of a batch's lengths
+            "cache[0] = mx.contiguous(conv_input[:, -n_keep:, :])",
+            "cache[1] = state",
+        ]
+        update = (
+            r"out, state = gated_delta_update\(q, k, v, a, b, self.A_log, self.dt_bias, state, "
+        )
+        assert re.search(update + r"mask, use_kernel=not self.training\)", call)
+        assert re.findall(r".*conv1d\(.*", call) == [
+            "    conv_out = nn.silu(self.conv1d(conv_input))"
+        ]

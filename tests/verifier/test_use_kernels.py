@@ -70,6 +70,53 @@ def test_what_the_kernels_do_not_take_is_left_to_stock_mlx_with_the_reason(name)
     assert target.kernels.choices == {}
 
 
+PACKED = [("affine", 6, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
+
+
+@pytest.mark.parametrize(("mode", "bits", "group"), PACKED)
+def test_models_in_other_packings_go_through_the_kernels_with_their_groups(mode, bits, group):
+    model = make_model("llama", **ROUTED["llama"], num_attention_heads=4, intermediate_size=128)
+    nn.quantize(model, group, bits, mode=mode)
+    target = Target(model, 512, "tiny")
+    run = through_both(target)
+    assert len(run.of("verify_qmm_matrix")) == 4 * target.num_layers + 1
+    assert all(choice.kernel for choice in target.kernels.choices.values())
+
+
+class Drafts(nn.Module):
+    """Stands for a draft network, half of it packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 96, bias=True)
+        self.second = nn.QuantizedLinear(96, 64, bias=False, group_size=32, bits=8)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_draft_network_asks_its_target_s_kernels_until_they_are_off(early):
+    target, network = make_target("llama"), Drafts()
+    kinds = [type(module) for module in network.modules()]
+    x = mx.random.normal((1, 9, 64), key=mx.random.key(0))
+    stock = network(x)
+    if early:
+        target.add_drafter(network)
+    target.use_kernels("on")
+    if not early:
+        target.add_drafter(network)
+    with emulated() as run:
+        assert mx.abs(network(x) - stock).max().item() < 1e-4
+        assert len(run.of("verify_qmm_matrix")) == 2
+        with target.kernels.paused():
+            assert mx.array_equal(network(x), stock)
+        assert len(run.counters) == 2
+        target.use_kernels("off")
+        assert mx.array_equal(network(x), stock)
+    assert len(run.counters) == 2 and [type(module) for module in network.modules()] == kinds
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_models_of_half_precision_go_through_every_kernel(dtype):
     target, exact = (make_target("llama", bits=4) for _ in "12")
@@ -194,6 +241,16 @@ def test_without_metal_a_pass_gives_what_it_gives_with_kernels_off(mode, bits):
     ours, run = pass_over(target)
     assert mx.array_equal(ours, stock) and run.counters == []
     assert target.kernels.choices == {}
+
+
+@pytest.mark.usefixtures("no_metal")
+def test_without_metal_draft_networks_and_matrices_that_are_not_packed_stay_as_they_are():
+    target, network = make_target("llama"), Drafts()
+    target.add_drafter(network)
+    target.use_kernels("auto")
+    linear = [m for m in [*target.model.modules(), network.first] if isinstance(m, nn.Linear)]
+    assert len(linear) > 7 and {type(module) for module in linear} == {nn.Linear}
+    assert type(network.second) is nn.QuantizedLinear
 
 
 @pytest.mark.usefixtures("no_metal")
