@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dflash_chat import main as chat
-from dflash_mlx import corpus
+from dflash_mlx import corpus, doctor
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.cli import disk, doctor, generate
+from dflash_mlx.cli import disk, generate
 from dflash_mlx.convert import __main__ as convert
 from dflash_mlx.models.downloads import stored_bytes, weights_of
 from dflash_mlx.models.names import registered
