@@ -20,7 +20,7 @@ UNFINISHED = "unfinished"  # the ending of an answer that is saved while it is w
 ENDINGS = {
     "stopped": "stopped here",
     "length": f"cut: raise “{label_of('max_tokens')}” in /settings",
-    "context": "cut: the context is full; /new begins afresh",
+    "context": "cut: the context is full; /new starts over",
     "failed": "stopped by an error",
     UNFINISHED: "stopped here; /retry answers again",
 }

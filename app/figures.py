@@ -32,7 +32,7 @@ MEANINGS = {
     "accepted by position": "how often the 1st, 2nd, ... drafted token in a row was accepted",
     "first token after": "from Enter to the first token",
     "reused from earlier turns": "still in memory, so they were not computed again",
-    "context in use": "what the model can see at once; /new begins afresh",
+    "context in use": "what the model can see at once; /new starts over",
 }
 
 

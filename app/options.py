@@ -18,7 +18,7 @@ class ChatConfig:
     """How the chat starts; DFlashError for a theme that is not known."""
 
     system: str | None = option(None, "system prompt")
-    resume: bool = option(False, "go on with the newest conversation", action="store_true")
+    resume: bool = option(False, "open the newest conversation", action="store_true")
     conversations: Path | None = option(
         None, "folder of the conversations (default: the user's data folder)", type=Path
     )

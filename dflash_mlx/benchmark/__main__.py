@@ -97,7 +97,7 @@ def read_before(arguments: argparse.Namespace) -> Report | None:
     if not arguments.resume:
         return None
     if arguments.json is None:
-        raise DFlashError("--resume has no report to go on with", "name it with --json")
+        raise DFlashError("--resume has no report to continue", "name it with --json")
     return read_report(arguments.json)
 
 
@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--context",
-        help="pad prompts with the text of the other prompts in the file to so many tokens; "
+        help="pad prompts with the text of the other prompts in the file to this many tokens; "
         "several lengths, as in 128,4096, are compared in one run",
     )
     result.add_argument("--limit", type=int, help="use the first N prompts of each category")

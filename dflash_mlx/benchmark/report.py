@@ -87,11 +87,11 @@ def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:
 
 
 def read_report(file: Path) -> Report:
-    """A report to go on with; DFlashError for anything else."""
+    """A report to continue; DFlashError for anything else."""
     try:
         found: Report = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DFlashError(f"there is no report {file} to go on with", _ANEW) from None
+        raise DFlashError(f"there is no report {file} to continue", _ANEW) from None
     except (OSError, ValueError, RecursionError) as error:
         raise DFlashError(f"{file} cannot be read ({error})", _ANEW) from None
     told = found.get("settings") if isinstance(found, dict) and FINISHED in found else None

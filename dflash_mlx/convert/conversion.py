@@ -187,7 +187,7 @@ def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
             load_tokenizer(facts.path, {"trust_remote_code": False}, config.get("eos_token_id"))
     stored, _ = quantisation(config)
     if settings.quantizes and stored and not settings.dequantize:
-        step = "add --dequantize to quantise it anew, or leave the bits as they are"
+        step = "add --dequantize to quantise it again, or leave the bits as they are"
         raise DFlashError(f"{facts.name} is already quantised to {stored}", step)
     read = facts.path.stat().st_size if facts.source is None else facts.weights.stored_bytes
     size = _target_size(facts.weights.parameters, settings, read)

@@ -85,7 +85,7 @@ def opened(file: Path, rehearse: bool) -> Report:
     kept, words = _unfinished(file), file.with_suffix(".md")
     for path in (file, words):
         if path.exists() and not (kept and path == file):
-            raise DFlashError(f"{path} is there already", _NEXT)
+            raise DFlashError(f"{path} already exists", _NEXT)
     facts = rehearsed_facts() if rehearse else mac_facts()
     made_with = f"{fingerprint()} {facts['chip']} {facts['gpu']}"
     found = kept["found"] if kept.get("made with") == made_with else {}

@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
     data = cli.read_options(arguments, DataConfig)
     config = cli.read_options(arguments, SelectorTraining)
     if arguments.out.exists() and (arguments.out.is_file() or any(arguments.out.iterdir())):
-        raise DFlashError(f"{arguments.out} is there already", "choose another folder with --out")
+        raise DFlashError(f"{arguments.out} already exists", "choose another folder with --out")
     pair = load_target(cli.read_pair_config(arguments).model)
     folder = resolve_folder(arguments.drafter, "drafter")
     trainee = DFlashTrainee.read(folder, pair.target).without_selector()

@@ -122,9 +122,9 @@ REFUSED: list[tuple[Any, ...]] = [  # the options, and what the sentence says
     (["--messages", "nowhere.json"], "nowhere.json cannot be read"),
     (["--prompt", "x" * 300], "the prompt has 318 tokens"),
     ([*PROMPT, "--model", "./nowhere/at/all"], "no folder './nowhere/at/all'"),
-    ([*PROMPT, "--model", "owner/name"], "could not be downloaded"),
+    ([*PROMPT, "--model", "owner/name"], "was not found here"),
     ([*PROMPT, "--drafter", "/nowhere/x"], "no folder '/nowhere/x'"),
-    ([*PROMPT, "--drafter", "owner/name"], "could not be downl"),
+    ([*PROMPT, "--drafter", "owner/name"], "was not found here"),
     # conversations
     (["--messages", Contents("hello")], "is not JSON"),
     (["--messages", Contents("[]")], "holds no messages"),
@@ -231,7 +231,7 @@ def test_a_model_without_a_known_drafter_looks_up_n_grams(command, folders, main
     said, figures = result.err.splitlines()
     assert result.code == 0 and "tok/s" in figures
     assert said.startswith(f"no drafter is known for {folders['model']}, so ")
-    assert "n-gram" in said and "--drafter" in said
+    assert "prompt lookup" in said and "--drafter" in said
     assert_refused(command(main, *options, "--method", "ddtree"), "no drafter is known for")
     chosen = command(main, *options, "--method", "ngram")
     assert (chosen.out, len(chosen.err.splitlines())) == (result.out, 1)

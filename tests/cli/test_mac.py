@@ -59,7 +59,7 @@ def test_a_rehearsal_does_everything_in_the_emulator_and_writes_both_files(tmp_p
 @pytest.mark.parametrize("text", ["mine", "[]", '{"finished": true, "found": {}}'])
 def test_a_report_that_is_there_is_left_alone(tmp_path, few, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DFlashError, match=f"{name} is there already"):
+    with pytest.raises(DFlashError, match=f"{name} already exists"):
         command.make(tmp_path / "out.json", rehearse=True)
     assert (tmp_path / name).read_text() == text
     assert len([*tmp_path.iterdir()]) == 1

@@ -261,7 +261,7 @@ class Unread(Kind):
     reasons: ClassVar[Mapping[str, str]] = {
         "mimo_v2_flash": "they have sliding windows and attention sinks, one for each step",
         "step3p5": "there is one for each step",
-        "ernie4_5_moe": "how their layer turns positions is not told",
+        "ernie4_5_moe": "how their layer rotates positions is not known",
         "bailing_hybrid": "programs differ in the norms before its vocabulary matrix",
         "bailing_moe_v3": "they were never tried",
         "joyai_llm_flash": "they were never tried",
