@@ -32,7 +32,7 @@ from dflash_mlx.drafters import paper
 
 METHODS = {
     "none": "plain decoding",
-    "ngram": "n-gram lookup",
+    "ngram": "prompt lookup",
     "eagle3:8": "EAGLE-3, chain",
     "eagle3:budget=16": "EAGLE-3, tree of 16",
     "dflash1:8": "DFlash, block 8 (selector off)",

@@ -62,7 +62,7 @@ class NGram(NoDraft):
 
 METHOD = Method(
     "ngram",
-    "n-gram lookup",
+    "prompt lookup",
     lambda how: NGram(how.config.block_size or DEFAULT_SIZE),
     sources=(LOOKUP,),
     preference=1,

@@ -68,7 +68,7 @@ def load(model: str | None = None, drafter: str | None = None) -> Pair:
     model: a Hugging Face id, a local folder, the folder of a converted pair, or a GGUF file; the
     embedded target by default. drafter: an id or a folder; by default the one that models.toml
     knows for the target. Where it knows none, or that one cannot be had, `Pair.undrafted` says so
-    and the pair drafts by n-gram lookup. Raises DFlashError for what cannot be found or read, and
+    and the pair drafts by prompt lookup. Raises DFlashError for what cannot be found or read, and
     for a drafter that was asked for and does not fit.
     """
     return load_pair(PairConfig(model, drafter))

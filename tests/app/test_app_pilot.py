@@ -213,7 +213,7 @@ def undrafted():
 async def test_a_model_without_a_drafter_looks_up_n_grams_and_says_so(chat, app, backend):
     assert chat.notices[0].startswith(UNDRAFTED)
     assert "/drafter" in chat.notices[0]
-    assert "n-gram lookup" in chat.text
+    assert "prompt lookup" in chat.text
     backend.capabilities, backend.fallback = Capabilities(("dflash",)), ""
     await chat.say("/model with/drafter")
     await chat.until(lambda: app.pair.target.name == "with/drafter")

@@ -38,7 +38,7 @@ async def test_a_command_says_what_to_do_or_holds_for_the_next_answer(chat, app,
     await chat.answered()
     config = backend.requests[0].config
     assert (config.method, config.sampling.temperature) == ("ngram", 0.7)
-    assert "n-gram lookup" in chat.text
+    assert "prompt lookup" in chat.text
     await chat.say("/temperature 5")
     assert app.config.sampling.temperature == 5 and "noise" in chat.notices[-1]
     await chat.say("/temperature 0")
@@ -311,4 +311,4 @@ async def test_the_method_says_what_auto_is_with_this_model(chat):
     assert chat.notices == ["The method is auto, which is ddtree with this model."]
     await chat.say("/method ngram")
     assert chat.notices[1:] == ["The method is ngram."]
-    assert "n-gram lookup" in chat.text
+    assert "prompt lookup" in chat.text

@@ -129,7 +129,7 @@ def test_drafts_change_no_answer(folder, tmp_path, answered, capsys):
     for i, more in enumerate((["--method", "none"], [*drafter, "--method", "d2sd"], drafter)):
         rows = run(folder, tmp_path / str(i), "--limit", "6", *more)
         assert len(rows) == 6 and all(answered[row.id] == row for row in rows)
-        assert "n-gram" not in capsys.readouterr().err
+        assert "prompt lookup" not in capsys.readouterr().err
     assert {(tmp_path / str(i)).read_bytes().splitlines()[0] for i in range(3)} == {
         (folder / "answered.jsonl").read_bytes().splitlines()[0]
     }, "one may go on with another method"
