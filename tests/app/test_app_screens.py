@@ -56,7 +56,7 @@ async def test_settings_show_every_option_and_apply_together(chat, app):
     assert "Temperature" in chat.text and "max_tokens" not in chat.text, "at its top"
     texts = " ".join(str(s.render()) for s in screen.query(Static))
     assert "stop after this many tokens" in texts
-    assert "keep the k most likely tokens" in texts
+    assert "choose from this many of the likeliest" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await chat.press("ctrl+s")
     wanted = "Longest answer is 'many'; type a whole number"
