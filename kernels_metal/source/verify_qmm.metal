@@ -66,8 +66,8 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
         first = from[0] | uint(from[1]) << 16;
         second = from[1] >> 8 | uint(from[2]) << 8;
       } else {
-        first = weights[eight * (BITS / 4)];
-        second = BITS == 4 ? first : weights[eight * 2 + 1];
+        first = uint(weights[eight * (BITS / 4)]);
+        second = BITS == 4 ? first : uint(weights[eight * 2 + 1]);
       }
       const float4 firsts = per_place<BITS, FLOATS>(false) * scale;
       const float4 seconds = per_place<BITS, FLOATS>(true) * scale;
