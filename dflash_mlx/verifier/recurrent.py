@@ -28,7 +28,7 @@ from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import settled
+from dflash_mlx.verifier.tape import computed, settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -151,7 +151,8 @@ class RecurrentStates(Cache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [settled(a) for layer in self.parts for a in layer.cache if a is not None]
+        states = (state for layer in self.parts for state in layer.cache)
+        return [array for state in states if state is not None for array in computed(state)]
 
     @property
     def nbytes(self) -> int:

@@ -45,14 +45,22 @@ class Behind:
         return self.state
 
     @property
+    def arrays(self) -> list[mx.array]:
+        return [self.state] if self.tape is None else [self.state, *self.tape[:3]]
+
+    @property
     def nbytes(self) -> int:
-        arrays = () if self.tape is None else self.tape[:3]
-        return self.state.nbytes + sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self.arrays)
 
 
 def settled(state: Any) -> Any:
     """An array, where there was one to be computed."""
     return state.array() if isinstance(state, Behind) else state
+
+
+def computed(state: Any) -> list[mx.array]:
+    """What passes compute of it; rows of a tape are left to the next one."""
+    return state.arrays if isinstance(state, Behind) else [state]
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,23 @@ def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(target):
         assert off(target, cache, tokens) < TOLERANCE
 
 
+def test_waiting_for_a_state_replays_nothing(target, monkeypatch):
+    """As behind each prompt and in watched rounds, whose next passes are to be like all others."""
+    rows = prompt_of(4, 5)
+    with emulated() as run:
+        cache = fresh(target, PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(tape, "replayed", None)
+            for kept in (5, 2):
+                mx.eval(forward(target, cache, rows))
+                cache.commit(range(kept))
+                before = launches(run)
+                mx.eval(cache.arrays)
+                assert launches(run) == before
+                assert all(isinstance(state, Behind) for state in states_of(cache))
+        assert off(target, cache, [*PROMPT, *rows, *rows[:2]]) < TOLERANCE
+
+
 def test_trees_take_one_launch_and_one_state_and_stay_without_drift(target):
     rng, tokens = np.random.default_rng(1), list(PROMPT)
     with emulated() as run:
