@@ -28,7 +28,7 @@ from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import computed, settled
+from dflash_mlx.verifier.tape import Behind, computed, settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -43,7 +43,7 @@ class Pass:
 
     start: int
     parents: Sequence[int]  # the row before each row, -1 for the first
-    before: tuple[tuple[mx.array | None, ...], ...]  # the arrays of all layers' states
+    before: tuple[tuple[Any, ...], ...]  # the states of all layers, None for none yet
     calls: list[Call] | None = None  # of the mixers; None where they were not kept
     path: Sequence[int] = ()
     paths: Paths | None = None  # of a tree
@@ -54,6 +54,16 @@ class Pass:
 
     def beginning(self) -> Pass:
         return replace(self, calls=None, path=())
+
+    def begun(self) -> tuple[tuple[Any, ...], ...]:
+        """The states before it, with those that it has computed itself."""
+        before = [*self.before]
+        for call in self.calls or ():
+            for rows in call.tapes:
+                convolved, state = before[call.layer]
+                if isinstance(state, Behind) and rows.begun is not None:
+                    before[call.layer] = convolved, rows.begun
+        return tuple(before)
 
     def leads(self, path: Sequence[int]) -> bool:
         """Whether `path` begins at the first row, and each of its rows follows the one before."""
@@ -182,9 +192,7 @@ class RecurrentStates(Cache):
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
-        kept = replace(running, path=path, paths=None)
-        for tape in (tape for call in running.calls or () for tape in call.tapes):
-            tape.committed()
+        kept = replace(running, before=running.begun(), path=path, paths=None)
         if len(path) < len(running.parents):
             self._go_to(kept)
         for layer in self.parts:

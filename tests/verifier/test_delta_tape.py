@@ -15,6 +15,7 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.sequence import Rows
 from dflash_mlx.verifier.tape import Behind
+from kernels_metal.delta_net import DeltaNet
 from kernels_metal.dispatch import difference as apart
 from kernels_metal.emulator import emulated
 from support.decoding import ids_of, path_to, start, tree_of
@@ -88,7 +89,7 @@ def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(target):
             assert read == written == [STATE] * NETS  # whatever stays
             cache.commit(range(kept))
             tokens += rows[:kept]
-            assert all(isinstance(state, Behind) for state in states_of(cache))
+            assert all(isinstance(state, Behind) == (kept > 0) for state in states_of(cache))
         assert launches(run) == NETS * 6
         assert off(target, cache, tokens) < TOLERANCE
 
@@ -176,6 +177,27 @@ def test_kernels_may_be_switched_between_a_pass_its_commit_and_the_next(target, 
             assert off(target, cache, [*PROMPT, *rows[:2], *tokens_on(tree, [0, 2])]) < TOLERANCE
 
 
+def test_a_pass_of_a_copy_that_fails_behind_its_commit_leaves_the_state_it_began_from(
+    target, monkeypatch
+):
+    """As a prefix that is kept, when the GPU fails in a round that nobody has waited for."""
+    run = DeltaNet.__call__
+
+    def failing(*given):
+        step = run(*given)
+        return step._replace(begun=step.begun * np.nan)
+
+    with emulated():
+        cache = fresh(target, PROMPT)
+        other = cache.fork()
+        with monkeypatch.context() as patch:
+            patch.setattr(DeltaNet, "__call__", failing)
+            forward(target, other, [5])
+            other.commit([0])
+        assert off(target, cache, PROMPT) < TOLERANCE
+        assert np.isnan(off(target, other, [*PROMPT, 5]))
+
+
 def restored(target, cache):
     arrays, about = cache.saved()
     other = target.new_cache()
@@ -227,9 +249,9 @@ def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
         window, behind = after(layers_rows, cache, path)
         others.append(behind.tape)
         if fault == "one row too many":
-            behind.tape = behind.tape._replace(path=[*path, path[-1] + 1])
+            behind = Behind(behind.state, behind.tape._replace(path=[*path, path[-1] + 1]))
         if fault == "another's tape" and len(others) > NETS:
-            behind.tape = others[-1 - NETS]._replace(path=path)
+            behind = Behind(behind.state, others[-1 - NETS]._replace(path=path))
         return [window, behind]
 
     monkeypatch.setattr(tape.Rows, "after", stays)
