@@ -28,7 +28,7 @@ from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import Behind, computed, settled
+from dflash_mlx.verifier.tape import Behind, settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -101,8 +101,8 @@ class RecurrentLayer(ArraysCache):
         running.calls.append(kept)
         if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
-        with call.products.of_call(kept, self):
-            if (made := call.products.by_kernels(kept)) is not None:
+        with call.products.of_call(kept, running.paths):
+            if (made := call.products.by_kernels(kept, self)) is not None:
                 return made
             return call() if running.paths is None else self.along(running.paths, kept)
 
@@ -161,8 +161,9 @@ class RecurrentStates(Cache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        states = (state for layer in self.parts for state in layer.cache)
-        return [array for state in states if state is not None for array in computed(state)]
+        states = [state for layer in self.parts for state in layer.cache if state is not None]
+        arrays = (s.arrays if isinstance(s, Behind) else [s] for s in states)
+        return [*chain.from_iterable(arrays)]
 
     @property
     def nbytes(self) -> int:

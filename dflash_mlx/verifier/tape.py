@@ -49,11 +49,6 @@ def settled(state: Any) -> Any:
     return replayed(*state) if isinstance(state, Behind) else state
 
 
-def computed(state: Any) -> list[mx.array]:
-    """What passes compute of it; rows of a tape are left to the next one."""
-    return state.arrays if isinstance(state, Behind) else [state]
-
-
 @dataclass(frozen=True)
 class Rows:
     """The rows of one layer in a pass.

@@ -296,6 +296,17 @@ def test_a_net_takes_two_launches_between_its_products(target, monkeypatch):
             ] * NETS
 
 
+def test_heads_of_two_widths_are_left_to_mlx_lm():
+    """Also where the mean of these is one that the kernels take."""
+    two = {"linear_key_head_dim": 32, "linear_value_head_dim": 96}
+    target = changed_target("qwen3_5", None, **{**HEADS, **two})
+    target.use_kernels("on")
+    with emulated() as run:
+        cache = fresh(target, PROMPT)
+        assert launches(run) == 0
+        assert off(target, cache, PROMPT) < TOLERANCE
+
+
 def test_a_net_whose_kernels_are_refused_keeps_its_products_once(target, monkeypatch):
     rows, chosen = prompt_of(4, 5), Kernels.chosen
 
