@@ -10,7 +10,7 @@ The mixers of a tree's pass run along its paths (see `mixers.py`) and leave the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -161,17 +161,14 @@ class RecurrentStates(Cache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        states = [state for layer in self.parts for state in layer.cache if state is not None]
-        arrays = (s.arrays if isinstance(s, Behind) else [s] for s in states)
-        return [*chain.from_iterable(arrays)]
+        return _arrays_of(layer.cache for layer in self.parts)
 
     @property
     def nbytes(self) -> int:
         before = {way.start: way.before for way in self._ways}.values()
-        inputs = [call.arrays for way in self._ways for call in way.calls or ()]
-        now = [layer.cache for layer in self.parts]
-        kept = [*chain.from_iterable(before), *inputs, *now]
-        return sum(array.nbytes for arrays in kept for array in arrays if array is not None)
+        inputs = (call.arrays for way in self._ways for call in way.calls or ())
+        kept = [*self.arrays, *_arrays_of([*chain.from_iterable(before), *inputs])]
+        return sum({id(array): array.nbytes for array in kept}.values())
 
     @property
     def _ways(self) -> list[Pass]:
@@ -304,6 +301,13 @@ class RecurrentStates(Cache):
             ways = (i for i, p in enumerate(passes) if p.start <= mark == p.nearest(mark))
             kept.update(list(ways)[:1])
         self._passes = [passes[i] for i in sorted(kept)]
+
+
+def _arrays_of(states: Iterable[Sequence[Any]]) -> list[mx.array]:
+    """Of layers; rows of a tape are left to the next pass."""
+    there = [state for layer in states for state in layer if state is not None]
+    parts = ([s.state, *s.tape[:3]] if isinstance(s, Behind) else [s] for s in there)
+    return [*chain.from_iterable(parts)]
 
 
 def hook_mixers(model: Any, name: str, kernels: Kernels) -> tuple[frozenset[str], Products]:

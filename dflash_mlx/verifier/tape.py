@@ -35,14 +35,6 @@ class Behind(NamedTuple):
     state: mx.array  # before them
     tape: Tape
 
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [self.state, *self.tape[:3]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
 
 def settled(state: Any) -> Any:
     """An array, where there was one to be computed."""

@@ -111,6 +111,15 @@ def test_waiting_for_a_state_replays_nothing(target, monkeypatch):
         assert off(target, cache, [*PROMPT, *rows, *rows[:2]]) < TOLERANCE
 
 
+def test_the_state_that_a_pass_began_with_is_counted_once(target):
+    """It is what the pass was given, and what its tape stands behind."""
+    with emulated():
+        cache = fresh(target, PROMPT)
+        forward(target, cache, prompt_of(4, 5))
+        cache.commit(range(3))
+    assert NETS * STATE < cache.parts[0].nbytes < 2 * NETS * STATE
+
+
 def test_trees_take_one_launch_and_one_state_and_stay_without_drift(target):
     rng, tokens = np.random.default_rng(1), list(PROMPT)
     with emulated() as run:
