@@ -42,7 +42,8 @@ UNTRIED = frozenset(
     }
 )  # fmt: skip
 # Calls of gated delta nets as Qwen3-Next's: what is convolved and the state are all they keep
-DELTA_NETS = frozenset({"qwen3_5.GatedDeltaNet", "qwen3_next.Qwen3NextGatedDeltaNet"})
+BY_KERNELS = "qwen3_5.GatedDeltaNet"
+DELTA_NETS = frozenset({BY_KERNELS, "qwen3_next.Qwen3NextGatedDeltaNet"})
 STATE = object()  # stands for the layer's state among the arguments of a kept call
 Noted = dict[int, list[mx.array]]  # by a product's number: what it gave, [1, rows, d] each
 
@@ -94,8 +95,7 @@ class Products:
 
     def __init__(self, mixers: Sequence[nn.Module], kernels: Kernels) -> None:
         self._kernels = DeltaKernels(kernels)
-        taped = (mixer for mixer in mixers if source_of(type(mixer).__call__) in DELTA_NETS)
-        known = (net for net in taped if "in_proj_qkv" in net)  # by kernels
+        known = (mixer for mixer in mixers if source_of(type(mixer).__call__) == BY_KERNELS)
         self._nets = {id(net) for net in known if net.head_k_dim == net.head_v_dim}
         kinds = nn.Linear, nn.QuantizedLinear
         modules = [module for mixer in mixers for module in mixer.modules()]
