@@ -79,7 +79,7 @@ def measure(
     done = len(runs) // len(methods)
     with tqdm(total=len(asked), initial=done, unit="prompt") as bar:
         for some in run_all(pair, asked, methods, done):
-            runs += some
+            runs += some or []
             bar.update(bool(some))
             if some and file is not None:
                 save(file, report | summarise(runs), runs)

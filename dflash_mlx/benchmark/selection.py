@@ -7,6 +7,7 @@ from dataclasses import Field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from dflash_mlx.benchmark.measure import MethodStats
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, Options, number_or_auto, values_given
@@ -119,20 +120,23 @@ def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
     raise DFlashError(f"{key} in {source!r} is {value!r}", allowed)
 
 
-def keep_speeds(
-    pair: Pair, methods: Mapping[str, DecodeConfig], figures: Mapping[str, Mapping[str, Any]]
-) -> str:
-    """Keep which drafter is fastest, and say so; "" where not each ran as `auto` would run it.
+def usual_methods(pair: Pair) -> dict[str, str]:
+    """What `auto` is with each of the draft models on the disk alone, by their names."""
+    found = dict[str, str]()
+    for family, name in pair.speeds.drafters if pair.speeds else ():
+        families = (family,) * max(1, pair.capabilities.count(family))
+        alone = Capabilities(families, pair.target.takes_trees, pair.preset)
+        found[name] = settle(DecodeConfig(), alone).method
+    return found
 
-    figures: of the methods, as `summarise` makes them.
-    """
-    speeds, families, times = pair.speeds, dict[str, str](), dict[str, float]()
-    for family, name in () if speeds is None else speeds.drafters:
-        families[name] = family = family or pair.drafters[0].family
-        count = max(1, pair.capabilities.count(family))
-        alone = Capabilities((family,) * count, pair.target.takes_trees, pair.preset)
-        method = settle(DecodeConfig(), alone).method
-        if method not in figures or not as_usual(methods[method]):
-            return ""
-        times[name] = figures[method]["speedup"]
-    return "" if speeds is None else speeds.keep(families, times)
+
+def keep_speeds(
+    pair: Pair, methods: Mapping[str, DecodeConfig], figures: Mapping[str, MethodStats]
+) -> str:
+    """Keep which drafter is fastest, and say so; "" where not each ran as `auto` would run it."""
+    usual = usual_methods(pair)
+    if pair.speeds is None or not all(
+        method in methods and as_usual(methods[method]) for method in usual.values()
+    ):
+        return ""
+    return pair.speeds.keep({name: figures[usual[name]]["speedup"] for name in usual})

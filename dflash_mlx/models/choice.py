@@ -8,7 +8,7 @@ from pathlib import Path
 
 import platformdirs
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import as_usual, family_wanted
 from dflash_mlx.engine.speeds import Speeds
@@ -75,14 +75,16 @@ def fastest_first(
 ) -> Names:
     """Names with what was fastest here as the drafter, where several families are on the disk.
 
-    The target's chat template stays as it was, so answers do. Where a drafter is named nothing
-    changes, and where a use names a method or sets its sizes, only what was measured is added.
+    The target's chat template stays as it was, so answers do. Where a drafter is named, or the
+    registry's method is a measured one, nothing changes, and where a use names a method or sets its
+    sizes, only what was measured is added.
     """
     known = (("", names.drafter or ""), *names.others)
     here = [(family, name) for family, name in known if name and is_here(name, DRAFTER)]
-    if names.asks_second or len(here) < 2 or here[0] != known[0]:
+    measured = names.preset.method != AUTO  # for the registry
+    if measured or names.asks_second or len(here) < 2 or here[0] != known[0]:
         return names
-    speeds = Speeds.stored(speeds_file(target, config), names.shown, here)
+    speeds = Speeds(speeds_file(target, config), names.shown, tuple(here)).stored()
     names = replace(names, speeds=speeds)
     named = any(family_wanted(use.method) or not as_usual(use) for use in uses)
     if (best := speeds.best) is None or named:
