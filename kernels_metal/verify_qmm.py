@@ -9,7 +9,6 @@ Two kernels: `verify_qmm` adds in single lanes and is for the fewest rows, and f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from kernels_metal.checks import (
     check_contiguous,
     check_range,
 )
-from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.factory import Kernel, Launch, Prepared, Step
 from kernels_metal.gpu import few_rows, fewest_unpacked, may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
@@ -51,7 +50,6 @@ _INPUTS = ("x", "weights", "scales", "biases", "sizes")
 SCALAR = Kernel("verify_qmm", inputs=_INPUTS, outputs=("y",), header="lanes")
 MATRIX = Kernel("verify_qmm_matrix", inputs=_INPUTS, outputs=("y",), header="lanes")
 Way = Literal["scalar", "matrix"]
-Multiply = Callable[[mx.array], mx.array]
 Matrix = tuple[mx.array, mx.array | None, mx.array | None]  # weights, scales and biases
 
 
@@ -140,7 +138,7 @@ class Product:
         self.halves = 2 if packing.gated else 1
         even = self.columns % self.halves == 0
         check(even, "the rows of weights", self.columns, "even, where they are gated")
-        self._settled: dict[tuple[Any, ...], Multiply] = {}
+        self._settled: dict[tuple[Any, ...], Step] = {}
 
     def __call__(self, x: mx.array, way: Way | None = None) -> mx.array:
         """[..., N] for x [..., K] of 1 to 32 rows, of the dtype of the scales; sums are float32.
@@ -151,13 +149,13 @@ class Product:
         key = x.shape, x.dtype, way
         if key not in self._settled:
             self._settled[key] = self.settled(x, way)
-        return self._settled[key](x)
+        return self._settled[key](x)  # type: ignore[no-any-return]
 
-    def settled(self, x: mx.array, way: Way | None = None) -> Multiply:
+    def settled(self, x: mx.array, way: Way | None = None) -> Step:
         """A product for every x of this shape and dtype, with nothing left to look up."""
         run, sizes = self._plan(x, way)
-        rest = *self.arrays, sizes
-        return lambda x: run([x, *rest])[0]
+        key = run.kernel.name, run.plan
+        return Step(key, [*self.arrays, sizes], lambda x, arrays: run([x, *arrays])[0])
 
     def way(self, rows: int) -> Way:
         """The kernel by which so many rows are multiplied."""

@@ -11,17 +11,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
-from dflash_mlx.benchmark.prompts import questions
 from dflash_mlx.benchmark.report import Report, describe, save, settings
-from dflash_mlx.benchmark.selection import read_methods, settle_all, usual_methods
+from dflash_mlx.benchmark.selection import questions, read_methods, settle_all, usual_methods
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import draws_drafts, find_method, serving, settle
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.exact import Difference, first_difference
-from dflash_mlx.engine.pair import Capabilities, Pair
-from dflash_mlx.engine.speeds import Speeds
+from dflash_mlx.engine.pair import Capabilities, Pair, Speeds
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.names import SHIPPED, find_source
 from dflash_mlx.models.source import DRAFTER

@@ -101,7 +101,7 @@ class Kernels:
     @property
     def may_run(self) -> bool:
         """Whether something here runs kernels, or is promised."""
-        return self.mode == "on" or executor() is not None
+        return self.mode == "on" or (self.mode == "auto" and executor() is not None)
 
     @property
     def is_watched(self) -> bool:
@@ -227,6 +227,7 @@ class Plans:
         self._known: object = None
         self._weights: tuple[object, object] = (None, None)
         self._made: dict[Any, Any] = {}
+        self.shared: dict[Any, Any] = {}  # what callers look up by themselves
 
     def find(
         self, key: Any, make: Callable[[], T | None], first: object = None, second: object = None
@@ -242,6 +243,10 @@ class Plans:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]  # type: ignore[no-any-return]
+
+    def made(self, key: Any) -> Any | None:
+        """What `find` gives for this key, None also where it was not asked before."""
+        return self._made.get(key) if self.kernels.running() is self._known else None
 
 
 def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:

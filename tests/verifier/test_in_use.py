@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.cli import doctor
+from dflash_mlx import doctor
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine import step, verify

@@ -244,13 +244,13 @@ def test_without_metal_a_pass_gives_what_it_gives_with_kernels_off(mode, bits):
 
 
 @pytest.mark.usefixtures("no_metal")
-def test_without_metal_matrices_that_are_not_packed_stay_modules_of_mlx():
+def test_without_metal_draft_networks_and_matrices_that_are_not_packed_stay_as_they_are():
     target, network = make_target("llama"), Drafts()
     target.add_drafter(network)
     target.use_kernels("auto")
     linear = [m for m in [*target.model.modules(), network.first] if isinstance(m, nn.Linear)]
     assert len(linear) > 7 and {type(module) for module in linear} == {nn.Linear}
-    assert type(network.second) is not nn.QuantizedLinear
+    assert type(network.second) is nn.QuantizedLinear
 
 
 @pytest.mark.usefixtures("no_metal")
