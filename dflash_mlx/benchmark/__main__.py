@@ -22,7 +22,6 @@ from dflash_mlx.benchmark.report import (
 )
 from dflash_mlx.benchmark.selection import (
     BenchmarkPrompt,
-    keep_speeds,
     questions,
     read_contexts,
     read_methods,
@@ -36,7 +35,6 @@ from dflash_mlx.drafters import paper
 from dflash_mlx.engine.pair import Pair
 
 PROGRAM = "dflash_mlx.benchmark"
-ENOUGH = 12  # prompts whose figures say which drafter is the fastest
 
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
@@ -64,8 +62,6 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         report = before
     else:
         report = measure(pair, asked, methods, report, runs, arguments.json)
-        if len(asked) >= ENOUGH and (said := keep_speeds(pair, methods, report["methods"])):
-            cli.say(said)
     try:
         if arguments.json is not None:
             save(arguments.json, report)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
 from dflash_mlx.benchmark.report import Report, describe, save, settings
-from dflash_mlx.benchmark.selection import questions, read_methods, settle_all, usual_methods
+from dflash_mlx.benchmark.selection import questions, read_methods, settle_all
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
@@ -80,12 +80,18 @@ def comparing(pair: Pair, again: bool = False) -> Generator[BenchStep | str, Non
         return
     if (whole := (yield from _with_all(pair, pair.speeds))) is None:
         return
-    usual, report = usual_methods(whole), Report()
-    for step in bench(whole, PairConfig(), SamplingConfig(), [*usual.values()]):
+    methods, report = [_usual(whole, family) for family, _ in pair.speeds.drafters], Report()
+    for step in bench(whole, PairConfig(), SamplingConfig(), methods):
         report = step.report
         yield step
-    figures = report["methods"]
-    yield pair.speeds.keep({name: figures[method]["speedup"] for name, method in usual.items()})
+    yield pair.speeds.keep([report["methods"][method]["speedup"] for method in methods])
+
+
+def _usual(pair: Pair, family: str) -> str:
+    """The method that `auto` is with the draft models of one family alone."""
+    families = tuple(model.family for model in pair.drafters if model.family == family)
+    alone = Capabilities(families, pair.target.takes_trees, pair.preset)
+    return settle(DecodeConfig(), alone).method
 
 
 def _with_all(pair: Pair, speeds: Speeds) -> Generator[BenchStep, None, Pair | None]:

@@ -14,14 +14,13 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, Options, number_or_auto, values_given
 from dflash_mlx.drafters.methods import (
     METHODS,
-    as_usual,
     check_given,
     find_method,
     options_of,
     settle,
     takers,
 )
-from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.pair import Capabilities
 from dflash_mlx.session.templates import prompt_tokens
 
 
@@ -219,25 +218,3 @@ def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
     elif value.isdecimal():
         return int(value)
     raise DFlashError(f"{key} in {source!r} is {value!r}", allowed)
-
-
-def usual_methods(pair: Pair) -> dict[str, str]:
-    """What `auto` is with each of the draft models on the disk alone, by their names."""
-    found = dict[str, str]()
-    for family, name in pair.speeds.drafters if pair.speeds else ():
-        families = (family,) * max(1, pair.capabilities.count(family))
-        alone = Capabilities(families, pair.target.takes_trees, pair.preset)
-        found[name] = settle(DecodeConfig(), alone).method
-    return found
-
-
-def keep_speeds(
-    pair: Pair, methods: Mapping[str, DecodeConfig], figures: Mapping[str, Mapping[str, Any]]
-) -> str:
-    """Keep which drafter is fastest, and say so; "" where not each ran as `auto` would run it."""
-    usual = usual_methods(pair)
-    if pair.speeds is None or not all(
-        method in methods and as_usual(methods[method]) for method in usual.values()
-    ):
-        return ""
-    return pair.speeds.keep({name: figures[usual[name]]["speedup"] for name in usual})

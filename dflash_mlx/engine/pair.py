@@ -6,7 +6,7 @@ Which of the draft models on this disk is fastest with a target is measured once
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -59,9 +59,9 @@ class Speeds:
         shown = [in_words(each) for each in self.found if each is not self.best]
         return f"{in_words(self.best)} drafts, as measured here against {', '.join(shown)}"
 
-    def keep(self, times: Mapping[str, float]) -> str:
-        """Store times plain decoding by name; in a sentence what will draft."""
-        found = tuple((family, name, times[name]) for family, name in self.drafters)
+    def keep(self, times: Sequence[float]) -> str:
+        """Store times plain decoding, of each; in a sentence what will draft."""
+        found = tuple((*each, times) for each, times in zip(self.drafters, times, strict=True))
         if not keep_text(self.file, json.dumps({"model": self.target, "speeds": found})):
             return f"which drafter is fastest cannot be kept in {self.file}"
         return f"from the next start on {replace(self, found=found).told()}"

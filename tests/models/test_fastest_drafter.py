@@ -11,10 +11,8 @@ import pytest
 from dflash_chat.backend import Backend
 from dflash_chat.speeds import Timing
 from dflash_mlx import DFlashError, PairConfig, doctor, generate, load_pair
-from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark import quick
 from dflash_mlx.benchmark.quick import BenchStep, comparing
-from dflash_mlx.benchmark.selection import keep_speeds, read_methods, settle_all
 from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
 from dflash_mlx.core.option import Given
 from dflash_mlx.core.statistics import Statistics
@@ -153,7 +151,7 @@ def test_whoever_names_a_drafter_or_a_method_or_sets_sizes_gets_that(both, file)
     ):
         pair = pair_of(both, use)
         assert families(pair)[0] == "dflash", use
-        assert not any("measured" in note for note in pair.notes)
+        assert pair.speeds is None and not pair.notes
     assert len(pair_of(both).of("dflash")) == 2, "the second one is known, too"
 
 
@@ -196,37 +194,6 @@ def test_a_folder_that_cannot_be_written_is_told(both, file, monkeypatch):
     file.parent.write_text("a file where the folder should be")
     [*_, said] = comparing(pair_of(both))
     assert "cannot be kept" in said and families(pair_of(both)) == ["dflash", "dflash"]
-
-
-def test_the_benchmark_s_figures_count_where_each_family_ran_as_auto_runs_it(both, file):
-    pair = pair_of(both, DecodeConfig(), DecodeConfig("mtp"))
-    assert pair.speeds is not None and sorted(families(pair)) == ["dflash", "dflash", "mtp"]
-
-    def kept(methods: str, **settings: Any) -> str:
-        read = read_methods(methods, DecodeConfig(**settings))
-        settled = settle_all(read, pair.capabilities)
-        figures = {name: {"speedup": 1.8 if name == "mtp" else 1.6} for name in settled}
-        return keep_speeds(pair, settled, figures)
-
-    assert kept("auto,mtp:block=3") == kept("auto") == kept("auto,mtp", block_size=4) == ""
-    assert not file.exists()
-    assert "1.80 times" in kept("auto,mtp").split(" drafts")[0]
-    assert families(pair_of(both)) == ["mtp"]
-
-
-def test_the_benchmark_keeps_them_when_it_is_over(both, file, monkeypatch, tmp_path, capsys):
-    def measured(pair: Pair, asked: Any, methods: dict[str, DecodeConfig], report: Any, *_: Any):
-        return report | {"methods": {n: {"speedup": 2.0 + (n == "mtp")} for n in methods}}
-
-    monkeypatch.setattr(benchmark, "measure", measured)
-    monkeypatch.setattr(benchmark, "format_report", lambda report: "")
-    words = ["--prompts", str(tmp_path / "prompts.jsonl"), "--methods", "auto,mtp"]
-    benchmark.main([*words, "--model", both["model"]])
-    assert not file.exists(), "of three prompts"
-    monkeypatch.setattr(benchmark, "ENOUGH", 3)
-    benchmark.main([*words, "--model", both["model"]])
-    assert "3.00 times plain decoding" in capsys.readouterr().err
-    assert families(pair_of(both)) == ["mtp"]
 
 
 def test_where_one_takes_more_than_half_of_the_memory_left_nothing_is_compared(
@@ -312,7 +279,7 @@ def test_of_three_the_fastest_is_told_against_all_others(tmp_path):
     known = [("dflash", "A"), ("mtp", "B"), ("lm", "C")]
     speeds = Speeds(tmp_path / "x.json", "T", tuple(known)).stored()
     assert speeds.best is None and speeds.told() == ""
-    said = speeds.keep({"A": 1.5, "B": 0.9, "C": 1.9})
+    said = speeds.keep([1.5, 0.9, 1.9])
     assert said.startswith("from the next start on C (lm, 1.90 times plain decoding)")
     known[0] = ("", "A")
     again = Speeds(tmp_path / "x.json", "T", tuple(reversed(known))).stored()
