@@ -105,9 +105,10 @@ def _with_all(pair: Pair, speeds: Speeds) -> Generator[BenchStep, None, Pair | N
             if pair.capabilities.count(family):
                 continue
             drafter = check_drafter(find_source(name, DRAFTER, update=False))
-            if drafter.weights.memory(on_cpu()) > free_memory() // 2:
+            fits = drafter.weights.memory(on_cpu()) <= free_memory() // 2
+            if not (found := pair.further(family) if fits else []):
                 return None
-            models += pair.further(family)
+            models += found
             yield BenchStep(0, 1)
     except DFlashError:
         return None

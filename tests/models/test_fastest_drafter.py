@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,11 @@ def test_where_one_takes_more_than_half_of_the_memory_left_nothing_is_compared(
     monkeypatch.setattr(quick, "free_memory", lambda: 2 * needs)
     [*_, said] = comparing(pair_of(both))
     assert "2.10" in said and families(pair_of(both)) == ["mtp"]
+
+
+def test_a_draft_model_that_is_of_another_family_than_was_said_compares_nothing(both, file):
+    pair = replace(pair_of(both), further=lambda family: [])
+    assert [*comparing(pair)] == [] and not file.exists()
 
 
 def test_a_target_that_would_have_to_be_widened_stays_as_it_is(both, file, monkeypatch):
