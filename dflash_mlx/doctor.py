@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--mac",
         action="store_true",
-        help="run every kernel on this Mac, compare their speed, and write a report (about four "
+        help="run every kernel on this Mac, compare their speed, and write a report (some "
         "minutes; the same command resumes)",
     )
     result.add_argument(
