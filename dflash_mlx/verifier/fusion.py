@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.verifier.routing import Kernels, Plans
+from dflash_mlx.verifier.routing import Kernels, Key, Plans
 from kernels_metal.factory import Step
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, turning
@@ -61,6 +61,7 @@ GROUPS = (
     ("in_proj_qkvz", "in_proj_ba"),
 )
 _ARRAYS = ("weight", "scales", "biases")
+MADE = "_made_for_it"  # in the class of a hooked module
 
 
 def arrays_of(module: Any) -> Matrix:
@@ -98,6 +99,11 @@ def is_normed_attention(module: Any) -> bool:
     norms = type(module.q_norm) is type(module.k_norm) is nn.RMSNorm
     norms = norms and module.q_norm.eps == module.k_norm.eps
     return norms and plain and rope.dims <= module.q_norm["weight"].size
+
+
+def made_for(module: nn.Module) -> Any:
+    """What its hook asks for steps; None without one, and where others have hooked it since."""
+    return vars(type(module)).get(MADE)
 
 
 def source(module: nn.Module) -> str:
@@ -144,7 +150,8 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
             queries, keys, _ = made[0]
             return _turn(queries, keys, cache.places[:rows], _norm(self, gated), plans.kernels)
 
-        turn = plans.find(rows, settle, self.q_norm["weight"], self.k_norm["weight"])
+        key = x.shape[:-1], x.dtype
+        turn = plans.find(key, settle, self.q_norm["weight"], self.k_norm["weight"])
         if turn is None:
             return stock(self, x, mask, cache)
         given, keys, values = made[0] if made else products()
@@ -229,15 +236,9 @@ class Group:
         multiply = self._find(x, self._gate)
         return None if multiply is None else multiply(x)
 
-    def made(self, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
-        """The step of this name for an x of this shape, None where there is none yet."""
-        whole = self._is_whole and self._joined
-        return self._plans.made((name, shape, dtype)) if whole else None
-
-    @property
-    def scales(self) -> list[tuple[str, mx.array]]:
-        """Of the members, by their names."""
-        return [(name, view[1]) for name, view in zip(self._names, self._views, strict=True)]
+    def made(self, name: str, key: Key) -> Step | None:
+        """The step of this name for an x of these rows, None where there is none yet."""
+        return self._plans.made((name, key)) if self._is_whole and self._joined else None
 
     @property
     def _is_whole(self) -> bool:
@@ -250,7 +251,7 @@ class Group:
             return None
         if not self._joined:
             self._plans = Plans(self._kernels)
-        key = settle.__name__, x.shape, x.dtype
+        key = settle.__name__, (x.shape[:-1], x.dtype)
         return self._plans.find(key, partial(settle, x))
 
     def _together(self, x: mx.array) -> Step | None:

@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
+    MADE,
     NORMED_ATTENTIONS,
     Group,
     arrays_of,
@@ -30,7 +31,7 @@ from dflash_mlx.verifier.fusion import (
     source_of,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Layer, Segments, replayed
+from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Segments, replayed
 from kernels_metal.factory import Step
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
@@ -58,30 +59,27 @@ def through(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
     return __call__
 
 
-def replace(module: Any, name: str, method: Callable[..., Any]) -> None:
-    """Give a module a class that differs in one method."""
+def replace(module: Any, name: str, method: Callable[..., Any], made: Any = None) -> None:
+    """Give a module a class that differs in one method; made: see `made_for`."""
     original = type(module)
-    own = {"__module__": original.__module__, name: method}
+    own = {"__module__": original.__module__, name: method, MADE: made}
     module.__class__ = type(original.__name__, (original,), own)
 
 
 class Hooks:
     """Methods of modules that are replaced until they are removed."""
 
-    segments: Segments | None = None  # of layers that are replayed
-
     def __init__(self) -> None:
         self._originals: list[tuple[Any, type]] = []
 
-    def replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
+    def replace(self, module: Any, name: str, method: Callable[..., Any], made: Any = None) -> None:
         self._originals.append((module, type(module)))
-        replace(module, name, method)
+        replace(module, name, method, made)
 
     def remove(self) -> None:
         for module, original in reversed(self._originals):
             module.__class__ = original
         self._originals.clear()
-        self.segments = None
 
 
 def rotate_by_row(rope: nn.Module) -> None:
@@ -171,7 +169,7 @@ class KernelHooks(Hooks):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self._made: dict[int, Any] = {}  # by the id of a module: its plans or its group
+        self.segments = Segments(kernels)  # of layers that are replayed
 
     def add_products(self, network: nn.Module) -> dict[Any, list[Any]]:
         """Hook what is not yet: packed matrices, and others where something can run kernels.
@@ -194,29 +192,17 @@ class KernelHooks(Hooks):
                 group = self._group(module, members, alike)
             stock, plans = type(module).__call__, Plans(self._kernels)
             if is_normed_attention(module):
-                self.replace(module, "__call__", normed_attention(stock, plans, group))
-                if source_of(stock) in NORMED_ATTENTIONS:  # the gates of others are not known there
-                    self._made[id(module)] = plans, group
+                gates = source_of(stock) not in NORMED_ATTENTIONS  # which segments do not know
+                made = None if gates else (plans, group)
+                self.replace(module, "__call__", normed_attention(stock, plans, group), made)
             elif group is not None and is_gated_mlp(module):
-                self.replace(module, "__call__", gated_mlp(stock, group))
-                self._made[id(module)] = group
-        self.segments = self._replay(model.layers)
-
-    def _replay(self, layers: Sequence[Any]) -> Segments:
-        """Let layers in a row that are known be replayed."""
-        kinds = {id(module): type(module) for module, _ in self._originals}
-        segments = Segments(self._kernels, {i: (kinds[i], made) for i, made in self._made.items()})
-        before: Layer | None = None
-        for module in layers:
-            known = source(module) in BLOCKS | HYBRID_BLOCKS
-            layer = Layer(module) if known else None
+                self.replace(module, "__call__", gated_mlp(stock, group), group)
+        known = BLOCKS | HYBRID_BLOCKS
+        self.segments.layers = [each if source(each) in known else None for each in model.layers]
+        for i, layer in enumerate(self.segments.layers):
             if layer is not None:
-                call = replayed(segments, layer, type(module).__call__)
-                self.replace(module, "__call__", call)
-            if before is not None:
-                before.next = layer
-            before = layer
-        return segments
+                call = replayed(self.segments, i, type(layer).__call__)
+                self.replace(layer, "__call__", call)
 
     def _product(self, module: Any, name: str, alike: dict[Any, list[Any]]) -> None:
         try:
@@ -228,8 +214,8 @@ class KernelHooks(Hooks):
         same = alike.setdefault((weight.shape, weight.dtype, packing), [])
         same.append(module)
         stock = getattr(type(module), name)
-        plans = self._made[id(module)] = Plans(self._kernels)
-        self.replace(module, name, _few_rows(stock, plans, packing, same))
+        plans = Plans(self._kernels)
+        self.replace(module, name, _few_rows(stock, plans, packing, same), plans)
 
     def _group(
         self, owner: nn.Module, members: Sequence[Any], alike: dict[Any, list[Any]]
@@ -266,7 +252,8 @@ def _few_rows(
         def settle() -> Step | None:
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
-        multiply = plans.find((x.shape, x.dtype), settle, self["weight"], self.get("scales"))
+        key = x.shape[:-1], x.dtype
+        multiply = plans.find(key, settle, self["weight"], self.get("scales"))
         if multiply is None:
             return stock(self, x)
         y: mx.array = multiply(x)

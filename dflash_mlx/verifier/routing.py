@@ -36,6 +36,7 @@ from kernels_metal.watchdog import (
 )
 
 T = TypeVar("T")
+Key = tuple[tuple[int, ...], mx.Dtype]  # of a pass: its shape without the width, and its dtype
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
