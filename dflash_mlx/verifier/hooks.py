@@ -70,16 +70,18 @@ class Hooks:
     """Methods of modules that are replaced until they are removed."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[Any, type]] = []
+        self._replaced: list[tuple[Any, type, type]] = []  # modules, their classes before and since
 
     def replace(self, module: Any, name: str, method: Callable[..., Any], made: Any = None) -> None:
-        self._originals.append((module, type(module)))
+        original = type(module)
         replace(module, name, method, made)
+        self._replaced.append((module, original, type(module)))
 
     def remove(self) -> None:
-        for module, original in reversed(self._originals):
-            module.__class__ = original
-        self._originals.clear()
+        for module, original, own in reversed(self._replaced):
+            if type(module) is own:  # otherwise others have hooked it since, and go through it
+                module.__class__ = original
+        self._replaced.clear()
 
 
 def rotate_by_row(rope: nn.Module) -> None:

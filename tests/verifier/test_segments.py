@@ -270,6 +270,18 @@ def test_another_thread_replays_the_layers_that_one_has_traced():
     assert all(mx.abs(each - here).max() < CLOSE for each in (there, again))
 
 
+def test_two_targets_on_one_model_keep_their_taps_whoever_switches_kernels():
+    one = make_target()
+    other = Target(one.model, one.context_length, "the same")
+    other.tap((0, one.num_layers - 1))
+    stock = outputs(one, *CHAIN, 11)
+    with stand_ins():
+        for target, mode in ((one, "on"), (other, "on"), (one, "off"), (other, "off")):
+            target.use_kernels(mode)
+            found = [outputs(each, *CHAIN, 11) for each in 3 * (one, other)]
+            assert all(mx.abs(each - stock).max() < CLOSE for each in found)
+
+
 def test_a_switch_drops_what_was_traced_and_the_layers_are_as_they_were():
     target = make_target()
     kinds = [type(layer) for layer in target.model.layers]
