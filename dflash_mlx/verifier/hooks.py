@@ -16,8 +16,8 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
+    GATED_ATTENTION,
     MADE,
-    NORMED_ATTENTIONS,
     Group,
     arrays_of,
     gated_mlp,
@@ -27,11 +27,10 @@ from dflash_mlx.verifier.fusion import (
     normed_attention,
     packing_of,
     settled,
-    source,
-    source_of,
+    written_as,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Segments, replayed
+from dflash_mlx.verifier.segments import BLOCKS, Segments, replayed
 from kernels_metal.factory import Step
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
@@ -194,17 +193,17 @@ class KernelHooks(Hooks):
                 group = self._group(module, members, alike)
             stock, plans = type(module).__call__, Plans(self._kernels)
             if is_normed_attention(module):
-                gates = source_of(stock) not in NORMED_ATTENTIONS  # which segments do not know
+                gates = written_as(stock, GATED_ATTENTION)  # which segments do not know
                 made = None if gates else (plans, group)
                 self.replace(module, "__call__", normed_attention(stock, plans, group), made)
             elif group is not None and is_gated_mlp(module):
                 self.replace(module, "__call__", gated_mlp(stock, group), group)
-        known = BLOCKS | HYBRID_BLOCKS
-        self.segments.layers = [each if source(each) in known else None for each in model.layers]
-        for i, layer in enumerate(self.segments.layers):
-            if layer is not None:
-                call = replayed(self.segments, i, type(layer).__call__)
-                self.replace(layer, "__call__", call)
+        for i, layer in enumerate(model.layers):
+            stock = type(layer).__call__
+            is_known = written_as(stock, *BLOCKS)
+            self.segments.layers.append(layer if is_known else None)
+            if is_known:
+                self.replace(layer, "__call__", replayed(self.segments, i, stock))
 
     def _product(self, module: Any, name: str, alike: dict[Any, list[Any]]) -> None:
         try:

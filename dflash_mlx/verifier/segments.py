@@ -24,26 +24,8 @@ from dflash_mlx.verifier.routing import Kernels, Key, Plans
 from kernels_metal.factory import Step, executor, metal
 from kernels_metal.verify_qmm import MAX_ROWS
 
-# What mlx-lm's sources call layers that are Qwen3's, written in two ways, and Qwen3.5's;
-# `test_segments.py` compares these with it.
-BLOCKS = frozenset(
-    {
-        "Klear.KlearDecoderLayer", "afm7.TransformerBlock", "bitnet.TransformerBlock",
-        "deepseek.DeepseekDecoderLayer", "deepseek_v2.DeepseekV2DecoderLayer",
-        "deepseek_v3.DeepseekV3DecoderLayer", "deepseek_v32.DeepseekV32DecoderLayer",
-        "dots1.Dots1DecoderLayer", "ernie4_5.DecoderLayer", "ernie4_5_moe.Ernie4_5_DecoderLayer",
-        "exaone_moe.DecoderLayer", "gemma.TransformerBlock", "glm.GLMBlock",
-        "glm4_moe.DecoderLayer", "glm4_moe_lite.Glm4MoeLiteDecoderLayer",
-        "helium.HeliumDecoderLayer", "hunyuan_v1_dense.TransformerBlock",
-        "internlm3.TransformerBlock", "laguna.TransformerBlock", "llama.TransformerBlock",
-        "mellum.MellumDecoderLayer", "mimo.TransformerBlock", "mimo_v2_flash.DecoderLayer",
-        "nanbeige.TransformerBlock", "nemotron.TransformerBlock", "phi3.TransformerBlock",
-        "phi3small.TransformerBlock", "qwen2.TransformerBlock", "qwen2_moe.Qwen2MoeDecoderLayer",
-        "qwen3.TransformerBlock", "qwen3_moe.Qwen3MoeDecoderLayer", "seed_oss.TransformerBlock",
-        "starcoder2.TransformerBlock", "youtu_llm.YoutuLLMDecoderLayer",
-    }
-)  # fmt: skip
-HYBRID_BLOCKS = frozenset({"qwen3_5.DecoderLayer", "qwen3_next.Qwen3NextDecoderLayer"})
+# Layers that are replayed: x + mixer(norm(x)), and the MLP behind it, as mlx-lm writes them
+BLOCKS = "qwen3.TransformerBlock", "glm4_moe.DecoderLayer", "qwen3_5.DecoderLayer"
 _PLAIN = (nn.RMSNorm, nn.LayerNorm, nn.Linear, nn.QuantizedLinear)
 _END = object()
 Replay = Callable[..., Any]  # a graph that is traced, bound to one layer's arrays

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm import models
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
@@ -23,7 +20,7 @@ from dflash_mlx.verifier import segments
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Settled
+from dflash_mlx.verifier.segments import Settled
 from dflash_mlx.verifier.sequence import Rows
 from kernels_metal import factory, gpu
 from support.decoding import ids_of
@@ -346,26 +343,3 @@ def test_a_replayed_pass_calls_less_than_0_4_of_what_stock_mlx_calls(monkeypatch
     mx.export_function(str(tmp_path / "traced.mlxfn"), traced, mx.zeros(1))
     stock, settling, tracing, replaying = calls
     assert replaying < 0.4 * stock < tracing < settling
-
-
-def calls_in(file: Path) -> dict[str, str]:
-    """The calls of the classes of one of mlx-lm's sources, in one way of writing their end."""
-    found = {}
-    for kind in ast.parse(file.read_text()).body:
-        for call in kind.body if isinstance(kind, ast.ClassDef) else ():
-            if isinstance(call, ast.FunctionDef) and call.name == "__call__":
-                arguments = [argument.arg for argument in call.args.args]
-                text = "\n".join(map(ast.unparse, call.body))
-                text = text.replace("out = h + r\nreturn out", "return h + r")
-                found[f"{file.stem}.{kind.name}"] = f"{arguments} {text}"
-    return found
-
-
-def test_layers_that_are_replayed_are_those_that_mlx_lm_writes_as_qwen3s_or_qwen3_5s():
-    files = sorted(Path(models.__path__[0]).glob("*.py"))
-    calls = {name: call for file in files for name, call in calls_in(file).items()}
-    for known, like in (
-        (BLOCKS, "qwen3.TransformerBlock"),
-        (HYBRID_BLOCKS, "qwen3_5.DecoderLayer"),
-    ):
-        assert known == {name for name, call in calls.items() if call == calls[like]}
