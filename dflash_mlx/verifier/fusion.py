@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.verifier.routing import Kernels, Key, Plans
+from dflash_mlx.verifier.routing import Kernels, Key, MadeOf, Plans
 from kernels_metal.factory import Step
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, turning
@@ -42,6 +42,7 @@ GROUPS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # of gated delta nets
     ("in_proj_qkvz", "in_proj_ba"),
 )
+GATED_MLP = "qwen3.MLP"  # down(swiglu(gate(x), up(x)))
 GATED_ATTENTION = "qwen3_next.Qwen3NextAttention"  # which has a gate behind its queries
 _ARRAYS = ("weight", "scales", "biases")
 MADE = "_made_for_it"  # in the class of a hooked module
@@ -66,11 +67,6 @@ def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Step | None:
         return None
     x, *matrix = calls[0]
     return Product(*matrix).settled(x, choice.way or None)  # type: ignore[arg-type]
-
-
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether its call is down(swiglu(gate(x), up(x)))."""
-    return written_as(type(module).__call__, "qwen3.MLP")
 
 
 def is_normed_attention(module: Any) -> bool:
@@ -151,7 +147,7 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
             return _turn(queries, keys, cache.places[:rows], _norm(self, gated), plans.kernels)
 
         key = x.shape[:-1], x.dtype
-        turn = plans.find(key, settle, self.q_norm["weight"], self.k_norm["weight"])
+        turn = plans.find(key, settle)
         if turn is None:
             return stock(self, x, mask, cache)
         given, keys, values = made[0] if made else products()
@@ -208,6 +204,7 @@ class Group:
         self.packing = packing_of(members[0])
         self._whole: Any = None  # weights, scales and biases of all members
         self._views: list[Any] = []  # of each, in it
+        self._made_of: MadeOf | None = None
         self._plans = Plans(kernels)
         self._x: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
@@ -236,7 +233,7 @@ class Group:
         multiply = self._find(x, self._gate)
         return None if multiply is None else multiply(x)
 
-    def made(self, name: str, key: Key) -> Step | None:
+    def made(self, name: str, key: Key) -> Any:
         """The step of this name for an x of these rows, None where there is none yet."""
         return self._plans.made((name, key)) if self._is_whole and self._joined else None
 
@@ -289,10 +286,7 @@ class Group:
     @property
     def _joined(self) -> bool:
         """Whether the members hold views of what is side by side, and nobody changed them since."""
-        for member, view in zip(self.members, self._views, strict=False):
-            if member["scales"] is not view[1]:
-                return False
-        return bool(self._views)
+        return self._made_of is not None and self._made_of.holds()
 
     def call(self, x: mx.array) -> tuple[Any, ...]:
         """The arguments of SHARED_INPUT."""
@@ -309,3 +303,4 @@ class Group:
         self._whole, self._views = side_by_side([*map(arrays_of, self.members)])
         for member, view in zip(self.members, self._views, strict=True):
             member.update({n: a for n, a in zip(_ARRAYS, view, strict=True) if a is not None})
+        self._made_of = MadeOf(self.members)

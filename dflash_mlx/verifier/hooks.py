@@ -17,12 +17,12 @@ import mlx.nn as nn
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
     GATED_ATTENTION,
+    GATED_MLP,
     MADE,
     Group,
     arrays_of,
     gated_mlp,
     groups_in,
-    is_gated_mlp,
     is_normed_attention,
     normed_attention,
     packing_of,
@@ -191,12 +191,13 @@ class KernelHooks(Hooks):
             group = None
             for members in groups_in(module):
                 group = self._group(module, members, alike)
-            stock, plans = type(module).__call__, Plans(self._kernels)
+            stock = type(module).__call__
             if is_normed_attention(module):
+                plans = Plans(self._kernels, module)
                 gates = written_as(stock, GATED_ATTENTION)  # which segments do not know
                 made = None if gates else (plans, group)
                 self.replace(module, "__call__", normed_attention(stock, plans, group), made)
-            elif group is not None and is_gated_mlp(module):
+            elif group is not None and written_as(stock, GATED_MLP):
                 self.replace(module, "__call__", gated_mlp(stock, group), group)
         for i, layer in enumerate(model.layers):
             stock = type(layer).__call__
@@ -215,7 +216,7 @@ class KernelHooks(Hooks):
         same = alike.setdefault((weight.shape, weight.dtype, packing), [])
         same.append(module)
         stock = getattr(type(module), name)
-        plans = Plans(self._kernels)
+        plans = Plans(self._kernels, module)
         self.replace(module, name, _few_rows(stock, plans, packing, same), plans)
 
     def _group(
@@ -254,7 +255,7 @@ def _few_rows(
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
         key = x.shape[:-1], x.dtype
-        multiply = plans.find(key, settle, self["weight"], self.get("scales"))
+        multiply = plans.find(key, settle)
         if multiply is None:
             return stock(self, x)
         y: mx.array = multiply(x)

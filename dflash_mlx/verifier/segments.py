@@ -9,25 +9,23 @@ known; it is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from operator import is_
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.verifier.fusion import Call, Group, made_for
-from dflash_mlx.verifier.routing import Kernels, Key, Plans
+from dflash_mlx.verifier.routing import Kernels, Key, MadeOf, Plans
 from kernels_metal.factory import Step, executor, metal
 from kernels_metal.verify_qmm import MAX_ROWS
 
 # Layers that are replayed: x + mixer(norm(x)), and the MLP behind it, as mlx-lm writes them
 BLOCKS = "qwen3.TransformerBlock", "glm4_moe.DecoderLayer", "qwen3_5.DecoderLayer"
 _PLAIN = (nn.RMSNorm, nn.LayerNorm, nn.Linear, nn.QuantizedLinear)
-_END = object()
 Replay = Callable[..., Any]  # a graph that is traced, bound to one layer's arrays
 
 
@@ -37,25 +35,13 @@ class Entry(NamedTuple):
     before: Replay  # the norm; of attention whose rotation is settled queries, keys and values, too
     after: Replay
     then: Replay | None  # behind the MLP, where that is called as it is
-    modules: list[Any]  # whose code and weights are in these steps
 
 
-class Settled:
+class Settled(NamedTuple):
     """How all layers compute passes of one key, None for a layer's own call."""
 
-    def __init__(self, entries: list[Entry | None]) -> None:
-        self.entries = entries
-        # Those without arrays and modules hold nothing that steps were made of
-        self._modules = [m for entry in entries if entry for m in entry.modules if m]
-        self._kinds, self._values = [*map(type, self._modules)], [*self._found()]
-
-    def holds(self) -> bool:
-        """Whether the same modules with the same weights are still in their places."""
-        same = [*map(type, self._modules)] == self._kinds
-        return same and all(map(is_, self._found(), self._values))
-
-    def _found(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(map(dict.values, self._modules)), (_END,))
+    entries: list[Entry | None]
+    made_of: MadeOf
 
 
 class Segments:
@@ -104,7 +90,7 @@ class Segments:
         if key == self._key:
             return
         found: Settled | None = self._plans.made(key)
-        if found is not None and not found.holds():
+        if found is not None and not found.made_of.holds():
             self._plans, found = Plans(self._kernels), None
         places = (getattr(cache, "places", None) for cache in self._caches)
         self.at = found and next((at for at in places if at is not None), None)
@@ -113,14 +99,15 @@ class Segments:
     def _made(self) -> Settled:
         known = [each and _known(each, self._key) for each in self.layers]  # type: ignore[arg-type]
         pairs = pairwise([*known, None])
-        return Settled([here and self._entry(here, following) for here, following in pairs])
+        entries = [here and self._entry(here, following) for here, following in pairs]
+        return Settled(entries, MadeOf(chain(*(each.modules for each in known if each))))
 
     def _entry(self, here: Known, following: Known | None) -> Entry:
         front = [] if following is None else following.front
         before = self._traced(_front, here.front)
         after = self._traced(_after, here.back, here.norm, here.mlp, front if here.mlp else [])
         then = None if here.mlp else self._traced(_then, front)
-        return Entry(before, after, then, here.modules)
+        return Entry(before, after, then)
 
     def _traced(self, run: Callable[..., Any], *steps: Sequence[Step]) -> Replay:
         """`run(*given, *steps)` as a graph that all of one form share."""
@@ -142,7 +129,7 @@ class Segments:
 
 def replayed(segments: Segments, i: int, stock: Call) -> Call:
     """The call of layer i: x + mixer(norm(x)), and the MLP behind it, by segments."""
-    name = mixer_of(segments.layers[i])
+    name = _mixer(segments.layers[i])
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         entry, given = segments.entry(i, x)
@@ -163,11 +150,6 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
     return call
 
 
-def mixer_of(layer: Any) -> str:
-    """What is called in front of a layer's MLP."""
-    return "self_attn" if "self_attn" in layer else "linear_attn"
-
-
 class Known(NamedTuple):
     """The steps of one layer for passes of one key, and the modules whose they are."""
 
@@ -184,7 +166,7 @@ def _known(layer: Any, key: Key) -> Known | None:
     before, behind = map(_plain, norms)
     if before is None or behind is None:
         return None
-    mixer = layer[mixer_of(layer)]
+    mixer = layer[_mixer(layer)]
     attention, mlp = _attention(mixer, key), _mlp(layer["mlp"], key)
     modules = [layer, *norms]
     modules += mixer.modules() if attention else []
@@ -192,12 +174,17 @@ def _known(layer: Any, key: Key) -> Known | None:
     return Known([before, *attention[:2]], attention[2:], [behind], mlp, modules)
 
 
+def _mixer(layer: Any) -> str:
+    return "self_attn" if "self_attn" in layer else "linear_attn"
+
+
 def _attention(module: Any, key: Key) -> list[Step]:
     """Products, rotation and output projection, where attention is hooked and these are settled."""
     plans, group = made_for(module) or (None, None)
     if plans is None or group is None:
         return []
-    return _all(group.made("_together", key), plans.made(key), _product(module["o_proj"], key))
+    found = [group.made("_together", key), plans.made(key), _product(module["o_proj"], key)]
+    return found if all(found) else []
 
 
 def _mlp(module: Any, key: Key) -> list[Step]:
@@ -205,16 +192,11 @@ def _mlp(module: Any, key: Key) -> list[Step]:
     group = made_for(module)
     if not isinstance(group, Group):
         return []
-    return _all(group.made("_gate", key), _product(module["down_proj"], key))
+    found = [group.made("_gate", key), _product(module["down_proj"], key)]
+    return found if all(found) else []
 
 
-def _all(*steps: Step | None) -> list[Step]:
-    """None without one of them."""
-    found = [step for step in steps if step is not None]
-    return found if len(found) == len(steps) else []
-
-
-def _product(module: Any, key: Key) -> Step | None:
+def _product(module: Any, key: Key) -> Any:
     """Of a linear module, by a kernel where that is chosen."""
     plans = made_for(module)
     step = plans.made(key) if isinstance(plans, Plans) and "bias" not in module else None

@@ -218,6 +218,39 @@ def test_a_weight_or_module_that_is_replaced_counts_from_the_next_pass_on(name, 
     assert mx.abs(stock - before).max() > 1e-2
 
 
+@pytest.mark.parametrize(("family", "key"), [("qwen3", "weight"), ("qwen2", "bias")])
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_one_array_of_a_product_is_replaced_alone(family, key, name):
+    target = make_target(family)
+    target.use_kernels("on")
+    with stand_ins():
+        for _ in range(3):
+            before = outputs(target, *CHAIN, 11)
+        module = target.model.layers[1].self_attn[name]
+        key = key if key in module else "biases"
+        module[key] = module[key] ^ mx.array(5, mx.uint32) if key == "weight" else 2 * module[key]
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+        target.use_kernels("off")
+        stock = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+    assert mx.abs(stock - before).max() > 1e-3
+
+
+def test_norms_of_attention_are_replaced_by_others_whose_weights_change_later():
+    target = make_target()
+    target.use_kernels("on")
+    with stand_ins():
+        for scale in (1, 2, 3):
+            attention = target.model.layers[1].self_attn
+            if scale == 2:
+                attention.q_norm = nn.RMSNorm(64, eps=attention.q_norm.eps)
+            attention.q_norm.weight = scale * attention.q_norm.weight
+            ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+            with target.kernels.paused():
+                stock = outputs(target, *CHAIN, 11)
+            assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+
+
 def test_a_model_that_is_called_outside_of_its_targets_passes_runs_as_it_is():
     target = make_target()
     target.use_kernels("on")
