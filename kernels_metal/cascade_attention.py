@@ -44,7 +44,7 @@ PLAIN = replace(
     KERNEL,
     inputs=tuple(name for name in KERNEL.inputs if name not in _PACKED),
     before="".join(
-        f"const device T* {name} = keys;\nconst constant int64_t* {name}_strides = keys_strides;\n"
+        f"const device T* {name} = keys; const constant int64_t* {name}_strides = keys_strides; "
         for name in _PACKED
     ),
 )

@@ -45,8 +45,8 @@ class Kernel:
     folder, without `.metal`, for functions and structs outside the body. With
     `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
     `{input}_strides`. falls_back: whoever launches it has another kernel for a GPU that has no
-    registers for so many threads. before: lines in front of the file's, for
-    names that are no inputs.
+    registers for so many threads. before: for names that are no inputs, text in front of the
+    file's in its first line, so that the emulator counts lines as the file does.
     """
 
     name: str

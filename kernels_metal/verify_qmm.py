@@ -28,7 +28,7 @@ from kernels_metal.gpu import few_rows, fewest_unpacked, may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
 BITS, GROUPS = (4, 6, 8), (32, 64, 128)
-GROUPS_OF_6 = (64,)  # MLX's own
+GROUPS_OF_6 = (64,)  # what `mx.quantize` takes by default, as files of 6 bits have it
 # What `mx.quantize` calls the ways of packing, and weights that are not packed; how many bits and
 # weights along K have one scale in them, where that is settled; and what the kernels do, their FORM
 MODES: dict[str, tuple[tuple[int, int] | None, int]] = {
@@ -133,7 +133,7 @@ class Product:
             dtypes = (array.dtype,)
         # What is missing is bound to what is there, and never read
         self.arrays = [weights, *more.values(), *[weights] * (2 - len(more))]
-        self._dtypes = FLOATS if dtypes == (mx.uint8,) else (self.arrays[1].dtype,)
+        self._dtypes = FLOATS if packing.form in (1, 2) else (self.arrays[1].dtype,)  # of x
         self.packing, self.depth, self.columns = packing, depth, columns
         self.halves = 2 if packing.gated else 1
         even = self.columns % self.halves == 0
@@ -284,7 +284,7 @@ def _case(x: mx.array, weights: mx.array, *rest: Any) -> Case:
     *more, packing = rest
     kind = packing.invariant + 2 * packing.gated + 4 * [*MODES].index(packing.mode)
     shape = (x.shape[-1], weights.shape[0], packing.group, kind)
-    floats = [x] if packing.form else [x, *more]
+    floats = [x, *({0: more, 3: [weights]}.get(packing.form, ()))]
     return case_of(math.prod(x.shape[:-1]), shape, floats, packing.bits)
 
 

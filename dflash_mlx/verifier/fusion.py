@@ -143,8 +143,10 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
 
         def settle() -> Step | None:
             made.append(products())
-            queries, keys, _ = made[0]
-            return _turn(queries, keys, cache.places[:rows], _norm(self, gated), plans.kernels)
+            (queries, keys, _), how = made[0], _norm(self, gated)
+            given = queries, keys, cache.places[:rows], how
+            chosen = plans.kernels.chosen(NORM_ROPE, given)
+            return None if chosen is None else turning(queries, keys, how)
 
         key = x.shape[:-1], x.dtype
         turn = plans.find(key, settle)
@@ -168,14 +170,6 @@ def _norm(module: Any, gated: bool) -> HeadNorm:
     steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
     periods = rope.base**steps / rope.scale
     return HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps, gated)
-
-
-def _turn(
-    queries: mx.array, keys: mx.array, places: mx.array, how: HeadNorm, kernels: Kernels
-) -> Step | None:
-    if kernels.chosen(NORM_ROPE, (queries, keys, places, how)) is None:
-        return None
-    return turning(queries, keys, how)
 
 
 def groups_in(module: nn.Module) -> Iterator[list[Any]]:

@@ -29,6 +29,7 @@ from kernels_metal.factory import Executor, executor, metal
 from kernels_metal.faults import Faults
 from kernels_metal.operation import Operation
 from kernels_metal.watchdog import (
+    DAMAGED,
     SECONDS,
     Trials,
     Verdict,
@@ -39,7 +40,6 @@ from kernels_metal.watchdog import (
 
 T = TypeVar("T")
 Key = tuple[tuple[int, ...], mx.Dtype]  # of a pass: its shape without the width, and its dtype
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Kernels:
@@ -96,7 +96,7 @@ class Kernels:
         if runs_on is not self._runs_on:
             self._runs_on, self._holding = runs_on, object()
             if runs_on is metal and self.mode == "auto":
-                with suppress(*_DAMAGED):
+                with suppress(*DAMAGED):
                     self._dispatch.table.update(_read(self._file)[1])
                 self._turn_off([*left_behind(self._file)], "in use when its program ended")
         return self._holding
@@ -274,7 +274,7 @@ def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
     for file in sorted((folder or default_folder()).glob("*.json")):
         try:
             name, choices = _read(file)
-        except _DAMAGED:
+        except DAMAGED:
             continue
         if choices:
             found.setdefault(name, {}).update(choices)
@@ -292,7 +292,7 @@ def default_folder() -> Path:
 
 
 def _read(file: Path) -> tuple[str, dict[str, Choice]]:
-    """A file's model and choices. Raises one of _DAMAGED for a file not written by `Kernels`."""
+    """A file's model and choices. Raises one of DAMAGED for a file not written by `Kernels`."""
     saved = json.loads(file.read_text(encoding="utf-8"))
     choices = table_from_json(saved)
     for choice in choices.values():
