@@ -10,15 +10,17 @@ SwiGLU is part of gate's and up's product.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.verifier.routing import Kernels, Plans
+from dflash_mlx.verifier.routing import Kernels, Key, MadeOf, Plans
 from kernels_metal.factory import Step
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
 from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, turning
@@ -34,33 +36,16 @@ from kernels_metal.verify_qmm import (
 )
 
 Call = Callable[..., mx.array]
-# What mlx-lm's sources call code that is Qwen3's; `test_fusion.py` compares these with it.
-GATED_MLPS = frozenset(
-    {
-        "Klear.KlearMLP", "afmoe.MLP", "baichuan_m1.MLP", "bailing_hybrid.MLP",
-        "bailing_moe.BailingMoeMLP", "bailing_moe_linear.MLP", "bailing_moe_v3.BailingMLP",
-        "cohere.MLP", "cohere2.MLP", "deepseek.DeepseekMLP", "dots1.Dots1MLP", "ernie4_5.MLP",
-        "ernie4_5_moe.Ernie4_5_MLP", "exaone4.MLP", "exaone_moe.MLP", "granite.MLP",
-        "granitemoehybrid.GraniteMoeHybridMLP", "helium.HeliumMLP", "hunyuan.MLP",
-        "hunyuan_v1_dense.MLP", "internlm3.MLP", "jamba.JambaMLP", "kimi_linear.KimiMLP",
-        "laguna.MLP", "lfm2_moe.MLP", "llama.MLP", "llama4.MLP", "llama4_text.MLP",
-        "longcat_flash.LongcatFlashMLP", "mimo.MLP", "minicpm.MLP", "minicpm3.MLP",
-        "ministral3.MLP", "nanbeige.MLP", "olmo2.MLP", "olmo3.Olmo3MLP", "plamo.MLP", "qwen2.MLP",
-        "qwen2_moe.MLP", "qwen3.MLP", "qwen3_moe.MLP", "qwen3_next.Qwen3NextMLP", "seed_oss.MLP",
-        "stablelm.MLP", "telechat3.Telechat3MLP", "youtu_llm.YoutuLLMMLP",
-    }
-)  # fmt: skip
-NORMED_ATTENTIONS = frozenset(
-    {"dots1.Dots1Attention", "mellum.Attention", "qwen3.Attention", "qwen3_moe.Attention"}
-)
-GATED_ATTENTIONS = frozenset({"qwen3_next.Qwen3NextAttention"})  # and a gate in their queries
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # of gated delta nets
     ("in_proj_qkvz", "in_proj_ba"),
 )
+GATED_MLP = "qwen3.MLP"  # down(swiglu(gate(x), up(x)))
+GATED_ATTENTION = "qwen3_next.Qwen3NextAttention"  # which has a gate behind its queries
 _ARRAYS = ("weight", "scales", "biases")
+MADE = "_made_for_it"  # in the class of a hooked module
 
 
 def arrays_of(module: Any) -> Matrix:
@@ -84,14 +69,9 @@ def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Step | None:
     return Product(*matrix).settled(x, choice.way or None)  # type: ignore[arg-type]
 
 
-def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether its call is down(swiglu(gate(x), up(x)))."""
-    return source(module) in GATED_MLPS
-
-
 def is_normed_attention(module: Any) -> bool:
     """Whether it normalises queries and keys by head and turns them as in Qwen3 or Qwen3-Next."""
-    if source(module) not in NORMED_ATTENTIONS | GATED_ATTENTIONS:
+    if not written_as(type(module).__call__, "qwen3.Attention", GATED_ATTENTION):
         return False
     rope = module.rope
     plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
@@ -100,9 +80,31 @@ def is_normed_attention(module: Any) -> bool:
     return norms and plain and rope.dims <= module.q_norm["weight"].size
 
 
-def source(module: nn.Module) -> str:
-    """Where the call of a module is written, as family.Class."""
-    return source_of(type(module).__call__)
+def made_for(module: nn.Module) -> Any:
+    """What its hook asks for steps; None without one, and where others have hooked it since."""
+    return vars(type(module)).get(MADE)
+
+
+def written_as(call: Any, *known: str) -> bool:
+    """Whether a module's call is, word for word, that of one of these of mlx-lm, family.Class."""
+    words = _words(call)
+    if words is None:
+        return False
+    from mlx_lm import models  # not before a model is loaded: it takes seconds
+
+    pairs = (name.split(".") for name in known)
+    modules = ((import_module(f"{models.__name__}.{family}"), kind) for family, kind in pairs)
+    return any(words == _words(getattr(module, kind).__call__) for module, kind in modules)
+
+
+def _words(call: Any) -> tuple[Any, ...] | None:
+    """A function's code, and what names mean where it is written; None for what is no function."""
+    code = getattr(call, "__code__", None)
+    if code is None or call.__module__ not in sys.modules:
+        return None
+    meant = vars(sys.modules[call.__module__])
+    names = code.co_names, code.co_varnames, code.co_freevars
+    return code.co_code, code.co_consts, *names, [id(meant.get(name)) for name in code.co_names]
 
 
 def source_of(call: Any) -> str:
@@ -126,7 +128,7 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
 
     Qwen3-Next's has a gate behind each head of its queries.
     """
-    gated = source_of(stock) in GATED_ATTENTIONS
+    gated = written_as(stock, GATED_ATTENTION)
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[1]
@@ -146,7 +148,8 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
             chosen = plans.kernels.chosen(NORM_ROPE, given)
             return None if chosen is None else turning(queries, keys, how)
 
-        turn = plans.find(rows, settle, self.q_norm["weight"], self.k_norm["weight"])
+        key = x.shape[:-1], x.dtype
+        turn = plans.find(key, settle)
         if turn is None:
             return stock(self, x, mask, cache)
         given, keys, values = made[0] if made else products()
@@ -195,6 +198,7 @@ class Group:
         self.packing = packing_of(members[0])
         self._whole: Any = None  # weights, scales and biases of all members
         self._views: list[Any] = []  # of each, in it
+        self._made_of: MadeOf | None = None
         self._plans = Plans(kernels)
         self._x: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
@@ -223,15 +227,9 @@ class Group:
         multiply = self._find(x, self._gate)
         return None if multiply is None else multiply(x)
 
-    def made(self, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
-        """The step of this name for an x of this shape, None where there is none yet."""
-        whole = self._is_whole and self._joined
-        return self._plans.made((name, shape, dtype)) if whole else None
-
-    @property
-    def scales(self) -> list[tuple[str, mx.array]]:
-        """Of the members, by their names."""
-        return [(name, view[1]) for name, view in zip(self._names, self._views, strict=True)]
+    def made(self, name: str, key: Key) -> Any:
+        """The step of this name for an x of these rows, None where there is none yet."""
+        return self._plans.made((name, key)) if self._is_whole and self._joined else None
 
     @property
     def _is_whole(self) -> bool:
@@ -244,7 +242,7 @@ class Group:
             return None
         if not self._joined:
             self._plans = Plans(self._kernels)
-        key = settle.__name__, x.shape, x.dtype
+        key = settle.__name__, (x.shape[:-1], x.dtype)
         return self._plans.find(key, partial(settle, x))
 
     def _together(self, x: mx.array) -> Step | None:
@@ -282,10 +280,7 @@ class Group:
     @property
     def _joined(self) -> bool:
         """Whether the members hold views of what is side by side, and nobody changed them since."""
-        for member, view in zip(self.members, self._views, strict=False):
-            if member["scales"] is not view[1]:
-                return False
-        return bool(self._views)
+        return self._made_of is not None and self._made_of.holds()
 
     def call(self, x: mx.array) -> tuple[Any, ...]:
         """The arguments of SHARED_INPUT."""
@@ -302,3 +297,4 @@ class Group:
         self._whole, self._views = side_by_side([*map(arrays_of, self.members)])
         for member, view in zip(self.members, self._views, strict=True):
             member.update({n: a for n, a in zip(_ARRAYS, view, strict=True) if a is not None})
+        self._made_of = MadeOf(self.members)

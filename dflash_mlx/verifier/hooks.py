@@ -16,21 +16,21 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
-    NORMED_ATTENTIONS,
+    GATED_ATTENTION,
+    GATED_MLP,
+    MADE,
     Group,
     arrays_of,
     gated_mlp,
     groups_in,
-    is_gated_mlp,
     is_normed_attention,
     normed_attention,
     packing_of,
     settled,
-    source,
-    source_of,
+    written_as,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Layer, Segments, replayed
+from dflash_mlx.verifier.segments import BLOCKS, Segments, replayed
 from kernels_metal.factory import Step
 from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
@@ -58,30 +58,29 @@ def through(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
     return __call__
 
 
-def replace(module: Any, name: str, method: Callable[..., Any]) -> None:
-    """Give a module a class that differs in one method."""
+def replace(module: Any, name: str, method: Callable[..., Any], made: Any = None) -> None:
+    """Give a module a class that differs in one method; made: see `made_for`."""
     original = type(module)
-    own = {"__module__": original.__module__, name: method}
+    own = {"__module__": original.__module__, name: method, MADE: made}
     module.__class__ = type(original.__name__, (original,), own)
 
 
 class Hooks:
     """Methods of modules that are replaced until they are removed."""
 
-    segments: Segments | None = None  # of layers that are replayed
-
     def __init__(self) -> None:
-        self._originals: list[tuple[Any, type]] = []
+        self._replaced: list[tuple[Any, type, type]] = []  # modules, their classes before and since
 
-    def replace(self, module: Any, name: str, method: Callable[..., Any]) -> None:
-        self._originals.append((module, type(module)))
-        replace(module, name, method)
+    def replace(self, module: Any, name: str, method: Callable[..., Any], made: Any = None) -> None:
+        original = type(module)
+        replace(module, name, method, made)
+        self._replaced.append((module, original, type(module)))
 
     def remove(self) -> None:
-        for module, original in reversed(self._originals):
-            module.__class__ = original
-        self._originals.clear()
-        self.segments = None
+        for module, original, own in reversed(self._replaced):
+            if type(module) is own:  # otherwise others have hooked it since, and go through it
+                module.__class__ = original
+        self._replaced.clear()
 
 
 def rotate_by_row(rope: nn.Module) -> None:
@@ -171,7 +170,7 @@ class KernelHooks(Hooks):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self._made: dict[int, Any] = {}  # by the id of a module: its plans or its group
+        self.segments = Segments(kernels)  # of layers that are replayed
 
     def add_products(self, network: nn.Module) -> dict[Any, list[Any]]:
         """Hook what is not yet: packed matrices, and others where something can run kernels.
@@ -192,31 +191,20 @@ class KernelHooks(Hooks):
             group = None
             for members in groups_in(module):
                 group = self._group(module, members, alike)
-            stock, plans = type(module).__call__, Plans(self._kernels)
+            stock = type(module).__call__
             if is_normed_attention(module):
-                self.replace(module, "__call__", normed_attention(stock, plans, group))
-                if source_of(stock) in NORMED_ATTENTIONS:  # the gates of others are not known there
-                    self._made[id(module)] = plans, group
-            elif group is not None and is_gated_mlp(module):
-                self.replace(module, "__call__", gated_mlp(stock, group))
-                self._made[id(module)] = group
-        self.segments = self._replay(model.layers)
-
-    def _replay(self, layers: Sequence[Any]) -> Segments:
-        """Let layers in a row that are known be replayed."""
-        kinds = {id(module): type(module) for module, _ in self._originals}
-        segments = Segments(self._kernels, {i: (kinds[i], made) for i, made in self._made.items()})
-        before: Layer | None = None
-        for module in layers:
-            known = source(module) in BLOCKS | HYBRID_BLOCKS
-            layer = Layer(module) if known else None
-            if layer is not None:
-                call = replayed(segments, layer, type(module).__call__)
-                self.replace(module, "__call__", call)
-            if before is not None:
-                before.next = layer
-            before = layer
-        return segments
+                plans = Plans(self._kernels, module)
+                gates = written_as(stock, GATED_ATTENTION)  # which segments do not know
+                made = None if gates else (plans, group)
+                self.replace(module, "__call__", normed_attention(stock, plans, group), made)
+            elif group is not None and written_as(stock, GATED_MLP):
+                self.replace(module, "__call__", gated_mlp(stock, group), group)
+        for i, layer in enumerate(model.layers):
+            stock = type(layer).__call__
+            is_known = written_as(stock, *BLOCKS)
+            self.segments.layers.append(layer if is_known else None)
+            if is_known:
+                self.replace(layer, "__call__", replayed(self.segments, i, stock))
 
     def _product(self, module: Any, name: str, alike: dict[Any, list[Any]]) -> None:
         try:
@@ -228,8 +216,8 @@ class KernelHooks(Hooks):
         same = alike.setdefault((weight.shape, weight.dtype, packing), [])
         same.append(module)
         stock = getattr(type(module), name)
-        plans = self._made[id(module)] = Plans(self._kernels)
-        self.replace(module, name, _few_rows(stock, plans, packing, same))
+        plans = Plans(self._kernels, module)
+        self.replace(module, name, _few_rows(stock, plans, packing, same), plans)
 
     def _group(
         self, owner: nn.Module, members: Sequence[Any], alike: dict[Any, list[Any]]
@@ -266,7 +254,8 @@ def _few_rows(
         def settle() -> Step | None:
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
-        multiply = plans.find((x.shape, x.dtype), settle, self["weight"], self.get("scales"))
+        key = x.shape[:-1], x.dtype
+        multiply = plans.find(key, settle)
         if multiply is None:
             return stock(self, x)
         y: mx.array = multiply(x)

@@ -125,8 +125,8 @@ class Target:
         self.kernels.switch(mode)
         self._hooks.remove()
         self._kernel_hooks.remove()
+        self._kernel_hooks = KernelHooks(self.kernels)
         if mode != "off":
-            self._kernel_hooks = KernelHooks(self.kernels)
             self._kernel_hooks.add(self.model)
             for network in self._drafters if self.kernels.may_run else ():
                 self._kernel_hooks.add_products(network)
@@ -224,14 +224,14 @@ class Target:
         self._outputs.clear()
         self._asked = rows
         segments = self._kernel_hooks.segments
-        if segments is not None:
-            segments.begin()
+        segments.begin(layers)
         try:
-            return self.model(tokens[None], cache=layers, **given)[0]  # type: ignore[no-any-return]
+            logits: mx.array = self.model(tokens[None], cache=layers, **given)[0]
+            segments.settle()
         finally:
             self._asked = _ALL
-            if segments is not None:
-                segments.end()
+            segments.end()
+        return logits
 
     def _turn_rows(self) -> None:
         """Let ropes take a position for each row; passes over chains alone go without the hook."""

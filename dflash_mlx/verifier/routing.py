@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import chain
+from operator import is_
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +39,7 @@ from kernels_metal.watchdog import (
 )
 
 T = TypeVar("T")
+Key = tuple[tuple[int, ...], mx.Dtype]  # of a pass: its shape without the width, and its dtype
 
 
 class Kernels:
@@ -219,26 +222,39 @@ def begin_trials(mode: str) -> Trials | None:
     return Trials(wanted=not file_of(default_folder()).exists())
 
 
-class Plans:
-    """Kernel or stock MLX, settled while the same kernels run on the same weights."""
+class MadeOf:
+    """Modules whose code and weights something was made of, as they were then."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+    def __init__(self, modules: Iterable[Any] | None) -> None:
+        self._modules = [module for module in modules or () if module]  # that hold something
+        self._kinds, self._values = [*map(type, self._modules)], [*self._found()]
+
+    def holds(self) -> bool:
+        """Whether they still have the same weights, modules and hooks."""
+        same = [*map(type, self._modules)] == self._kinds
+        return same and all(map(is_, self._found(), self._values))
+
+    def _found(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.values, self._modules)), (None,))
+
+
+class Plans:
+    """Kernel or stock MLX, settled while the same kernels run on the same weights of `module`."""
+
+    def __init__(self, kernels: Kernels, module: Any = None) -> None:
+        self.kernels, self._module = kernels, module
         self._known: object = None
-        self._weights: tuple[object, object] = (None, None)
+        self._made_of = MadeOf(())
         self._made: dict[Any, Any] = {}
         self.shared: dict[Any, Any] = {}  # what callers look up by themselves
 
-    def find(
-        self, key: Any, make: Callable[[], T | None], first: object = None, second: object = None
-    ) -> T | None:
-        """What `make` gave for this key, None for stock MLX; first, second: of the weights."""
+    def find(self, key: Any, make: Callable[[], T | None]) -> T | None:
+        """What `make` gave for this key, None for stock MLX."""
         running = self.kernels.running()
         if running is None:
             return None
-        weights = self._weights
-        if running is not self._known or first is not weights[0] or second is not weights[1]:
-            self._known, self._weights = running, (first, second)
+        if running is not self._known or self._module is not None and not self._made_of.holds():
+            self._known, self._made_of = running, MadeOf(self._module and self._module.modules())
             self._made.clear()
         if key not in self._made:
             self._made[key] = make()

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from kernels_metal import cascade_attention, factory, gpu
+from kernels_metal.cascade_attention import Packed, unpacked
 from kernels_metal.verify_qmm import Packing, verify_qmm_reference
 
 
@@ -38,7 +39,10 @@ def _norm_rope(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
 
 
 def _attention(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
-    queries, keys, values, *_, visible, sizes, scale, _ = given
+    queries, keys, values, *packed, visible, sizes, scale, _ = given
+    if packed:
+        pairs = (keys, *packed[:2]), (values, *packed[2:])
+        keys, values = (unpacked(Packed(*each), template["D"]) for each in pairs)
     rows, _, _, _, prefix, last, *_ = np.array(sizes).tolist()
     table = np.array(visible)[:rows]
     bits = np.unpackbits(

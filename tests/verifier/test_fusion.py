@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import re
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm import models
+from mlx_lm.models import llama
 
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.fusion import (
-    GATED_ATTENTIONS,
-    GATED_MLPS,
-    NORMED_ATTENTIONS,
+    GATED_ATTENTION,
+    GATED_MLP,
     groups_in,
-    is_gated_mlp,
     is_normed_attention,
+    written_as,
 )
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.segments import BLOCKS as LAYERS
 from dflash_mlx.verifier.sequence import Rows
 from kernels_metal.emulator import Run, emulated
 from kernels_metal.shared_input import SHARED_INPUT, apart, together
@@ -133,23 +135,31 @@ def calls_in(file: Path) -> dict[str, str]:
     return found
 
 
-def test_modules_with_calls_of_their_own_are_those_that_mlx_lm_writes_as_qwen3s():
-    files = sorted(Path(models.__path__[0]).glob("*.py"))
-    calls = {name: call for file in files for name, call in calls_in(file).items()}
-    like_them = "qwen3.MLP", "qwen3.Attention", "qwen3_next.Qwen3NextAttention"
-    known_as = GATED_MLPS, NORMED_ATTENTIONS, GATED_ATTENTIONS
-    for known, like in zip(known_as, like_them, strict=True):
-        assert known == {name for name, call in calls.items() if call == calls[like]}
-    for family in {name.partition(".")[0] for name in GATED_MLPS}:
-        source = (files[0].parent / f"{family}.py").read_text()
-        assert re.search(r"from (mlx_lm\.models)?\.activations import .*\bswiglu\b", source), family
+def test_modules_and_layers_are_known_that_mlx_lm_writes_as_qwen3s_wherever_it_does():
+    texts, calls = {}, {}
+    for file in sorted(Path(models.__path__[0]).glob("*.py")):
+        with suppress(SystemExit):  # a family that asks for another package
+            module = import_module(f"{models.__name__}.{file.stem}")
+            for name, text in calls_in(file).items():
+                texts[name] = text
+                calls[name] = getattr(module, name.partition(".")[2]).__call__
+    for like in (GATED_MLP, "qwen3.Attention", GATED_ATTENTION, *LAYERS):
+        known = {name for name, call in calls.items() if written_as(call, like)}
+        assert known == {name for name, text in texts.items() if text == texts[like]}, like
+
+
+def test_the_same_words_are_not_known_where_a_name_means_something_else(monkeypatch):
+    assert written_as(llama.MLP.__call__, "qwen3.MLP")
+    monkeypatch.setattr(llama, "swiglu", lambda gate, x: x)
+    assert not written_as(llama.MLP.__call__, "qwen3.MLP")
+    assert not written_as(nn.Module.__call__, "qwen3.MLP")
 
 
 def test_modules_are_known_by_where_their_call_is_written():
     known = {"qwen3": (3, 3), "qwen3_5": (3, 1), "llama": (3, 0), "gemma3_text": (0, 0)}
     for name, (gated, normed) in known.items():
         modules = make_model(name).modules()
-        assert sum(map(is_gated_mlp, modules)) == gated
+        assert sum(written_as(type(m).__call__, GATED_MLP) for m in modules) == gated
         assert sum(map(is_normed_attention, modules)) == normed
 
 

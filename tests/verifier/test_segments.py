@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm import models
 from mlx_lm.models import qwen3
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
 from dflash_mlx.verifier import segments
 from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.model import Target
-from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS
+from dflash_mlx.verifier.segments import Settled
 from dflash_mlx.verifier.sequence import Rows
 from kernels_metal import factory, gpu
 from support.decoding import ids_of
@@ -63,8 +64,9 @@ def outputs(target: Target, tokens: mx.array, block: Block, before: int) -> mx.a
     """Logits and features of a block behind a prompt, as one array."""
     cache = fresh(target, [(7 * i + 3) % VOCAB_SIZE for i in range(before)])
     logits, features = target.forward(tokens, cache, block, (0, target.num_layers - 1))
-    mx.eval(logits, features)
-    return mx.concatenate([logits, features], axis=-1)
+    found = mx.concatenate([logits, features], axis=-1)
+    mx.eval(found)
+    return found
 
 
 def worst(target: Target) -> float:
@@ -79,10 +81,13 @@ def worst(target: Target) -> float:
 
 def replayed(target: Target) -> int:
     """How many layers are, in passes of all widths that were made twice."""
-    made = target._kernel_hooks.segments
-    assert made is not None
-    settled = [found.entries for found in made._settled.values()]
+    settled = [found.entries for found in kept(target) if isinstance(found, Settled)]
     return min((sum(entry is not None for entry in entries) for entries in settled), default=0)
+
+
+def kept(target: Target) -> list[Any]:
+    """How layers compute passes, and traces."""
+    return [*target._kernel_hooks.segments._plans._made.values()]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "llama", "qwen3_5", "qwen3_next"])
@@ -125,12 +130,10 @@ def test_positions_that_became_constants_of_a_trace_would_be_found(monkeypatch):
         first: dict[Any, mx.array] = {}
 
         def frozen(*given: Any) -> Any:
-            at = given[-2]  # before the arrays
-            if len(given) < 3 or at.dtype != mx.int32:
+            *others, at = given
+            if not isinstance(given[0], list) or at.dtype != mx.int32:
                 return compile_it(function, **how)(*given)
-            return compile_it(function, **how)(
-                *given[:-2], first.setdefault(at.shape, at), given[-1]
-            )
+            return compile_it(function, **how)(*others, first.setdefault(at.shape, at))
 
         return frozen
 
@@ -158,7 +161,7 @@ def test_what_is_not_known_keeps_its_own_call():
     override(layers[0].self_attn.o_proj, lambda m, call, x: seen.append(1) or 3 * call(m, x))
     with stand_ins():
         assert worst(target) < CLOSE
-        assert replayed(target) == target.num_layers - 1  # its attention has no projection
+        assert replayed(target) == target.num_layers
         OwnMLP.calls, seen[:] = 0, []
         outputs(target, *CHAIN, 1)
     assert OwnMLP.calls == len(seen) == 2  # in the prompt's pass and in this one
@@ -200,11 +203,12 @@ def changed(target: Target, name: str) -> None:
         *("v_proj", "o_proj", "up_proj", "down_proj", "mlp", "LoRA"),
     ],
 )
-def test_a_weight_or_module_that_is_replaced_counts_from_the_next_pass_on(name):
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_weight_or_module_that_is_replaced_counts_from_the_next_pass_on(name, passes):
     target = make_target()
     target.use_kernels("on")
     with stand_ins():
-        before = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        before = [outputs(target, *CHAIN, 11) for _ in range(passes)][-1]
         assert replayed(target) == target.num_layers
         changed(target, name)
         ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
@@ -214,6 +218,100 @@ def test_a_weight_or_module_that_is_replaced_counts_from_the_next_pass_on(name):
     assert mx.abs(stock - before).max() > 1e-2
 
 
+@pytest.mark.parametrize(("family", "key"), [("qwen3", "weight"), ("qwen2", "bias")])
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_one_array_of_a_product_is_replaced_alone(family, key, name):
+    target = make_target(family)
+    target.use_kernels("on")
+    with stand_ins():
+        for _ in range(3):
+            before = outputs(target, *CHAIN, 11)
+        module = target.model.layers[1].self_attn[name]
+        key = key if key in module else "biases"
+        module[key] = module[key] ^ mx.array(5, mx.uint32) if key == "weight" else 2 * module[key]
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+        target.use_kernels("off")
+        stock = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+    assert mx.abs(stock - before).max() > 1e-3
+
+
+def test_norms_of_attention_are_replaced_by_others_whose_weights_change_later():
+    target = make_target()
+    target.use_kernels("on")
+    with stand_ins():
+        for scale in (1, 2, 3):
+            attention = target.model.layers[1].self_attn
+            if scale == 2:
+                attention.q_norm = nn.RMSNorm(64, eps=attention.q_norm.eps)
+            attention.q_norm.weight = scale * attention.q_norm.weight
+            ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+            with target.kernels.paused():
+                stock = outputs(target, *CHAIN, 11)
+            assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+
+
+def test_a_model_that_is_called_outside_of_its_targets_passes_runs_as_it_is():
+    target = make_target()
+    target.use_kernels("on")
+    with stand_ins():
+        for _ in range(3):
+            logits = outputs(target, mx.arange(4), Block(4), 0)[:, :VOCAB_SIZE]
+        for cache in (None, make_prompt_cache(target.model)):
+            alone = target.model(mx.arange(4)[None], cache=cache)[0]
+            assert mx.abs(alone - logits).max() < CLOSE
+
+
+def test_a_pass_that_fails_half_way_leaves_nothing_to_the_next_one():
+    target, cache = make_target(), None
+    target.use_kernels("on")
+    with stand_ins():
+        for _ in range(2):
+            cache = fresh(target, [1, 2, 3])
+            found = target.forward(*CHAIN[:1], cache, CHAIN[1])[0]
+        failing = mock.patch.object(LayerCache, "extend_and_attend", side_effect=RuntimeError)
+        with failing, pytest.raises(RuntimeError):
+            target.forward(CHAIN[0], cache, CHAIN[1])
+        made = target._kernel_hooks.segments
+        assert made.at is None and made.held == (None, ())
+        target.kernels.fail(RuntimeError("the GPU failed"))  # stock from here on
+        cache.discard()
+        stock = target.forward(CHAIN[0], cache, CHAIN[1])[0]
+        assert mx.abs(found - stock).max() < CLOSE
+        assert not target.kernels.active
+
+
+def test_passes_over_quantised_caches_are_replayed_too():
+    target = make_target()
+    target.kv_bits = 8
+    with stand_ins():
+        assert worst(target) < 1e-2  # what differs by rounding alone can be quantised otherwise
+        assert replayed(target) == target.num_layers
+
+
+def test_another_thread_replays_the_layers_that_one_has_traced():
+    target = make_target()
+    target.use_kernels("on")
+    with stand_ins():
+        here = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        with ThreadPoolExecutor(1) as pool:
+            there = pool.submit(outputs, target, *CHAIN, 11).result()
+        again = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - here).max() < CLOSE for each in (there, again))
+
+
+def test_two_targets_on_one_model_keep_their_taps_whoever_switches_kernels():
+    one = make_target()
+    other = Target(one.model, one.context_length, "the same")
+    other.tap((0, one.num_layers - 1))
+    stock = outputs(one, *CHAIN, 11)
+    with stand_ins():
+        for target, mode in ((one, "on"), (other, "on"), (one, "off"), (other, "off")):
+            target.use_kernels(mode)
+            found = [outputs(each, *CHAIN, 11) for each in 3 * (one, other)]
+            assert all(mx.abs(each - stock).max() < CLOSE for each in found)
+
+
 def test_a_switch_drops_what_was_traced_and_the_layers_are_as_they_were():
     target = make_target()
     kinds = [type(layer) for layer in target.model.layers]
@@ -221,14 +319,13 @@ def test_a_switch_drops_what_was_traced_and_the_layers_are_as_they_were():
     with stand_ins() as called:
         for _ in range(3):
             outputs(target, *CHAIN, 11)
-        made = target._kernel_hooks.segments
-        assert made is not None and made._traces
+        assert kept(target)
         with target.kernels.paused():
             called.clear()
             outputs(target, *CHAIN, 11)
-        assert not called and not made._traces and not made._settled
+        assert not called
         target.use_kernels("off")
-    assert target._kernel_hooks.segments is None
+    assert not kept(target)
     assert [len(type(layer).__mro__) for layer in target.model.layers] == [
         len(k.__mro__) for k in kinds
     ]
@@ -240,11 +337,11 @@ def test_layers_of_one_form_share_traces_whose_number_is_bounded_and_hold_no_wei
     with stand_ins():
         for rows in (*range(1, 33), *range(1, 33), 40, 40):
             mx.eval(target.forward(mx.arange(rows), fresh(target, [1, 2]), Block(rows))[0])
+        settled = [found for found in kept(target) if isinstance(found, Settled)]
+        assert len(settled) == 32
+        assert 6 < len(kept(target)) - 32 <= 4 * 32  # the first norm, between two layers, the last
         made = target._kernel_hooks.segments
-        assert made is not None
-        assert len(made._settled) == 32
-        assert 6 < len(made._traces) <= 4 * 32  # the first norm, between two layers, the last
-        assert made.held is None and made._entries is None
+        assert made.held == (None, ()) and made._caches is None
 
 
 def python_calls(work: Callable[[], Any]) -> int:
@@ -263,8 +360,8 @@ def python_calls(work: Callable[[], Any]) -> int:
     return calls
 
 
-def test_a_replayed_pass_calls_less_than_half_of_what_stock_mlx_calls(monkeypatch, tmp_path):
-    target = make_target(num_hidden_layers=8)
+def test_a_replayed_pass_calls_less_than_0_4_of_what_stock_mlx_calls(monkeypatch, tmp_path):
+    target = make_target(num_hidden_layers=16)
     cache = fresh(target, [*range(11)])
     monkeypatch.setattr(gpu, "gpu_family", lambda: "applegpu_g15s")
     calls: list[int] = []
@@ -278,27 +375,4 @@ def test_a_replayed_pass_calls_less_than_half_of_what_stock_mlx_calls(monkeypatc
 
     mx.export_function(str(tmp_path / "traced.mlxfn"), traced, mx.zeros(1))
     stock, settling, tracing, replaying = calls
-    assert replaying < 0.5 * stock < settling and replaying < 0.2 * tracing
-
-
-def calls_in(file: Path) -> dict[str, str]:
-    """The calls of the classes of one of mlx-lm's sources, in one way of writing their end."""
-    found = {}
-    for kind in ast.parse(file.read_text()).body:
-        for call in kind.body if isinstance(kind, ast.ClassDef) else ():
-            if isinstance(call, ast.FunctionDef) and call.name == "__call__":
-                arguments = [argument.arg for argument in call.args.args]
-                text = "\n".join(map(ast.unparse, call.body))
-                text = text.replace("out = h + r\nreturn out", "return h + r")
-                found[f"{file.stem}.{kind.name}"] = f"{arguments} {text}"
-    return found
-
-
-def test_layers_that_are_replayed_are_those_that_mlx_lm_writes_as_qwen3s_or_qwen3_5s():
-    files = sorted(Path(models.__path__[0]).glob("*.py"))
-    calls = {name: call for file in files for name, call in calls_in(file).items()}
-    for known, like in (
-        (BLOCKS, "qwen3.TransformerBlock"),
-        (HYBRID_BLOCKS, "qwen3_5.DecoderLayer"),
-    ):
-        assert known == {name for name, call in calls.items() if call == calls[like]}
+    assert replaying < 0.4 * stock < tracing < settling
