@@ -265,7 +265,7 @@ def refused(pair, **structure):
 
 def test_a_tokenizer_that_cannot_be_used_is_named(pair, monkeypatch):
     other = replace(pair, tokenizer=Letters(), learned={})
-    assert "tokenizer of tiny (it is none of" in refused(other, json_object=True)
+    assert "tokenizer of tiny (it is not of" in refused(other, json_object=True)
     monkeypatch.setattr(pair.tokenizer, "eos_token_ids", {9999})
     said = refused(replace(pair, learned={}), json_object=True)
     assert "no token that ends an answer" in said

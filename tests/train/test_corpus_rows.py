@@ -76,8 +76,8 @@ def row(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("name", "contents", "named"),
     [
-        ("c.jsonl", behind("{"), "line 5 .* no JSON"),
-        ("c.jsonl", behind("[]"), "line 5 .* no row"),
+        ("c.jsonl", behind("{"), "line 5 .* is not JSON"),
+        ("c.jsonl", behind("[]"), "line 5 .* is not a row"),
         ("c.jsonl", behind("{}"), "'p' in line 5 .* missing"),
         ("c.jsonl", behind(row(t="hot")), "'t' in line 5 .* 'hot'"),
         ("c.jsonl", behind(row(p=[])), r"'p' in line 5 .* \[\]"),
