@@ -12,7 +12,6 @@ reference (the probe), and races it against the stock path; outcome and reason s
 from __future__ import annotations
 
 import hashlib
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ import mlx.core as mx
 
 from kernels_metal.factory import SOURCE, executor, metal
 from kernels_metal.faults import first_error
-from kernels_metal.gpu import gpu_family, power_mode
+from kernels_metal.gpu import gpu_family, macos, power_mode
 from kernels_metal.operation import Operation, dtype_name
 
 Mode = Literal["auto", "off", "on"]
@@ -229,8 +228,8 @@ def table_from_json(saved: Mapping[str, Any]) -> dict[str, Choice]:
 
 
 def fingerprint() -> str:
-    """Of what a choice holds for: the kernels' sources, MLX, macOS and its power mode."""
-    digest = hashlib.sha256(f"{version('mlx')} {platform.mac_ver()[0]} {power_mode()}".encode())
+    """Of what a choice holds for: the kernels' sources, MLX, macOS's build and its power mode."""
+    digest = hashlib.sha256(f"{version('mlx')} {macos()} {power_mode()}".encode())
     for path in sorted(SOURCE.glob("*.metal")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -32,6 +32,12 @@ def said(command: str) -> str:
 
 
 @functools.cache
+def macos() -> str:
+    """Version and build of macOS, "" on other systems."""
+    return said("sw_vers")
+
+
+@functools.cache
 def power_mode() -> str:
     """Which power mode a Mac is in, as `pmset` has it, "" where it says nothing.
 

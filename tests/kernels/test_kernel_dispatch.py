@@ -208,7 +208,7 @@ def test_a_refusal_is_asked_for_before_a_kernel_runs():
 def test_a_table_of_other_kernels_or_another_mlx_is_made_anew(monkeypatch):
     saved = choose()[0].to_json()
     assert len(table_from_json(saved)) == 1
-    monkeypatch.setattr(dispatch.platform, "mac_ver", lambda: ("27.1", ("", "", ""), ""))
+    monkeypatch.setattr(dispatch, "macos", lambda: "BuildVersion: 26A1")
     assert table_from_json(saved) == {}, "nor of another macOS"
     monkeypatch.undo()
     monkeypatch.setattr(dispatch, "power_mode", lambda: "lowpowermode 1")
