@@ -92,5 +92,5 @@ def cores() -> int:
 
 
 def may_use_matrices() -> bool:
-    """The same of what runs kernels here; another executor than Metal has them."""
+    """Whether what runs kernels here has 8x8 matrices; an executor other than Metal has them."""
     return executor() is not metal or has_matrices(gpu_family())

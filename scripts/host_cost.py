@@ -205,7 +205,7 @@ def ours(rows: int, mode: str, layers: int, name: str = "dense", branched: bool 
 
 
 def theirs(rows: int, name: str, layers: int, model_name: str = "dense") -> Builder:
-    """The same as mlx-lm does it, or z-lab's `dflash`: with hooks and taps; no trees."""
+    """Passes by mlx-lm, or by z-lab's `dflash` with its hooks and taps; a chain for a tree."""
     model = model_of(layers, model_name)
     if name == "z-lab":
         from dflash import model_mlx  # a published package, not one of ours

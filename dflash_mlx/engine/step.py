@@ -192,7 +192,7 @@ def _by_stock(
     commit: Callable[[Found | Exception], Outcome],
     failed: Exception,
 ) -> Outcome:
-    """The same part of the pass again, without kernels; if that goes well, they were at fault."""
+    """Do one part of a failed pass again without kernels; if that goes well, they were at fault."""
     part.rows.cache.discard()
     with target.kernels.paused():
         (found,) = forward(target, [part], Observer())

@@ -132,7 +132,7 @@ class Products:
         return bool(self._nets) and self._kernels.run
 
     def by_kernels(self, call: Call, layer: Any) -> Any:
-        """What they make of a net's call, also of the rows of a tree; None where they do not."""
+        """A net's output by kernels, for a chain or a tree; None where no kernel takes the call."""
         net = call.mixer
         if id(net) not in self._nets or not self._kernels.run or net.sharding_group is not None:
             return None

@@ -97,7 +97,7 @@ def speculators(layer: Mapping[str, Any] = {}, **changes: Any) -> dict[str, Any]
 
 
 def random_tensors(config: Config, seed: int = 0, flat: bool = False) -> dict[str, Array]:
-    """As for EAGLE-3, with more layers. flat: whether the learned vector is [1, m*D]."""
+    """Random tensors of a P-EAGLE file. flat: whether the learned vector is [1, m*D]."""
     told = {**config, **config.get("transformer_layer_config", {})}
     tensors = reference_eagle3.random_tensors(config, seed, embeds=True)
     norms = "qk" if any("q_norm" in name for name in tensors) else ""

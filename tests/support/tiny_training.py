@@ -182,7 +182,7 @@ class Place:
         return self.data(**{**given, "held_out": 3, **options})
 
     def data(self, **options: object) -> list[str]:
-        """The same, of the data alone."""
+        """A command line of model, corpus and cache alone; `options` as for `words`."""
         given = {"model": self.model, "corpus": self.corpus, "cache": self.cache, **options}
         words = [(f"--{k.replace('_', '-')}", str(v)) for k, v in given.items() if v is not None]
         return [word for pair in words for word in pair]
