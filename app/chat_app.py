@@ -21,6 +21,7 @@ from dflash_chat.backend import Backend
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
+from dflash_chat.fields import as_typed
 from dflash_chat.figures import Figures, read_figures
 from dflash_chat.keeper import Keeper
 from dflash_chat.listener import Listener
@@ -128,6 +129,9 @@ class ChatApp(Asks, App[None]):
     def get_line_filters(self) -> Sequence[LineFilter]:
         """What Textual does to every line before it goes to the terminal."""
         return [self._harmless, *super().get_line_filters()]
+
+    async def on_event(self, event: events.Event) -> None:
+        await super().on_event(as_typed(event))
 
     def on_unmount(self) -> None:
         self.clean = self.worker.close(_LEAVE, self.backend.leave)

@@ -12,6 +12,7 @@ from textual.widgets.option_list import Option
 
 from dflash_chat.aside import aside
 from dflash_chat.conversation import LONGEST_TITLE
+from dflash_chat.fields import TextField
 from dflash_chat.keeper import Keeper
 from dflash_chat.screens import Dialog, confirm
 from dflash_chat.store import Entry, Store, text_of
@@ -44,10 +45,12 @@ class OpenScreen(Dialog[Path | None]):
     def compose(self) -> ComposeResult:
         keys = "Enter opens, Ctrl+R renames, Ctrl+D deletes, Esc closes"
         with self.frame("Conversations", keys):
-            yield Input(placeholder="type to search titles and texts", id="search", compact=True)
+            yield TextField(
+                placeholder="type to search titles and texts", id="search", compact=True
+            )
             yield self.problem_line()
             yield OptionList(markup=False)
-            yield Input(placeholder="new title", id="title", max_length=LONGEST_TITLE)
+            yield TextField(placeholder="new title", id="title", max_length=LONGEST_TITLE)
 
     def on_mount(self) -> None:
         self._end_renaming()  # at once, so that no key is lost

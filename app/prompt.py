@@ -11,6 +11,7 @@ from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from dflash_chat.commands import Command, completions
+from dflash_chat.fields import own_keys
 
 PROMISE = "drafts are guesses: the large model decides on every token"
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
@@ -104,6 +105,8 @@ class Prompt(TextArea):
     BINDINGS = [
         Binding("pageup", "app.page(-1)", "Scroll up", show=False),
         Binding("pagedown", "app.page(1)", "Scroll down", show=False),
+        Binding("ctrl+z", "app.suspend_process", "Suspend", show=False),
+        Binding("ctrl+underscore", "undo", "Undo", show=False),
     ]
 
     @dataclass
@@ -112,6 +115,8 @@ class Prompt(TextArea):
 
         text: str
         line: str = ""
+
+    _KEYS = own_keys(TextArea) | {binding.key: binding.action for binding in BINDINGS}
 
     def __init__(self) -> None:
         super().__init__(
@@ -186,6 +191,8 @@ class Prompt(TextArea):
             self._go_back()
         elif event.key == "down" and self.cursor_location[0] == self.document.line_count - 1:
             self._show(self.questions.move(1, self.text))
+        elif event.key in self._KEYS:
+            await self.run_action(self._KEYS[event.key])
         else:
             handled = False
         if handled:
