@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date, datetime
 from pathlib import Path
 
 from textual.app import ComposeResult
@@ -175,6 +176,13 @@ class OpenScreen(Dialog[Path | None]):
 
 
 def _line(entry: Entry) -> str:
-    day, _, clock = entry.created.partition("T")
     damaged = "  (damaged; opening reads what can be read)" if entry.damaged else ""
-    return f"{day} {clock[:5].replace('-', ':')}  {entry.title}{damaged}"
+    return f"{when(entry.modified)}  {entry.title}{damaged}"
+
+
+def when(modified: float) -> str:
+    """The last change, by which the list is sorted: in seconds since 1970, here in words."""
+    then = datetime.fromtimestamp(modified)
+    ago = (date.today() - then.date()).days
+    day = {0: "today", 1: "yesterday"}.get(ago, then.date().isoformat())
+    return f"{day:<10} {then:%H:%M}"
