@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 from textual import events
-from textual.binding import Binding
-from textual.widgets import Input, TextArea
+from textual.binding import Binding, BindingType
+from textual.widgets import Input
 
 from dflash_mlx.client import for_terminal
 
 
-def own_keys(kind: type[Input] | type[TextArea]) -> dict[str, str]:
+def own_keys(bindings: Iterable[BindingType]) -> dict[str, str]:
     """What a field's own keys do. Textual runs them after letters that came later: call them."""
-    bound = [binding for binding in kind.BINDINGS if isinstance(binding, Binding)]
+    bound = [binding for binding in bindings if isinstance(binding, Binding)]
     return {key: binding.action for binding in bound for key in binding.key.split(",")}
 
 
@@ -28,7 +29,7 @@ def as_typed(event: events.Event) -> events.Event:
 class TextField(Input):
     """An `Input` that takes every key in the order in which it was pressed."""
 
-    _KEYS = own_keys(Input)
+    _KEYS = own_keys(Input.BINDINGS)
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key in self._KEYS:

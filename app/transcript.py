@@ -13,6 +13,7 @@ from textual.widgets.markdown import MarkdownStream
 
 from dflash_chat.conversation import ENDINGS, Turn
 from dflash_chat.markdown import markdown_parser
+from dflash_chat.mentions import folded
 from dflash_chat.welcome import Welcome
 from dflash_chat.window import Window
 from dflash_mlx.client import SplitText, for_terminal, split_thinking
@@ -33,7 +34,7 @@ class Question(Static):
     """What the user said, as it was typed; a very long text is cut on screen only."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(_cut(text), markup=False, classes="question")
+        super().__init__(_cut(folded(text)), markup=False, classes="question")
 
 
 class Notice(Static):

@@ -11,8 +11,11 @@ import pytest
 from dflash_chat import clipboard, figures, main
 from dflash_chat.commands import parse
 from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.mentions import attached, folded
 from dflash_chat.open_screen import when
+from dflash_chat.prompt import placeholder
 from dflash_chat.store import Store
+from dflash_chat.transcript import Question
 from dflash_mlx import DFlashError
 from support.app_scripts import in_chat
 
@@ -123,3 +126,18 @@ def test_a_terminal_that_cannot_show_the_screen_is_refused(monkeypatch):
     with pytest.raises(DFlashError, match="TERM=dumb"):
         main.run([])
     assert os.environ["TERM"] == "dumb"
+
+
+def test_a_file_that_goes_with_a_question_is_folded_like_a_paste(tmp_path):
+    file = tmp_path / "long.md"
+    file.write_text("word ```\n" * 200)
+    line = f"What is @{file}?"
+    sent = line + attached(line, 10_000)
+    assert folded(sent) == f"{line}\n[{file}, 1,799 characters]"
+    assert folded(f"{line}\n\nmine:\n```\nshort\n```") == f"{line}\n\nmine:\n```\nshort\n```"
+    assert "1,799 characters" in str(Question(sent).render())
+
+
+def test_a_mac_is_told_letters_and_a_narrow_screen_loses_the_race_first():
+    assert "Ctrl+T who" in placeholder("darwin") and "F2" not in placeholder("darwin")
+    assert placeholder("linux").index("/help") < placeholder("linux").index("F4")
