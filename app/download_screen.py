@@ -12,8 +12,8 @@ from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
 from dflash_mlx.client import (
     DEFAULT_MODEL,
+    AvailableModel,
     Download,
-    DownloadPlan,
     PairConfig,
     amount,
     available_memory,
@@ -36,7 +36,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
         super().__init__()
         self._config, self._everything = config, everything
         self._coming = download_plans(config, everything)
-        self._offers: list[DownloadPlan] = []
+        self._offers: list[AvailableModel] = []
         self._download: Download | None = None
 
     def compose(self) -> ComposeResult:
@@ -62,9 +62,9 @@ class DownloadScreen(Dialog[PairConfig | None]):
         self.hear(asked, self._found, self._not_found)
 
     def _not_found(self, problem: str) -> None:
-        self._found((DownloadPlan(self._config, problem=problem), available_memory()))
+        self._found((AvailableModel(self._config, problem=problem), available_memory()))
 
-    def _found(self, found: tuple[DownloadPlan | None, int]) -> None:
+    def _found(self, found: tuple[AvailableModel | None, int]) -> None:
         offer, there = found
         name, options = self._config.model or DEFAULT_MODEL, self.query_one(OptionList)
         self.query_one(".dialog").border_title = escape(f"{name}, {amount(there)} of memory")

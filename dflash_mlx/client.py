@@ -35,14 +35,13 @@ from dflash_mlx.engine.delta import Delta, SplitText, split_thinking
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.downloads import (
+    AvailableModel,
     Download,
-    DownloadPlan,
     check_memory,
     download_plans,
     memory_needed,
 )
 from dflash_mlx.models.library import (
-    AvailableModel,
     CacheEntry,
     available_models,
     cache_entries,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,10 +25,11 @@ from dflash_mlx.core.config import (
 )
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import weights_digest
+from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.answers import Answers, Job, TurnWriter, lot, read_openings
 from dflash_mlx.train.config import CorpusConfig
-from dflash_mlx.train.data import target_fingerprint
 from dflash_mlx.train.rows import (
     CorpusFile,
     CorpusHeader,
@@ -37,9 +38,6 @@ from dflash_mlx.train.rows import (
     parse,
     tokenizer_fingerprint,
 )
-
-if TYPE_CHECKING:
-    from dflash_mlx.ranks.group import Ranks
 
 PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
@@ -65,7 +63,7 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
         header = make_header(pair, config)
         if ranks is not None:
             asked = repr([question(pair, config, row) for row in prompts])
-            own = {"target": target_fingerprint(pair.target), "prompts": _digest(asked)}
+            own = {"target": weights_digest(pair.target.parameters()), "prompts": _digest(asked)}
             ranks.check_alike(own | asdict(header))
         file.begin(header)
         collection = Collection(pair, config, file)

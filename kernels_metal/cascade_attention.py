@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -31,15 +31,22 @@ THREADGROUPS = 8  # wanted for each core of the GPU, so that loads of one hide b
 TILES = 3  # of a split at least
 TILE_BYTES = 24 * 1024  # of 32, 16 or 8 keys and as many values, in threadgroup memory
 SHARE = 3  # more than two splits write at most this part of the keys and values they read
+_PACKED = ("key_scales", "key_biases", "value_scales", "value_biases")
 KERNEL = Kernel(
     "cascade_attention",
-    inputs=(
-        *("queries", "keys", "values", "key_scales", "key_biases"),
-        *("value_scales", "value_biases", "visible", "sizes", "scale", "sinks"),
-    ),
+    inputs=("queries", "keys", "values", *_PACKED, "visible", "sizes", "scale", "sinks"),
     outputs=("result", "sums"),
     header="lanes",
     ensure_row_contiguous=False,
+)
+# Every array that is bound costs the host; the names of those that are not read stand for keys
+PLAIN = replace(
+    KERNEL,
+    inputs=tuple(name for name in KERNEL.inputs if name not in _PACKED),
+    before="".join(
+        f"const device T* {name} = keys; const constant int64_t* {name}_strides = keys_strides; "
+        for name in _PACKED
+    ),
 )
 MERGE = Kernel("cascade_merge", inputs=("partial", "sums", "sinks", "sizes"), outputs=("merged",))
 
@@ -164,33 +171,12 @@ class AttentionPlan:
         shared = heads // kv_heads * rows
         size = queries.itemsize
         plan = layout(shared, seen.keys - seen.low, kv_heads, width, size, WAYS[way])
-        alone = plan.splits == 1
-        partial = queries.shape if alone else (plan.splits, heads * rows, width)
-        threads = plan.groups * plan.halves * 32
-        launch = Launch(
-            grid=(kv_heads * threads, plan.splits, plan.sets),
-            threadgroup=(threads, 1, 1),
-            output_shapes=(partial, (plan.splits, heads * rows, 2)),
-            output_dtypes=(dtype if alone else mx.float32, mx.float32),
-            template=(
-                *(("T", dtype), ("O", dtype if alone else mx.float32), ("D", width)),
-                *(("KEYS", plan.tile), ("BITS", bits), ("GROUP", group)),
-            ),
-        )
-        merge = Launch(
-            grid=(32, heads * rows, 1),
-            threadgroup=(32, 1, 1),
-            output_shapes=(queries.shape,),
-            output_dtypes=(dtype,),
-            template=(("T", dtype),),
-        )
-        self._attend = Prepared(KERNEL, launch)
-        self._merge = None if alone else Prepared(MERGE, merge)
+        self._attend, self._merge = _prepared(plan, queries.shape, kv_heads, dtype, (bits, group))
         clear, words = max(seen.starts), seen.bits.shape[1] - 1
         sizes = [rows, heads // kv_heads, seen.low, clear, seen.prefix, seen.keys]
         self._settled = [seen.bits, mx.array([*sizes, plan.length, words]), mx.array([scale])]
         self._rows = mx.array([rows])
-        self._unused, self._no_sinks = _unused(), _no_sinks(max(heads, 8))
+        self._no_sinks = _no_sinks(max(heads, 8))
         self._pad = 8 - heads  # eight or more are in device memory
 
     def __call__(
@@ -201,22 +187,49 @@ class AttentionPlan:
         sinks: mx.array | None,
     ) -> mx.array:
         """As `cascade_attention`."""
-        key_words, *of_keys = keys if isinstance(keys, Packed) else (keys, *self._unused)
-        value_words, *of_values = values if isinstance(values, Packed) else (values, *self._unused)
         scores = self._no_sinks if sinks is None else sinks.astype(mx.float32)
         if sinks is not None and self._pad > 0:
             scores = mx.concatenate([scores, _no_sinks(self._pad)])
-        given = [queries, key_words, value_words, *of_keys, *of_values, *self._settled, scores]
-        result, sums = self._attend(given)
+        rows: list[Any] = [keys, values]
+        if isinstance(keys, Packed):
+            rows = [keys[0], values[0], *keys[1:], *values[1:]]
+        result, sums = self._attend([queries, *rows, *self._settled, scores])
         if self._merge is None:
             return result
         return self._merge([result, sums, scores, self._rows])[0]
 
 
-@functools.cache
-def _unused() -> list[mx.array]:
-    """In the place of scales and biases that are not read."""
-    return [mx.array(np.zeros((1, 1, 1, 8), np.float32))] * 2
+@functools.lru_cache(256)
+def _prepared(
+    plan: Layout,
+    shape: tuple[int, ...],
+    kv_heads: int,
+    dtype: mx.Dtype,
+    packing: tuple[int, int],
+) -> tuple[Prepared, Prepared | None]:
+    """The launches for queries of this shape; packing: bits, 0 for none, and the group."""
+    (_, heads, rows, width), alone, (bits, group) = shape, plan.splits == 1, packing
+    partial = shape if alone else (plan.splits, heads * rows, width)
+    threads = plan.groups * plan.halves * 32
+    launch = Launch(
+        grid=(kv_heads * threads, plan.splits, plan.sets),
+        threadgroup=(threads, 1, 1),
+        output_shapes=(partial, (plan.splits, heads * rows, 2)),
+        output_dtypes=(dtype if alone else mx.float32, mx.float32),
+        template=(
+            *(("T", dtype), ("O", dtype if alone else mx.float32), ("D", width)),
+            *(("KEYS", plan.tile), ("BITS", bits), ("GROUP", group)),
+        ),
+    )
+    merge = Launch(
+        grid=(32, heads * rows, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=(shape,),
+        output_dtypes=(dtype,),
+        template=(("T", dtype),),
+    )
+    attend = Prepared(KERNEL if bits else PLAIN, launch)
+    return attend, None if alone else Prepared(MERGE, merge)
 
 
 @functools.cache
@@ -356,7 +369,7 @@ CASCADE_ATTENTION = Operation(
     reference=cascade_attention_reference,
     check=check_arguments,
     case=_case,
-    kernels=(KERNEL, MERGE),
+    kernels=(KERNEL, PLAIN, MERGE),
     arguments=_arguments,
     defaults={"rows": 16, "prefix": 1000, "heads": 8, "kv_heads": 2, "dim": 64},
     ways=_ways,

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -45,7 +45,8 @@ class Kernel:
     folder, without `.metal`, for functions and structs outside the body. With
     `ensure_row_contiguous` MLX copies strided inputs first; without, the body must use
     `{input}_strides`. falls_back: whoever launches it has another kernel for a GPU that has no
-    registers for so many threads.
+    registers for so many threads. before: for names that are no inputs, text in front of the
+    file's in its first line, so that the emulator counts lines as the file does.
     """
 
     name: str
@@ -55,11 +56,12 @@ class Kernel:
     ensure_row_contiguous: bool = True
     folder: Path = SOURCE
     falls_back: bool = False
+    before: str = ""
 
     @property
     def body(self) -> str:
         """The text of the body."""
-        return self.path.read_text(encoding="utf-8")
+        return self.before + self.path.read_text(encoding="utf-8")
 
     @property
     def header_text(self) -> str:
@@ -186,6 +188,21 @@ class Prepared:
             problem = "no Metal and no executor; take the reference"
             raise RuntimeError(f"kernel {self.kernel.name}: {problem}")
         return _compiled(self.kernel, self.plan.template)  # type: ignore[no-any-return]
+
+
+class Step(NamedTuple):
+    """Work on arrays of one shape, settled but for them: `step(*given)` is `run(*given, arrays)`.
+
+    Steps of one key do the same with arrays of their own, so a graph made of `run` serves them all.
+    """
+
+    key: Hashable
+    arrays: Sequence[mx.array]  # weights, and sizes that a kernel reads
+    run: Callable[..., Any]
+
+    def __call__(self, *given: mx.array) -> Any:
+        """What `run` gives for arrays and its own."""
+        return self.run(*given, self.arrays)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from kernels_metal.checks import check, check_array, check_choice, check_range
-from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.factory import Kernel, Launch, Prepared, Step
 from kernels_metal.operation import ROWS, Case, Draw, Operation, case_of
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -47,30 +47,30 @@ class HeadNorm(NamedTuple):
         return self.query_weight.size * (1 + self.gated)
 
 
-class NormRope:
-    """A call for arrays of these shapes, settled but for the arrays; its arguments are checked."""
+def turning(queries: mx.array, keys: mx.array, norm: HeadNorm) -> Step:
+    """`norm_rope` for arrays of these shapes, which are not checked again.
 
-    def __init__(self, queries: mx.array, keys: mx.array, norm: HeadNorm) -> None:
-        rows, width = queries.shape[1], norm.query_weight.size
-        heads, kv_heads = queries.shape[2] // norm.step, keys.shape[2] // width
-        turned = norm.periods.size
-        plan = Launch(
-            grid=(32, heads + kv_heads, rows),
-            threadgroup=(32, 1, 1),
-            output_shapes=((1, heads, rows, width), (1, kv_heads, rows, width)),
-            output_dtypes=(queries.dtype,) * 2,
-            template=(
-                *(("T", queries.dtype), ("D", width), ("HEADS", heads)),
-                *(("TURNED", turned), ("STEP", norm.step)),
-            ),
-        )
-        self._run = Prepared(KERNEL, plan)
-        self._weights = [norm.query_weight, norm.key_weight]
-        self._rest = [norm.periods, mx.array([norm.epsilon])]
+    It is called with queries, keys and positions of eight rows or more, see `padded`.
+    """
+    rows, width = queries.shape[1], norm.query_weight.size
+    heads, kv_heads = queries.shape[2] // norm.step, keys.shape[2] // width
+    plan = Launch(
+        grid=(32, heads + kv_heads, rows),
+        threadgroup=(32, 1, 1),
+        output_shapes=((1, heads, rows, width), (1, kv_heads, rows, width)),
+        output_dtypes=(queries.dtype,) * 2,
+        template=(
+            *(("T", queries.dtype), ("D", width), ("HEADS", heads)),
+            *(("TURNED", norm.periods.size), ("STEP", norm.step)),
+        ),
+    )
+    launched = Prepared(KERNEL, plan)
+    arrays = [norm.query_weight, norm.key_weight, norm.periods, mx.array([norm.epsilon])]
 
-    def __call__(self, queries: mx.array, keys: mx.array, positions: mx.array) -> list[mx.array]:
-        """As `norm_rope`; positions: of eight rows or more, see `padded`."""
-        return self._run([queries, keys, *self._weights, positions, *self._rest])
+    def run(queries: mx.array, keys: mx.array, at: mx.array, arrays: Any) -> list[mx.array]:
+        return launched([queries, keys, *arrays[:2], at, *arrays[2:]])
+
+    return Step((KERNEL.name, plan), arrays, run)
 
 
 def norm_rope(
@@ -84,7 +84,7 @@ def norm_rope(
     dtypes.
     """
     check_arguments(queries, keys, positions, norm)
-    return NormRope(queries, keys, norm)(queries, keys, padded(positions))
+    return turning(queries, keys, norm)(queries, keys, padded(positions))  # type: ignore[no-any-return]
 
 
 def norm_rope_reference(

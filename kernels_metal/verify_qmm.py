@@ -9,7 +9,6 @@ Two kernels: `verify_qmm` adds in single lanes and is for the fewest rows, and f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,12 +23,12 @@ from kernels_metal.checks import (
     check_contiguous,
     check_range,
 )
-from kernels_metal.factory import Kernel, Launch, Prepared
+from kernels_metal.factory import Kernel, Launch, Prepared, Step
 from kernels_metal.gpu import few_rows, fewest_unpacked, may_use_matrices
 from kernels_metal.operation import Case, Draw, Operation, case_of
 
 BITS, GROUPS = (4, 6, 8), (32, 64, 128)
-GROUPS_OF_6 = (64,)  # MLX's own
+GROUPS_OF_6 = (64,)  # what `mx.quantize` takes by default, as files of 6 bits have it
 # What `mx.quantize` calls the ways of packing, and weights that are not packed; how many bits and
 # weights along K have one scale in them, where that is settled; and what the kernels do, their FORM
 MODES: dict[str, tuple[tuple[int, int] | None, int]] = {
@@ -51,7 +50,6 @@ _INPUTS = ("x", "weights", "scales", "biases", "sizes")
 SCALAR = Kernel("verify_qmm", inputs=_INPUTS, outputs=("y",), header="lanes")
 MATRIX = Kernel("verify_qmm_matrix", inputs=_INPUTS, outputs=("y",), header="lanes")
 Way = Literal["scalar", "matrix"]
-Multiply = Callable[[mx.array], mx.array]
 Matrix = tuple[mx.array, mx.array | None, mx.array | None]  # weights, scales and biases
 
 
@@ -135,12 +133,12 @@ class Product:
             dtypes = (array.dtype,)
         # What is missing is bound to what is there, and never read
         self.arrays = [weights, *more.values(), *[weights] * (2 - len(more))]
-        self._dtypes = FLOATS if dtypes == (mx.uint8,) else (self.arrays[1].dtype,)
+        self._dtypes = FLOATS if packing.form in (1, 2) else (self.arrays[1].dtype,)  # of x
         self.packing, self.depth, self.columns = packing, depth, columns
         self.halves = 2 if packing.gated else 1
         even = self.columns % self.halves == 0
         check(even, "the rows of weights", self.columns, "even, where they are gated")
-        self._settled: dict[tuple[Any, ...], Multiply] = {}
+        self._settled: dict[tuple[Any, ...], Step] = {}
 
     def __call__(self, x: mx.array, way: Way | None = None) -> mx.array:
         """[..., N] for x [..., K] of 1 to 32 rows, of the dtype of the scales; sums are float32.
@@ -151,13 +149,13 @@ class Product:
         key = x.shape, x.dtype, way
         if key not in self._settled:
             self._settled[key] = self.settled(x, way)
-        return self._settled[key](x)
+        return self._settled[key](x)  # type: ignore[no-any-return]
 
-    def settled(self, x: mx.array, way: Way | None = None) -> Multiply:
+    def settled(self, x: mx.array, way: Way | None = None) -> Step:
         """A product for every x of this shape and dtype, with nothing left to look up."""
         run, sizes = self._plan(x, way)
-        rest = *self.arrays, sizes
-        return lambda x: run([x, *rest])[0]
+        key = run.kernel.name, run.plan
+        return Step(key, [*self.arrays, sizes], lambda x, arrays: run([x, *arrays])[0])
 
     def way(self, rows: int) -> Way:
         """The kernel by which so many rows are multiplied."""
@@ -286,7 +284,7 @@ def _case(x: mx.array, weights: mx.array, *rest: Any) -> Case:
     *more, packing = rest
     kind = packing.invariant + 2 * packing.gated + 4 * [*MODES].index(packing.mode)
     shape = (x.shape[-1], weights.shape[0], packing.group, kind)
-    floats = [x] if packing.form else [x, *more]
+    floats = [x, *({0: more, 3: [weights]}.get(packing.form, ()))]
     return case_of(math.prod(x.shape[:-1]), shape, floats, packing.bits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -91,11 +91,16 @@ class Visibility:
 
         Eight rows or more, so that the kernel always has it in device memory.
         """
-        words = -(-self.columns // 32)
-        local = np.zeros((self.rows, words * 32), np.bool_)
-        local[:, : self.columns] = self.local
-        table = np.zeros((max(self.rows, 8), 1 + words), np.uint32)
-        table[: self.rows, 0] = self.starts
-        packed = np.packbits(local, axis=1, bitorder="little")
-        table[: self.rows, 1:] = packed.view("<u4")
-        return mx.array(table)
+        return _table(self.rows, self.local.tobytes(), self.starts)
+
+
+@lru_cache(64)  # chains of a few lengths come again and again
+def _table(rows: int, seen: bytes, starts: tuple[int, ...]) -> mx.array:
+    local = np.frombuffer(seen, np.bool_).reshape(rows, -1)
+    words = -(-local.shape[1] // 32)
+    wide = np.zeros((rows, words * 32), np.bool_)
+    wide[:, : local.shape[1]] = local
+    table = np.zeros((max(rows, 8), 1 + words), np.uint32)
+    table[:rows, 0] = starts
+    table[:rows, 1:] = np.packbits(wide, axis=1, bitorder="little").view("<u4")
+    return mx.array(table)

@@ -25,7 +25,7 @@ from kernels_metal.operation import Operation
 
 SECONDS = 30.0  # for a try: half a minute on a slow machine is already a hang
 _BEGUN = "a try of it has begun"
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # reading a file of ours
 Run = Callable[[str], str]  # of what to try, as JSON: what is wrong with it, "" for nothing
 IDLE = 20.0  # seconds after which the process that tries is ended
 TRYING = "it is being tried in a process of its own"
@@ -196,6 +196,6 @@ def read_verdicts(file: Path) -> dict[str, Verdict]:
         saved: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         found = {key: Verdict(**verdict) for key, verdict in saved.items()}
         good = all(isinstance(v.safe, bool) and isinstance(v.reason, str) for v in found.values())
-    except _DAMAGED:
+    except DAMAGED:
         return {}
     return found if good else {}

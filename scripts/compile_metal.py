@@ -20,6 +20,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from kernels_metal.faults import first_error
+
 VERSIONS = ("metal3.1", "metal3.2", "metal4.0")  # of macOS 14, 15 and 26
 INCLUDE = Path(mx.__file__).parent / "include"
 PREAMBLE = "mlx/backend/metal/kernels/utils.h"
@@ -51,12 +53,8 @@ def failures(files: Sequence[Path], version: str) -> list[str]:
     """The first error of each text that does not compile."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         said = pool.map(lambda file: compiled(file, version), files)
-        found = [pair for pair in zip(files, said, strict=True) if pair[1]]
-    lines = [(file, words.splitlines()) for file, words in found]
-    return [
-        f"{file.name}: {next((line for line in words if 'error:' in line), words[-1])}"
-        for file, words in lines
-    ]
+        found = zip(files, said, strict=True)
+        return [f"{file.name}: {first_error(words)}" for file, words in found if words]
 
 
 def main(argv: Sequence[str]) -> int:

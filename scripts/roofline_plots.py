@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from roofline import CONTEXT, ROWS, Traffic, chain, pass_time, speedup
 from roofline_data import MACHINES, TARGETS
 from roofline_products import fastest, stock
-
-from dflash_mlx.cli.options import import_pyplot
 
 SHOWN = ("M1 Max", "M4 Max", "M5 Max")
 RANGE = (0.75, 1.25)  # of what is assumed of the arithmetic
@@ -19,7 +18,9 @@ RANGE = (0.75, 1.25)  # of what is assumed of the arithmetic
 
 def draw(traffic: Traffic, folder: Path) -> None:
     """Save all of them as PNG."""
-    pyplot = import_pyplot()
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     for name, draw_one in (
         ("rows", _rows),
         ("blocks", _blocks),

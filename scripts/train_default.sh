@@ -23,7 +23,7 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 . "$root/scripts/_venv.sh"
 [ $# -ge 1 ] || fail "usage: scripts/train_default.sh FOLDER [PROMPTS.jsonl]"
 case ${OWN_PROMPTS:-1} in [01]) ;; *) fail "OWN_PROMPTS is $OWN_PROMPTS; choose 1 or 0" ;; esac
-venv_ready "plot"
+venv_ready ""
 mkdir -p "$1"
 folder=$(CDPATH='' cd -- "$1" && pwd -P)
 python=$venv/bin/python
@@ -55,10 +55,9 @@ done
 set -- "$@" --cache "$folder/features"
 
 "$python" -m dflash_mlx.train --mode dflash --out "$folder/dflash" \
-    --minutes "${DFLASH_MINUTES:-240}" --short-share 0.75 --plot "$folder/dflash.png" "$@"
+    --minutes "${DFLASH_MINUTES:-240}" --short-share 0.75 "$@"
 "$python" -m dflash_mlx.train --mode variable-prefix --init "$folder/dflash" \
-    --out "$folder/variable-prefix" --minutes "${SECOND_MINUTES:-120}" --learning-rate 5e-4 \
-    --plot "$folder/variable-prefix.png" "$@"
+    --out "$folder/variable-prefix" --minutes "${SECOND_MINUTES:-120}" --learning-rate 5e-4 "$@"
 if [ "${SELECTOR_MINUTES:-20}" != 0 ]; then
     if [ ! "$folder/selected/config.json" -nt "$folder/dflash/model.safetensors" ]; then
         rm -rf "$folder/selected"

@@ -10,7 +10,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.measure import Run, run_all, summarise
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt, questions, read_contexts
 from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
@@ -21,7 +20,14 @@ from dflash_mlx.benchmark.report import (
     save,
     settings,
 )
-from dflash_mlx.benchmark.selection import keep_speeds, read_methods, settle_all
+from dflash_mlx.benchmark.selection import (
+    BenchmarkPrompt,
+    keep_speeds,
+    questions,
+    read_contexts,
+    read_methods,
+    settle_all,
+)
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import first_of_each, name_of, read_prompts
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig, StructureConfig

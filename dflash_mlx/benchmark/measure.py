@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt
+from dflash_mlx.benchmark.selection import BenchmarkPrompt
 from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import RoundTimer, Statistics

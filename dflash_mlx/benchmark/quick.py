@@ -11,9 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
-from dflash_mlx.benchmark.prompts import questions
 from dflash_mlx.benchmark.report import Report, describe, save, settings
-from dflash_mlx.benchmark.selection import read_methods, settle_all
+from dflash_mlx.benchmark.selection import questions, read_methods, settle_all
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError

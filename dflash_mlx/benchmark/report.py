@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_mlx.benchmark.measure import TERMS, MethodStats, RoundSize, Run, groups
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt, describe_lengths
+from dflash_mlx.benchmark.selection import BenchmarkPrompt, describe_lengths
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics

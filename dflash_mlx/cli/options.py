@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from dflash_mlx.core.config import (
     AUTO,
@@ -282,17 +282,3 @@ def summary(delta: Delta) -> str:
     if delta.finish_reason in _ENDINGS:
         parts.append(_ENDINGS[delta.finish_reason])
     return " | ".join(parts)
-
-
-def import_pyplot() -> Any:
-    """Matplotlib's pyplot, drawing to files; DFlashError where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise DFlashError(
-            "drawing needs matplotlib", "install it: pip install matplotlib"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

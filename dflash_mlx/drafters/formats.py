@@ -18,7 +18,7 @@ import numpy as np
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
-from dflash_mlx.drafters.networks.fields import Fields, architecture
+from dflash_mlx.drafters.networks.fields import Fields, Unsupported, architecture, note_of
 from dflash_mlx.drafters.networks.files import (
     DOWNLOAD_AGAIN,
     FLAGS,
@@ -33,7 +33,6 @@ from dflash_mlx.drafters.networks.files import (
     read_json,
     stored_config,
 )
-from dflash_mlx.drafters.networks.known_fields import Unsupported, note_of
 from dflash_mlx.drafters.networks.layers import limit_windows
 from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.system import cpu_math

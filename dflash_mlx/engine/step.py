@@ -100,7 +100,7 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     by_kernels = target.kernels.begin_round()
     reading = [each for each in running if each.is_reading]
     decoding = [each for each in running if not each.is_reading]
-    proposals = propose(decoding, observer)
+    proposals = _proposed(target, decoding, by_kernels, observer)
     outcomes: dict[Sequence, Outcome] = {
         each: failed for each, failed in proposals.items() if isinstance(failed, Exception)
     }
@@ -119,7 +119,7 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     passes += chain.from_iterable(forward(target, [part], observer) for part in alone)
     if not known:
         for tree in trees:
-            tree.wait()
+            guarded(tree.wait)  # what fails is told where the pass is committed
         observer.mark("draft")
 
     for each in decoding:
@@ -142,6 +142,26 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
         if part.proposal.forced:
             part.sequence.state.paused += spent
     return [outcomes[each] for each in running]
+
+
+def _proposed(
+    target: Target, decoding: abc.Sequence[Sequence], by_kernels: bool, observer: Observer
+) -> dict[Sequence, Proposal | Exception]:
+    """As `propose`; where the GPU fails in drafts, they are made again without kernels."""
+    found = propose(decoding, observer)
+    if not by_kernels:
+        return found
+    for each, proposal in found.items() if target.kernels.is_watched else ():
+        if isinstance(proposal, Proposal):  # what is new is waited for
+            why: Exception | None = guarded(proposal.tree.wait)
+            found[each] = why or proposal
+    failed = {each: why for each, why in found.items() if isinstance(why, RuntimeError)}
+    with target.kernels.paused():
+        again = _drafted([*failed], observer)
+    for each, reason in failed.items():
+        if not isinstance(again[each], Exception):  # they were at fault
+            target.kernels.fail(reason)
+    return found | again
 
 
 def _watch(target: Target, verify: abc.Sequence[_Verify], seconds: float) -> None:

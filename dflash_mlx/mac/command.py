@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,17 +14,48 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.mac import facts as mac
+from dflash_mlx.core.text import amount
 from dflash_mlx.mac.items import MODELS, Item, last_items, limit, race_items, variant_items
 from dflash_mlx.mac.report import summary, ways
 from dflash_mlx.system.files import write_report
+from dflash_mlx.system.machine import describe_machine, describe_versions
 from kernels_metal.children import Children, Gone
 from kernels_metal.dispatch import fingerprint
+from kernels_metal.gpu import gpu_family, power_mode, said
 
 NAME = "dflash-mac-report"
 COMMAND = (sys.executable, "-m", "dflash_mlx.mac.measure")
 GONE_MOST = 10  # children in one report: a GPU that hangs again and again is not asked for more
 _NEXT = "move it away, or name another with --report"
+UNKNOWN = "unknown"  # where a program of the Mac says nothing
+Say = Callable[[str], str]  # what a program prints
+_TOLD = {  # by a program, and where in what it prints
+    "macos": ("sw_vers", r"ProductVersion:\s*(\S+)"),
+    "build": ("sw_vers", r"BuildVersion:\s*(\S+)"),
+    "gpu cores": ("system_profiler SPDisplaysDataType", r"Total Number of Cores: *(\d+)"),
+    "free memory": ("memory_pressure -Q", r"free percentage: *(\d+ ?%)"),
+    "power": ("pmset -g batt", r"drawing from '([^']*)'"),
+}
+
+
+def mac_facts(say: Say = said) -> dict[str, str]:
+    """What a Mac says of chip, system, memory and power, as lines of its own programs."""
+    machine = describe_machine()
+    found = {name: re.search(pattern, say(command)) for name, (command, pattern) in _TOLD.items()}
+    return {
+        "chip": str(machine["processor"]) or UNKNOWN,
+        "cpu cores": str(machine["cores"]),
+        "gpu": gpu_family(),
+        "memory": amount(machine["memory_bytes"]),
+        "power mode": power_mode() or UNKNOWN,
+        **{name: match[1] if match else UNKNOWN for name, match in found.items()},
+        **describe_versions(),
+    }
+
+
+def rehearsed_facts() -> dict[str, str]:
+    """The facts of a Mac that is not there."""
+    return {**mac_facts(lambda command: ""), "chip": "rehearsed, no Mac", "gpu": "emulated"}
 
 
 @dataclass
@@ -54,7 +86,7 @@ def opened(file: Path, rehearse: bool) -> Report:
     for path in (file, words):
         if path.exists() and not (kept and path == file):
             raise DFlashError(f"{path} is there already", _NEXT)
-    facts = mac.rehearsed() if rehearse else mac.facts()
+    facts = rehearsed_facts() if rehearse else mac_facts()
     made_with = f"{fingerprint()} {facts['chip']} {facts['gpu']}"
     found = kept["found"] if kept.get("made with") == made_with else {}
     report = Report(file, made_with, facts, found)

@@ -14,8 +14,8 @@ from dflash_mlx.core.errors import Checked, Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, other_kind
 from dflash_mlx.drafters.methods import METHODS, format_of, formats
+from dflash_mlx.drafters.networks.fields import OTHER_DRAFTER
 from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN
-from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.models.names import instead_of
 from dflash_mlx.models.parts import limited, read_config
 from dflash_mlx.models.source import (
@@ -350,16 +350,13 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
         raise DFlashError(what, _CHOOSE)
-    from mlx_lm.utils import (  # not before a model is looked at: it takes seconds
-        MODEL_REMAPPING,
-        _get_classes,
-    )
+    from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
 
     with loading(source.name, _CHOOSE):
         _, arguments = _get_classes(dict(raw))
         arguments.from_dict(dict(raw))
     step = "use --method dflash or --method ngram, which draft chains"
-    if MODEL_REMAPPING.get(kind, kind) in UNTRIED:
+    if family_of(raw) in UNTRIED:
         why = f"{kind} may have recurrent layers that were never tried on branches, so chains only"
         yield Finding("note", why, step)
     elif kind in ONE_OFFSET:

@@ -43,6 +43,7 @@ from dflash_mlx.models.source import (
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import available_memory
 
+TO_DOWNLOAD = "to download"
 FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 _SCALES = 0.5  # bits that quantisation adds to each weight: a scale and an offset of 16 bits for 64
@@ -154,13 +155,17 @@ def check_space(folder: Path, wanted: int, what: str, next_step: str) -> None:
 
 
 @dataclass(frozen=True)
-class DownloadPlan:
+class AvailableModel:
     """A model that could be chosen."""
 
     config: PairConfig  # to load it
     needs: int = 0  # bytes of memory with its draft models, 0 where unknown
     download: int = 0  # bytes that are not here yet
     problem: str = ""  # why it cannot be had, a sentence, "" where it can
+    place: str = ""  # where it comes from; from TO_DOWNLOAD on both sizes go by its name
+    drafter: str = ""  # in words
+    notes: str = ""  # the registry's
+    verified: bool = True  # whether this program was tried with the registry's drafter
 
     @property
     def name(self) -> str:
@@ -168,7 +173,7 @@ class DownloadPlan:
 
     @property
     def here(self) -> bool:
-        return not self.download and not self.problem
+        return not self.download and not self.problem and self.place != TO_DOWNLOAD
 
     def terms(self, there: int) -> str:
         """What is left to download, and the memory that it needs. there: bytes of memory."""
@@ -178,7 +183,7 @@ class DownloadPlan:
         return f"{come}; {memory_needed(self.needs, there)}" if self.needs else come
 
 
-def download_plans(config: PairConfig, everything: bool = False) -> Iterator[DownloadPlan]:
+def download_plans(config: PairConfig, everything: bool = False) -> Iterator[AvailableModel]:
     """The model that `config` names, then its quantisations on the hub, those of few bits first.
 
     A model on this machine is the only one, unless `everything` is wanted.
@@ -186,9 +191,9 @@ def download_plans(config: PairConfig, everything: bool = False) -> Iterator[Dow
     names = find_names(config)
     if names.model is None:  # the built-in one, which pip brings
         missing = 0 if default_model.kept_at().is_file() else default_model.SIZE
-        yield DownloadPlan(config, needed_by(names), missing)
+        yield AvailableModel(config, needed_by(names), missing)
         return
-    extra = DownloadPlan(config)
+    extra = AvailableModel(config)
     for part in names.parts[1:]:
         with suppress(DFlashError):  # loading does without those that cannot be had
             extra = _with(extra, config, part)
@@ -200,16 +205,16 @@ def download_plans(config: PairConfig, everything: bool = False) -> Iterator[Dow
         yield _offer(replace(config, model=name), extra)
 
 
-def _offer(config: PairConfig, drafters: DownloadPlan) -> DownloadPlan:
+def _offer(config: PairConfig, drafters: AvailableModel) -> AvailableModel:
     try:
         return _with(drafters, config, find_names(config).parts[0])
     except DFlashError as error:
-        return DownloadPlan(config, problem=str(error))
+        return AvailableModel(config, problem=str(error))
 
 
-def _with(others: DownloadPlan, config: PairConfig, part: tuple[str, str]) -> DownloadPlan:
+def _with(others: AvailableModel, config: PairConfig, part: tuple[str, str]) -> AvailableModel:
     source = find_source(*part, update=False)
-    return DownloadPlan(config, others.needs + needed(source), others.download + source.missing())
+    return AvailableModel(config, others.needs + needed(source), others.download + source.missing())
 
 
 def quantisations(name: str) -> list[str]:

@@ -20,9 +20,12 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import check_drafter, check_pair, describe_target
+from dflash_mlx.models.choice import with_own_head
 from dflash_mlx.models.default_model import FILE_NAME
 from dflash_mlx.models.downloads import (
     FEWEST_BITS,
+    TO_DOWNLOAD,
+    AvailableModel,
     cache_folder,
     loaded_bytes,
     needed,
@@ -30,7 +33,6 @@ from dflash_mlx.models.downloads import (
     stored_bytes,
     weights_of,
 )
-from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
     PAIR_FILE,
@@ -49,7 +51,6 @@ from dflash_mlx.system.files import is_locked
 from dflash_mlx.system.machine import model_of
 from dflash_mlx.verifier.reading import language_model
 
-TO_DOWNLOAD = "to download"
 KINDS = {
     "model": "models to talk to",
     "drafter": "draft models",
@@ -74,24 +75,6 @@ _MOMENT = 60.0  # seconds; between two files of a download nothing is locked
 _PART = ".incomplete"  # how huggingface_hub's names of files under way end
 
 
-@dataclass(frozen=True)
-class AvailableModel:
-    """A model to choose."""
-
-    name: str
-    config: PairConfig
-    place: str  # where it comes from
-    needs: int = 0  # bytes of memory with its drafters, 0 where unknown
-    drafter: str = ""  # in words
-    notes: str = ""  # the registry's
-    download: int = 0  # bytes of what is not here, by its name, with 4 bits a weight; so are needs
-    verified: bool = True  # whether this program was tried with the registry's drafter
-
-    @property
-    def here(self) -> bool:
-        return self.place != TO_DOWNLOAD
-
-
 def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
     folders = [*local_folders(here), *cached_folders()]
@@ -106,25 +89,23 @@ def available_models(here: Path) -> list[AvailableModel]:
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
     converted = [str(folder) for folder in _subfolders(here) if is_pair_folder(folder)]
-    pairs = [_pair(name, PairConfig(name), "converted pair") for name in converted]
-    return [_pair(DEFAULT_MODEL, PairConfig(), "built in"), *pairs, *found, *public]
+    pairs = [_pair(PairConfig(name), "converted pair") for name in converted]
+    return [_pair(PairConfig(), "built in"), *pairs, *found, *public]
 
 
 def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
     download = stored_bytes(weights_of(entry.name, entry.billions), FEWEST_BITS)
     needs = loaded_bytes(download, FEWEST_BITS, on_cpu())
     words = f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}"
-    config, is_tried = PairConfig(entry.name), entry.verified
-    return AvailableModel(
-        entry.name, config, TO_DOWNLOAD, needs, words, entry.notes, download, is_tried
-    )
+    told = TO_DOWNLOAD, words, entry.notes, entry.verified
+    return AvailableModel(PairConfig(entry.name), needs, download, "", *told)
 
 
-def _pair(name: str, config: PairConfig, place: str) -> AvailableModel:
+def _pair(config: PairConfig, place: str) -> AvailableModel:
     needs = 0
     with suppress(DFlashError):  # damaged: choosing it says how
         needs = needed_by(find_names(config))
-    return AvailableModel(name, config, place, needs)
+    return AvailableModel(config, needs, place=place)
 
 
 def on_this_machine(
@@ -150,7 +131,7 @@ def on_this_machine(
         words = f"drafter {there.name}" if there else "no drafter"
         words = "drafter in its own folder" if has_head and not there else words
     needs += needed(there) if there and needs else 0
-    return AvailableModel(model.name, config, place, needs, words, notes, verified=verified)
+    return AvailableModel(config, needs, 0, "", place, words, notes, verified)
 
 
 def local_folders(here: Path) -> list[Source]:

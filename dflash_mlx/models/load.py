@@ -30,8 +30,7 @@ from dflash_mlx.models.check import (
     fetched,
     larger,
 )
-from dflash_mlx.models.choice import Choice, fastest_first
-from dflash_mlx.models.heads import with_own_head
+from dflash_mlx.models.choice import Choice, fastest_first, with_own_head
 from dflash_mlx.models.names import (
     Names,
     find_names,

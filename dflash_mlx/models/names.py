@@ -28,8 +28,7 @@ else:
 
 from dflash_mlx.core.config import PLAIN, PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.pair import Preset
-from dflash_mlx.engine.speeds import Speeds
+from dflash_mlx.engine.pair import Preset, Speeds
 from dflash_mlx.models.parts import cached_head
 from dflash_mlx.models.source import (
     CARD,

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -17,6 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.compare import TRAINEES
 from dflash_mlx.train.config import DataConfig, TrainConfig
 from dflash_mlx.train.data import read_texts
@@ -25,14 +25,10 @@ from dflash_mlx.train.run import (
     TrainingRun,
     check_out,
     identity,
-    plot_history,
     share_state,
 )
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Crew, Trainer
-
-if TYPE_CHECKING:
-    from dflash_mlx.ranks.group import Ranks
 
 PROGRAM = "dflash_mlx.train"
 # By --recipe: settings as their authors have them, for what is not given.
@@ -55,9 +51,6 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     data = cli.read_options(arguments, DataConfig)
     config, crew = cli.read_options(arguments, TrainConfig), Crew(ranks)
     if crew.rank == 0:
-        cli.check_output(arguments.plot)
-        if arguments.plot is not None:
-            cli.import_pyplot()
         check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
@@ -77,8 +70,6 @@ def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
     for event in trainer.show(run):
         if isinstance(event, Record):
             tqdm.write(event.describe(), file=sys.stderr)
-            if arguments.plot is not None:
-                plot_history(run.history, arguments.plot)
 
 
 def begin(config: TrainConfig, pair: Pair) -> Trainee:
@@ -104,9 +95,6 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         type=Path,
         help="folder of the drafter; a run that was stopped goes on",
-    )
-    result.add_argument(
-        "--plot", type=Path, help="a PNG of loss and acceptance, redrawn at every measurement"
     )
     result.add_argument(
         "--recipe", choices=tuple(RECIPES), help="settings of a paper, where others are not given"

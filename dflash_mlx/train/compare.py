@@ -23,8 +23,7 @@ from dflash_mlx.train.blocks import Array, cut_blocks
 from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.data import Texts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
-from dflash_mlx.train.eagle3 import EagleTrainee
-from dflash_mlx.train.mtp import HeadTrainee
+from dflash_mlx.train.paired import EagleTrainee, HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.verifier.model import Target

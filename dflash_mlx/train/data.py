@@ -1,17 +1,18 @@
 """From corpus files to what a trainer reads: texts, and the target's features.
 
 What it thinks is computed once and kept on disk. A folder is named by what it holds, so that it
-never holds anything else: a .safetensors file per sequence of T tokens, with `features` [T, m*d]
-(the bits of bfloat16), `choices` [T, 2 * CHOICES] (the target's most likely next tokens after every
-token, with their probabilities) and, in its metadata, a CRC-32 of each. A file is complete before
+never holds anything else: an .npz file per sequence of T tokens, with `features` [T, m*d] (the bits
+of bfloat16) and `choices` [T, CHOICES] (the target's most likely next tokens after every token,
+with their probabilities), each of which a zip file keeps with a CRC-32. A file is complete before
 it takes its name, so an interrupted build goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
+import io
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,16 +22,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import platformdirs
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import require
 from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.engine.prefix_files import weights_digest
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
-from dflash_mlx.system.files import remove_partial, replace_safetensors
+from dflash_mlx.system.files import locked, remove_partial, replacing
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.rows import CorpusRow, read_rows
@@ -40,10 +41,12 @@ from dflash_mlx.verifier.model import Target
 CHOICES = 8  # next tokens that are kept
 CHOICE = np.dtype([("token", "<u4"), ("probability", "<f4")])
 
-_VERSION = 3  # of the files
+_VERSION = 4  # of the files
 _ROWS = 64  # logits ranked at once
 _BYTES = 2  # of a bfloat16
 _CHUNK = 512  # tokens per target pass
+# What a zip file is found to be, be it damaged in its data, its names or its end
+_DAMAGED = (zipfile.BadZipFile, KeyError, ValueError, EOFError, NotImplementedError, RuntimeError)
 _BUILD_AGAIN = "delete that folder and start again; the features will be computed anew"
 
 
@@ -146,7 +149,7 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
         _tell(path, len(usable) - len(greedy), "sampled, and only greedy ones teach this drafter")
         crc = zlib.crc32(b"".join(text.tokens.tobytes() for text in greedy))
-        target = target_fingerprint(pair.target)[:12]
+        target = weights_digest(pair.target.parameters())[:12]
         return Texts(f"{path.name}:{len(greedy)}-{crc:08x}:{target}", greedy)
     tokens = [row.prompt + row.answer for _, row in usable]
     cache = config.cache or platformdirs.user_cache_path("dflash-chat") / "features"
@@ -186,7 +189,12 @@ class FeatureCache:
                 f"{limit} bytes have no room for the features of the first sequence",
                 "give more with --cache-gb",
             )
-        identity = _VERSION, target_fingerprint(target), aux_layers, list(map(list, sequences))
+        identity = (
+            _VERSION,
+            weights_digest(target.parameters()),
+            aux_layers,
+            list(map(list, sequences)),
+        )
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
         self.folder = place.with_name(f"{place.name}-{digest}")
 
@@ -204,27 +212,23 @@ class FeatureCache:
         while another process is at it; those of one start wait for each other.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("wb") as locked:
-            try:
-                wait = 0 if launched() else fcntl.LOCK_NB
-                fcntl.flock(locked, fcntl.LOCK_EX | wait)
-            except OSError:
-                raise DFlashError(
-                    f"another process is computing the features in {self.folder}", "wait for it"
-                ) from None
-            remove_partial(self.folder)
-            self._target.tap(self._aux_layers)
-            mode = self._target.kernels.mode
-            if cpu_math.applies():  # so that NumPy computes attention; no gradient flows here
-                self._target.use_kernels("auto")
-            try:
+        mode = self._target.kernels.mode
+        try:
+            with locked(self.folder, wait=launched()):
+                remove_partial(self.folder)
+                self._target.tap(self._aux_layers)
+                if cpu_math.applies():  # so that NumPy computes attention; no gradient flows here
+                    self._target.use_kernels("auto")
                 for i in self.missing:
                     kept = self._compute(self._sequences[i])
-                    sums = {name: _checksum(np.array(array)) for name, array in kept.items()}
-                    replace_safetensors(self._file(i), kept, sums)
+                    with replacing(self._file(i)) as partial:
+                        np.savez(partial, **kept)
                     yield len(self._sequences[i])
-            finally:
-                self._target.use_kernels(mode)
+        except BlockingIOError:
+            what = f"another process is computing the features in {self.folder}"
+            raise DFlashError(what, "wait for it") from None
+        finally:
+            self._target.use_kernels(mode)
 
     def features(self, i: int) -> mx.array:
         """Features [T, m*d] (bfloat16) of sequence i; DFlashError when they are damaged."""
@@ -232,19 +236,20 @@ class FeatureCache:
 
     def choices(self, i: int) -> Array:
         """[T, CHOICES] of CHOICE, as `likeliest` has them, after every token of sequence i."""
-        return self._read(i, "choices").view(CHOICE)
+        return self._read(i, "choices")
 
     def _read(self, i: int, name: str) -> Array:
         try:
-            with safe_open(self._file(i), framework="numpy") as file:
-                data, expected = file.get_tensor(name), file.metadata()[name]
-        except (OSError, SafetensorError, KeyError, TypeError):
-            data = expected = None
-        if data is None or _checksum(data) != expected:
-            raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN)
-        return data  # type: ignore[no-any-return]
+            with zipfile.ZipFile(self._file(i)) as file:
+                data = file.read(f"{name}.npy")  # which the zip file has compared with its CRC-32
+            head = io.BytesIO(data)
+            np.lib.format.read_magic(head)
+            shape, _, kind = np.lib.format.read_array_header_1_0(head)
+            return np.frombuffer(data, kind, offset=head.tell()).reshape(shape)
+        except (*_DAMAGED, OSError):
+            raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN) from None
 
-    def _compute(self, tokens: Sequence[int]) -> dict[str, mx.array]:
+    def _compute(self, tokens: Sequence[int]) -> dict[str, Any]:
         cache = self._target.new_cache()
         features, choices = [], []
         for start in range(0, len(tokens), _CHUNK):
@@ -252,19 +257,14 @@ class FeatureCache:
             block = Block(piece.size)
             logits, aux_layers = self._target.forward(piece, cache, block, self._aux_layers)
             assert aux_layers is not None
-            features.append(aux_layers.astype(mx.bfloat16).view(mx.uint16))
-            mx.eval(features[-1], cache.arrays)
+            features.append(np.array(aux_layers.astype(mx.bfloat16).view(mx.uint16)))
+            mx.eval(cache.arrays)
             choices.append(likeliest(logits))
             cache.commit(range(piece.size))
-        words = np.concatenate(choices).view(np.uint32)
-        return {"features": mx.concatenate(features), "choices": mx.array(words)}
+        return {"features": np.concatenate(features), "choices": np.concatenate(choices)}
 
     def _file(self, i: int) -> Path:
-        return self.folder / f"{i}.safetensors"
-
-
-def _checksum(array: Array) -> str:
-    return str(zlib.crc32(array.data))
+        return self.folder / f"{i}.npz"
 
 
 def hidden_width(target: Target) -> int:
@@ -275,16 +275,6 @@ def hidden_width(target: Target) -> int:
 def vocabulary_size(target: Target) -> int:
     """Logits that the target gives, V."""
     return int(target.head()(mx.zeros((1, hidden_width(target)))).shape[-1])
-
-
-def target_fingerprint(target: Target) -> str:
-    """Tells targets apart by the first and last row of every weight, which all training changes."""
-    digest = hashlib.sha256()
-    for name, array in target.parameters():
-        digest.update(f"{name} {array.shape} {array.dtype}".encode())
-        ends = mx.stack([array[0], array[-1]]) if array.ndim > 1 else array
-        digest.update(np.array(ends.astype(mx.float32)).tobytes())
-    return digest.hexdigest()
 
 
 def likeliest(logits: mx.array) -> Array:

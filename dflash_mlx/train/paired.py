@@ -1,4 +1,4 @@
-"""Drafters that pair a token with a state: step after step on their own outputs, in training.
+"""EAGLE-3 and heads for multi-token prediction in training: they pair a token with a state.
 
 Every block unrolls the steps of a draft: its first row knows the target's features before the
 anchor, every other one what the row before it made of them ("training-time test", EAGLE-3, arXiv
@@ -8,17 +8,37 @@ a context keeps of it, see `networks/paired.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.eagle3 import checkpoint as eagle3
+from dflash_mlx.drafters.eagle3.model import USUAL_TAPS, EagleConfig, increase, usual_layers
+from dflash_mlx.drafters.mtp import checkpoint as mtp
+from dflash_mlx.drafters.mtp.kinds import text_of
+from dflash_mlx.drafters.mtp.model import HeadConfig
+from dflash_mlx.drafters.networks.fields import Fields
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.train.attention import BlockCache, TextCache, block_mask
 from dflash_mlx.train.blocks import Blocks
+from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.trainee import START_FROM, Trainee
+from dflash_mlx.train.trainee import (
+    BLOCK_SIZE,
+    START_FROM,
+    Trainee,
+    like_target,
+    spread_aux_layers,
+    take_layers,
+)
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+
+_TOKENS = 64  # that tell how large a target's states are
 
 
 @dataclass(frozen=True)
@@ -84,3 +104,93 @@ class _StepCache(BlockCache):
 
     def attend(self, *parts: mx.array, sinks: Any = None, **how: Any) -> mx.array:
         return super().attend(*parts, **how)
+
+
+@dataclass(frozen=True)
+class EagleTrainee(PairedTrainee):
+    """EAGLE-3's layer and what it makes of three layers' features."""
+
+    config: EagleConfig
+    files: ClassVar[Any] = eagle3.FILES
+
+    @classmethod
+    def new(cls, config: TrainConfig, pair: Pair) -> EagleTrainee:
+        """One layer, the target's last or noise, behind the last tap, and deaf to the token."""
+        if config.layers not in (1, None):
+            what = f"layers is {config.layers}, but an EAGLE-3 drafter has one"
+            raise DFlashError(what, "leave it out", "layers")
+        target = pair.target
+        raw = {
+            **like_target(target, 1, config),
+            "architectures": [eagle3.RAW],
+            "model_type": "llama",
+            "eagle_config": {eagle3.LAYERS_READ: list(_aux_layers(target, config))},
+            "num_target_layers": target.num_layers,
+        }
+        trainee = cls.fresh(raw, target, config.seed)
+        if config.start == "target":
+            take_layers(trainee, [target.num_layers - 1], _called)
+        return trainee
+
+
+def _called(_: int, name: str) -> str:
+    # The norm before a layer is that of the features here; that of the embeddings is its own.
+    return f"midlayer.{name.replace('input_layernorm', 'hidden_norm')}"
+
+
+def _aux_layers(target: Target, config: TrainConfig) -> tuple[int, ...]:
+    if config.taps is None and increase(usual := usual_layers(target.num_layers)):
+        return usual
+    return spread_aux_layers(target, config.taps, USUAL_TAPS)
+
+
+@dataclass(frozen=True)
+class HeadTrainee(PairedTrainee):
+    """A head for multi-token prediction: one layer of the target's own kind."""
+
+    config: HeadConfig
+    files: ClassVar[Any] = mtp.FILES
+
+    def __post_init__(self) -> None:
+        self.network.bind(self.target)
+
+    @classmethod
+    def new(cls, config: TrainConfig, pair: Pair) -> HeadTrainee:
+        """The target's last layer or noise, behind its last states, and deaf to the token."""
+        for name in ("layers", "taps"):
+            if (given := getattr(config, name)) not in (1, None):
+                what = f"{name} is {given}, but a head for multi-token prediction has one"
+                raise DFlashError(what, "leave it out", name)
+        target = pair.target
+        args: Any = getattr(target.model, "args", None)
+        if args is None:
+            what = f"{target.name} does not say how its layers are built"
+            raise DFlashError(what, "start from a head that fits it, with --init")
+        states: Fields = {"hidden_normed": False, "feeds_normed": False}
+        raw = mtp.our_config(
+            text_of(asdict(args)), block_size=config.block_size or BLOCK_SIZE, **states
+        )
+        trainee = cls.fresh(raw, target, config.seed)
+        if config.start == "target":
+            take_layers(trainee, [target.num_layers - 1])
+            norm = trainee.network.pre_fc_norm_hidden
+            norm.weight = norm.weight * _size_of_states(target)  # those that its layer is used to
+        return trainee
+
+    @classmethod
+    def read(cls, folder: Path, target: Target) -> HeadTrainee:
+        found = super().read(folder, target)
+        if not found.config.attends_drafts:
+            what = f"{folder} holds a head that sees no drafted tokens"
+            raise DFlashError(what, START_FROM)
+        return found
+
+
+def _size_of_states(target: Target) -> mx.array:
+    """Root mean square of the last layer's states, of most tokens."""
+    last = (target.num_layers - 1,)
+    target.tap(last)
+    _, states = target.forward(mx.arange(_TOKENS), target.new_cache(), Block(_TOKENS), last)
+    assert states is not None
+    sizes = mx.sqrt(states.square().mean(axis=-1))
+    return mx.sort(sizes)[len(sizes) // 2]  # of some tokens they are far larger than of others

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from dflash_mlx.cli.options import import_pyplot
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import read_header
@@ -125,34 +124,6 @@ def read_history(file: Path, step: int) -> list[Record]:
             "put it right, or go on in another folder with --init",
         ) from None
     return [record for record in records if record.step <= step]
-
-
-def plot_history(history: Sequence[Record], file: Path) -> None:
-    """Loss, tokens per round and acceptance by position against minutes, as a PNG.
-
-    Raises DFlashError without matplotlib.
-    """
-    pyplot = import_pyplot()
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
-    loss = [[np.nan if record.loss is None else record.loss] for record in history]
-    rounds = 1 + np.array([record.by_prefix for record in history])
-    positions = np.array([record.by_position for record in history])
-    panels = (
-        ("Loss (weighted)", np.array(loss), ""),
-        ("Held out: 1 + right drafts after a prefix", rounds, "prefix {0}"),
-        ("Held out: first k drafts all right", positions, "first {1}"),
-    )
-    for axes, (title, curves, label) in zip(all_axes, panels, strict=True):
-        labels = [label.format(k, k + 1) for k in range(curves.shape[1])]
-        axes.plot([record.minutes for record in history], curves, ".-", label=labels)
-        axes.set(title=title, xlabel="minutes")
-        axes.grid(alpha=0.3)
-        if label:
-            axes.legend(fontsize=7)
-    all_axes[2].set_ylim(0, 1)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
 
 
 def save_state(folder: Path, trainer: Trainer, data: str) -> None:

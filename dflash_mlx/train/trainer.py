@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_map
 from tqdm import tqdm
 
+from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.blocks import SAMPLERS, Blocks
 from dflash_mlx.train.config import StepConfig, TrainConfig
 from dflash_mlx.train.data import Texts
@@ -27,9 +28,6 @@ from dflash_mlx.train.loss import (
     soft_shares,
 )
 from dflash_mlx.train.trainee import Trainee
-
-if TYPE_CHECKING:
-    from dflash_mlx.ranks.group import Ranks
 
 _FLOOR = 0.02  # of the peak, where the cosine ends
 _Event = TypeVar("_Event")

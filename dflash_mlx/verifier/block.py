@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
@@ -126,9 +126,13 @@ class Block:
         """What the rows see of so many keys where the mask is "causal", or None: all."""
         if isinstance(mask, Visibility):
             return mask
-        shape = self.rows, self.rows
-        local = np.ones(shape, np.bool_) if mask is None else np.tri(*shape, dtype=np.bool_)
-        return Visibility(keys - self.rows, local)
+        return Visibility(keys - self.rows, _local(self.rows, mask is None))
+
+
+@lru_cache(128)
+def _local(rows: int, all_of_them: bool) -> npt.NDArray[np.bool_]:
+    """What rows see of each other: all, or those up to them."""
+    return np.ones((rows, rows), np.bool_) if all_of_them else np.tri(rows, dtype=np.bool_)
 
 
 Saved = tuple[list[mx.array], Any]  # arrays, and what JSON can hold of the rest

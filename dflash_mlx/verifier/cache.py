@@ -97,8 +97,11 @@ class LayerCache(Cache):
 
     def _write(self, rows: int, parts: Sequence[mx.array]) -> int:
         """Behind all that is there; the slot behind them."""
-        self._reserve(rows, parts)
-        at, end = self._end, self._end + rows
+        end = self._end + rows
+        if not self._stored or end > self._stored[0].shape[2]:
+            self._reserve(rows, parts)
+            end = self._end + rows
+        at = end - rows
         for stored, part in zip(self._stored, parts, strict=True):
             stored[:, :, at:end] = part  # MLX takes longer to read an index with an ellipsis
         return end
@@ -181,6 +184,23 @@ class LayerCache(Cache):
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
 
+    def extend_and_attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+    ) -> mx.array:
+        """`update_and_fetch` and `attend` as one, which looks a plan up once for alike layers."""
+        plans, bits = self._plans, self.kv_bits
+        alike = self.window, scale, id(mask)
+        known = None if plans is None or bits is not None else plans.shared.get(alike)
+        if known is not None and known[1] is not None and self._first == 0:
+            self._write(queries.shape[2], (keys, values))
+            return known[1](queries, *self._stored, None)  # type: ignore[no-any-return]
+        seen = self.update_and_fetch(keys, values)
+        found = self.attend(queries, *seen, scale=scale, mask=mask)
+        if plans is not None and bits is None and known is None:
+            plan = self._plan(plans, (queries, *seen), seen[0].shape, scale, mask, None)
+            plans.shared[alike] = mask, plan  # and the mask, so that no other gets its id
+        return found
+
     def _plan(  # noqa: PLR0913  # those of attention
         self, plans: Plans, given: Attended, shape: Any, scale: float, mask: Any, sinks: Any
     ) -> AttentionPlan | None:
@@ -251,8 +271,6 @@ class LayerCache(Cache):
         if not self._stored:
             self._stored = [_empty(rows, part) for part in parts]
             return
-        if self._end + rows <= self._stored[0].shape[2]:
-            return
         first = max(0, self._first - SLACK) if self.window is not None else 0
         kept = slice(first, self._end)
         self._start += first
@@ -281,6 +299,12 @@ class JoinedLayer:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.parts[0].keys_and_values()
+
+    def extend_and_attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any
+    ) -> mx.array:
+        seen = self.update_and_fetch(keys, values)
+        return self.attend(queries, *seen, scale=scale, mask=mask)
 
     def make_mask(self, rows: int, *window_and_array: Any, **named: Any) -> JoinedMask:
         masks = (part.make_mask(part.block.rows, *window_and_array, **named) for part in self.parts)

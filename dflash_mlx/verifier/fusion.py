@@ -19,15 +19,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.verifier.routing import Kernels, Plans
+from kernels_metal.factory import Step
 from kernels_metal.norm_rope import MAX_ROWS as MAX_TURNED
-from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, NormRope
+from kernels_metal.norm_rope import NORM_ROPE, HeadNorm, turning
 from kernels_metal.shared_input import SHARED_INPUT, bounds, side_by_side
 from kernels_metal.verify_qmm import (
     MAX_ROWS,
     UNPACKED,
     VERIFY_QMM,
     Matrix,
-    Multiply,
     Packing,
     Product,
     stock,
@@ -75,7 +75,7 @@ def packing_of(module: Any) -> Packing:
     return Packing(module.bits, module.group_size, mode=module.mode)
 
 
-def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | None:
+def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Step | None:
     """The product of the first call, None for stock MLX; the same calls in other layers follow."""
     choice = kernels.chosen(VERIFY_QMM, calls[0], calls[1:])
     if choice is None:
@@ -86,18 +86,23 @@ def settled(kernels: Kernels, calls: Sequence[tuple[Any, ...]]) -> Multiply | No
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """Whether its call is down(swiglu(gate(x), up(x)))."""
-    return source_of(type(module).__call__) in GATED_MLPS
+    return source(module) in GATED_MLPS
 
 
 def is_normed_attention(module: Any) -> bool:
     """Whether it normalises queries and keys by head and turns them as in Qwen3 or Qwen3-Next."""
-    if source_of(type(module).__call__) not in NORMED_ATTENTIONS | GATED_ATTENTIONS:
+    if source(module) not in NORMED_ATTENTIONS | GATED_ATTENTIONS:
         return False
     rope = module.rope
     plain = nn.RoPE in type(rope).__mro__[:2] and not rope.traditional  # a hooked one is a subclass
     norms = type(module.q_norm) is type(module.k_norm) is nn.RMSNorm
     norms = norms and module.q_norm.eps == module.k_norm.eps
     return norms and plain and rope.dims <= module.q_norm["weight"].size
+
+
+def source(module: nn.Module) -> str:
+    """Where the call of a module is written, as family.Class."""
+    return source_of(type(module).__call__)
 
 
 def source_of(call: Any) -> str:
@@ -116,12 +121,12 @@ def gated_mlp(stock: Call, group: Group) -> Call:
     return mlp
 
 
-def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call:
+def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
     """Qwen3's attention with norms and rope in one launch; group: of its queries, keys, values.
 
     Qwen3-Next's has a gate behind each head of its queries.
     """
-    plans, gated = Plans(kernels), source_of(stock) in GATED_ATTENTIONS
+    gated = source_of(stock) in GATED_ATTENTIONS
 
     def attend(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[1]
@@ -134,10 +139,12 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
             found = None if group is None else group.products(x)
             return found or (self.q_proj(x), self.k_proj(x), self.v_proj(x))
 
-        def settle() -> NormRope | None:
+        def settle() -> Step | None:
             made.append(products())
-            queries, keys, _ = made[0]
-            return _turn(queries, keys, cache.places[:rows], _norm(self, gated), kernels)
+            (queries, keys, _), how = made[0], _norm(self, gated)
+            given = queries, keys, cache.places[:rows], how
+            chosen = plans.kernels.chosen(NORM_ROPE, given)
+            return None if chosen is None else turning(queries, keys, how)
 
         turn = plans.find(rows, settle, self.q_norm["weight"], self.k_norm["weight"])
         if turn is None:
@@ -145,8 +152,7 @@ def normed_attention(stock: Call, kernels: Kernels, group: Group | None) -> Call
         given, keys, values = made[0] if made else products()
         queries, keys = turn(given, keys, cache.places)
         values = values.reshape(1, rows, keys.shape[1], -1).transpose(0, 2, 1, 3)
-        keys, values = cache.update_and_fetch(keys, values)
-        found = cache.attend(queries, keys, values, scale=self.scale, mask=mask)
+        found = cache.extend_and_attend(queries, keys, values, self.scale, mask)
         found = found.transpose(0, 2, 1, 3).reshape(1, rows, -1)
         if gated:
             gate = given.reshape(1, rows, queries.shape[1], 2, -1)[..., 1, :]
@@ -161,14 +167,6 @@ def _norm(module: Any, gated: bool) -> HeadNorm:
     steps = mx.arange(0, rope.dims, 2, dtype=mx.float32) / rope.dims
     periods = rope.base**steps / rope.scale
     return HeadNorm(norm["weight"], module.k_norm["weight"], periods, norm.eps, gated)
-
-
-def _turn(
-    queries: mx.array, keys: mx.array, places: mx.array, how: HeadNorm, kernels: Kernels
-) -> NormRope | None:
-    if kernels.chosen(NORM_ROPE, (queries, keys, places, how)) is None:
-        return None
-    return NormRope(queries, keys, how)
 
 
 def groups_in(module: nn.Module) -> Iterator[list[Any]]:
@@ -187,8 +185,12 @@ def groups_in(module: nn.Module) -> Iterator[list[Any]]:
 class Group:
     """Modules that are called with one input, one after the other, in any order."""
 
-    def __init__(self, members: Sequence[Any], kernels: Kernels, alike: list[Group]) -> None:
-        self.members, self._kernels = members, kernels
+    def __init__(
+        self, owner: nn.Module, members: Sequence[Any], kernels: Kernels, alike: list[Group]
+    ) -> None:
+        self._owner, self.members, self._kernels = owner, members, kernels
+        names = {id(module): name for name, module in owner.items()}
+        self._names = [names[id(member)] for member in members]
         self._alike = alike  # the groups of this shape in the model, this one among them
         self.packing = packing_of(members[0])
         self._whole: Any = None  # weights, scales and biases of all members
@@ -221,37 +223,59 @@ class Group:
         multiply = self._find(x, self._gate)
         return None if multiply is None else multiply(x)
 
+    def made(self, name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Any:
+        """The step of this name for an x of this shape, None where there is none yet."""
+        whole = self._is_whole and self._joined
+        return self._plans.made((name, shape, dtype)) if whole else None
+
+    @property
+    def scales(self) -> list[tuple[str, mx.array]]:
+        """Of the members, by their names."""
+        return [(name, view[1]) for name, view in zip(self._names, self._views, strict=True)]
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no other module has taken a member's place."""
+        found = map(self._owner.get, self._names)
+        return all(ours is theirs for ours, theirs in zip(self.members, found, strict=True))
+
     def _find(self, x: mx.array, settle: Callable[[mx.array], Any]) -> Any:
-        if self._kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
+        if self._kernels.running() is None or x.size > MAX_ROWS * x.shape[-1] or not self._is_whole:
             return None
         if not self._joined:
             self._plans = Plans(self._kernels)
         key = settle.__name__, x.shape, x.dtype
         return self._plans.find(key, partial(settle, x))
 
-    def _together(self, x: mx.array) -> Callable[[mx.array], list[mx.array]] | None:
+    def _together(self, x: mx.array) -> Step | None:
         self._join_alike()
         calls = [group.call(x) for group in self._alike]
         if self._kernels.chosen(SHARED_INPUT, self.call(x), calls) is None:
             return None
-        multiply = self._settled(x, self.packing)
-        whole, packing, ends, bias = self._whole, self.packing, bounds(self._views), None
-        if "bias" in self.members[0]:
-            bias = mx.concatenate([member["bias"] for member in self.members])
+        packing, ends = self.packing, bounds(self._views)
+        whole = [array for array in self._whole if array is not None]
 
-        def products(x: mx.array) -> list[mx.array]:
-            y = stock(x, whole, packing) if multiply is None else multiply(x)
-            return mx.split(y if bias is None else y + bias, ends, axis=-1)  # type: ignore[return-value]
+        def by_mlx(x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+            scales, biases = (*arrays[1:], None)[:2]
+            return stock(x, (arrays[0], scales, biases), packing)
 
-        return products
+        key, arrays, multiply = self._settled(x, packing) or Step(packing, whole, by_mlx)
+        bias = [member["bias"] for member in self.members if "bias" in member]
+        more = [mx.concatenate(bias)] if bias else []
 
-    def _gate(self, x: mx.array) -> Multiply | None:
+        def products(x: mx.array, arrays: Sequence[mx.array]) -> Any:
+            y = multiply(x, arrays[: len(arrays) - len(more)])
+            return mx.split(y + arrays[-1] if more else y, ends, axis=-1)
+
+        return Step((key, *ends, bool(bias)), [*arrays, *more], products)
+
+    def _gate(self, x: mx.array) -> Step | None:
         if "bias" in self.members[0]:
             return None
         self._join_alike()
         return self._settled(x, replace(self.packing, gated=True))
 
-    def _settled(self, x: mx.array, packing: Packing) -> Multiply | None:
+    def _settled(self, x: mx.array, packing: Packing) -> Step | None:
         calls = [(x, *group.call(x)[1], packing) for group in (self, *self._alike)]
         return settled(self._kernels, calls)
 

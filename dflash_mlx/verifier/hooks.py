@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
+    NORMED_ATTENTIONS,
     Group,
     arrays_of,
     gated_mlp,
@@ -25,20 +26,19 @@ from dflash_mlx.verifier.fusion import (
     normed_attention,
     packing_of,
     settled,
+    source,
+    source_of,
 )
 from dflash_mlx.verifier.routing import Kernels, Plans
-from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Multiply, Packing
+from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS, Layer, Segments, replayed
+from kernels_metal.factory import Step
+from kernels_metal.verify_qmm import MAX_ROWS, VERIFY_QMM, Packing
 
 _MARK = "_changed_by"  # in the class of a hooked module: what changed its calls
 _ATTENTION = "scaled_dot_product_attention"  # mlx-lm's; families import it by this name
 # MLX's own modules, and the method in which each multiplies by its weights
 _PACKED: dict[type, str] = {nn.QuantizedLinear: "__call__", nn.QuantizedEmbedding: "as_linear"}
 _PRODUCTS: dict[type, str] = {**_PACKED, nn.Linear: "__call__", nn.Embedding: "as_linear"}
-
-
-def override(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Route calls of this one module through `call(module, original, *args, **kwargs)`, once."""
-    once(module, call, partial(through, call))
 
 
 def once(module: Any, mark: Any, change: Callable[[Any], Callable[..., Any]]) -> None:
@@ -68,6 +68,8 @@ def replace(module: Any, name: str, method: Callable[..., Any]) -> None:
 class Hooks:
     """Methods of modules that are replaced until they are removed."""
 
+    segments: Segments | None = None  # of layers that are replayed
+
     def __init__(self) -> None:
         self._originals: list[tuple[Any, type]] = []
 
@@ -79,6 +81,7 @@ class Hooks:
         for module, original in reversed(self._originals):
             module.__class__ = original
         self._originals.clear()
+        self.segments = None
 
 
 def rotate_by_row(rope: nn.Module) -> None:
@@ -168,6 +171,7 @@ class KernelHooks(Hooks):
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self._kernels = kernels
+        self._made: dict[int, Any] = {}  # by the id of a module: its plans or its group
 
     def add_products(self, network: nn.Module) -> dict[Any, list[Any]]:
         """Hook what is not yet: packed matrices, and others where something can run kernels.
@@ -187,12 +191,32 @@ class KernelHooks(Hooks):
         for module in model.modules():
             group = None
             for members in groups_in(module):
-                group = self._group(members, alike)
-            stock = type(module).__call__
+                group = self._group(module, members, alike)
+            stock, plans = type(module).__call__, Plans(self._kernels)
             if is_normed_attention(module):
-                self.replace(module, "__call__", normed_attention(stock, self._kernels, group))
+                self.replace(module, "__call__", normed_attention(stock, plans, group))
+                if source_of(stock) in NORMED_ATTENTIONS:  # the gates of others are not known there
+                    self._made[id(module)] = plans, group
             elif group is not None and is_gated_mlp(module):
                 self.replace(module, "__call__", gated_mlp(stock, group))
+                self._made[id(module)] = group
+        self.segments = self._replay(model.layers)
+
+    def _replay(self, layers: Sequence[Any]) -> Segments:
+        """Let layers in a row that are known be replayed."""
+        kinds = {id(module): type(module) for module, _ in self._originals}
+        segments = Segments(self._kernels, {i: (kinds[i], made) for i, made in self._made.items()})
+        before: Layer | None = None
+        for module in layers:
+            known = source(module) in BLOCKS | HYBRID_BLOCKS
+            layer = Layer(module) if known else None
+            if layer is not None:
+                call = replayed(segments, layer, type(module).__call__)
+                self.replace(module, "__call__", call)
+            if before is not None:
+                before.next = layer
+            before = layer
+        return segments
 
     def _product(self, module: Any, name: str, alike: dict[Any, list[Any]]) -> None:
         try:
@@ -204,15 +228,18 @@ class KernelHooks(Hooks):
         same = alike.setdefault((weight.shape, weight.dtype, packing), [])
         same.append(module)
         stock = getattr(type(module), name)
-        self.replace(module, name, _few_rows(stock, self._kernels, packing, same))
+        plans = self._made[id(module)] = Plans(self._kernels)
+        self.replace(module, name, _few_rows(stock, plans, packing, same))
 
-    def _group(self, members: Sequence[Any], alike: dict[Any, list[Any]]) -> Group | None:
+    def _group(
+        self, owner: nn.Module, members: Sequence[Any], alike: dict[Any, list[Any]]
+    ) -> Group | None:
         try:
             packing = packing_of(members[0])
         except ValueError:  # which the products have noted
             return None
         shapes = tuple(member["weight"].shape for member in members)
-        group = Group(members, self._kernels, alike.setdefault((shapes, packing), []))
+        group = Group(owner, members, self._kernels, alike.setdefault((shapes, packing), []))
         for i, member in enumerate(members):
             self.replace(member, "__call__", _part_of(group, i, type(member).__call__))
         return group
@@ -227,21 +254,22 @@ def _part_of(group: Group, i: int, stock: Callable[..., mx.array]) -> Callable[.
 
 
 def _few_rows(
-    stock: Callable[..., mx.array], kernels: Kernels, packing: Packing, alike: list[Any]
+    stock: Callable[..., mx.array], plans: Plans, packing: Packing, alike: list[Any]
 ) -> Callable[..., mx.array]:
     """The product of one module. alike: the modules of this shape, itself among them."""
-    plans = Plans(kernels)
+    kernels = plans.kernels
 
     def product(self: Any, x: mx.array) -> mx.array:
         if kernels.running() is None or x.size > MAX_ROWS * x.shape[-1]:
             return stock(self, x)
 
-        def settle() -> Multiply | None:
+        def settle() -> Step | None:
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
         multiply = plans.find((x.shape, x.dtype), settle, self["weight"], self.get("scales"))
         if multiply is None:
             return stock(self, x)
-        return multiply(x) + self["bias"] if "bias" in self else multiply(x)
+        y: mx.array = multiply(x)
+        return y + self["bias"] if "bias" in self else y
 
     return product

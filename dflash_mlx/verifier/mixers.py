@@ -22,7 +22,7 @@ from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import Behind, DeltaKernels, Rows, part, settled
+from dflash_mlx.verifier.tape import DeltaKernels, Rows, part, settled
 from kernels_metal.delta_net import MAX_ROWS
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
@@ -42,7 +42,8 @@ UNTRIED = frozenset(
     }
 )  # fmt: skip
 # Calls of gated delta nets as Qwen3-Next's: what is convolved and the state are all they keep
-DELTA_NETS = frozenset({"qwen3_5.GatedDeltaNet", "qwen3_next.Qwen3NextGatedDeltaNet"})
+BY_KERNELS = "qwen3_5.GatedDeltaNet"
+DELTA_NETS = frozenset({BY_KERNELS, "qwen3_next.Qwen3NextGatedDeltaNet"})
 STATE = object()  # stands for the layer's state among the arguments of a kept call
 Noted = dict[int, list[mx.array]]  # by a product's number: what it gave, [1, rows, d] each
 
@@ -80,12 +81,10 @@ class Paths:
         is_rows = isinstance(value, mx.array) and value.shape[:2] == self.nodes.shape
         return value.flatten(0, 1)[self.places][None] if is_rows else value
 
-    def copies(self, state: Sequence[mx.array | None]) -> list[mx.array | None]:
+    def copies(self, state: Sequence[Any]) -> list[mx.array | None]:
         paths = self.nodes.shape[0]
-        return [
-            mx.broadcast_to(a, (paths, *a.shape[1:])) if isinstance(a, mx.array) else a
-            for a in state
-        ]
+        arrays = map(settled, state)
+        return [a if a is None else mx.broadcast_to(a, (paths, *a.shape[1:])) for a in arrays]
 
 
 class Products:
@@ -96,15 +95,14 @@ class Products:
 
     def __init__(self, mixers: Sequence[nn.Module], kernels: Kernels) -> None:
         self._kernels = DeltaKernels(kernels)
-        taped = (mixer for mixer in mixers if source_of(type(mixer).__call__) in DELTA_NETS)
-        self._nets = {id(net) for net in taped if "in_proj_qkv" in net}  # that kernels know
+        known = (mixer for mixer in mixers if source_of(type(mixer).__call__) == BY_KERNELS)
+        self._nets = {id(net) for net in known if net.head_k_dim == net.head_v_dim}
         kinds = nn.Linear, nn.QuantizedLinear
         modules = [module for mixer in mixers for module in mixer.modules()]
         self._modules = [module for module in modules if isinstance(module, kinds)]
         self._convolutions = [module for module in modules if isinstance(module, nn.Conv1d)]
         # Of the one mixer that is running, if it is to be noted or given again
         self._call: Call | None = None
-        self._layer: Any = None
         self._paths: Paths | None = None
         self._known: Noted = {}
         self._nodes: tuple[mx.array, mx.array] | None = None  # an input along paths, and by nodes
@@ -118,31 +116,29 @@ class Products:
 
     @contextmanager
     def of_call(
-        self, call: Call | None, layer: Any = None, known: Noted | None = None
+        self, call: Call | None, paths: Paths | None = None, known: Noted | None = None
     ) -> Iterator[None]:
-        """Within it `call` of a layer is noted, once per node; `known` ones are not computed."""
-        self._call, self._layer, self._known = call, layer, known or {}
-        self._paths = None if layer is None else layer.running.paths
+        """Within it `call` is noted, once per node of `paths`; `known` ones are not computed."""
+        self._call, self._paths, self._known = call, paths, known or {}
         try:
             yield
         finally:
-            self._call, self._layer, self._paths, self._known = None, None, None, {}
-            self._nodes = self._window = None
+            self._call = self._paths = self._nodes = self._window = None
+            self._known = {}
 
     @property
     def are_taped(self) -> bool:
         """Whether passes of one row leave a tape as well, since a kernel replays what stays."""
         return bool(self._nets) and self._kernels.run
 
-    def by_kernels(self, call: Call) -> Any:
+    def by_kernels(self, call: Call, layer: Any) -> Any:
         """What they make of a net's call, also of the rows of a tree; None where they do not."""
-        net, layer = call.mixer, self._layer
+        net = call.mixer
         if id(net) not in self._nets or not self._kernels.run or net.sharding_group is not None:
             return None
-        x, *masks = call.args
-        if masks[:1] != [None] or x.shape[1] > MAX_ROWS:
+        if call.args[1:2] != (None,) or call.args[0].shape[1] > MAX_ROWS:  # the mask
             return None
-        made = self._kernels(net, x, layer.cache, layer.running.parents)
+        made = self._kernels(net, call.args[0], layer.cache, layer.running.parents)
         call.noted.clear()  # of a pass by kernels no call is run again
         if made is None:
             return None
@@ -160,8 +156,7 @@ class Products:
         *given, state, mask = rows
         call, paths, window = self._call, self._paths, self._window
         follows = paths is None or given[0].shape[:2] == paths.nodes.shape
-        if isinstance(state, Behind):
-            state = settled(state) if paths is None else paths.copies([settled(state)])[0]
+        state = settled(state)
         if call is not None and window is not None and mask is None and follows:
 
             def state_behind(state: Any, batch: int, places: Sequence[int]) -> Any:

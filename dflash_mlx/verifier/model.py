@@ -25,9 +25,9 @@ from dflash_mlx.verifier.hooks import (
     Hooks,
     KernelHooks,
     attending_itself,
-    override,
     rotate_by_row,
     route,
+    through,
 )
 from dflash_mlx.verifier.mixers import TREE_MIXERS, Products
 from dflash_mlx.verifier.routing import Kernels
@@ -88,6 +88,13 @@ class Target:
             self._hooks.replace(head, name, self._on_rows(getattr(type(head), name)))
         if self._products is not None:
             self._products.hook(self._hooks)
+        for i in self._tapped:
+            self._tap(i)
+
+    def _tap(self, i: int) -> None:
+        layer = self.model.layers[i]
+        keep = partial(self._keep_output, i)
+        self._hooks.replace(layer, "__call__", through(keep, type(layer).__call__))
 
     def _on_rows(self, method: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: Any, x: mx.array) -> mx.array:
@@ -146,7 +153,7 @@ class Target:
     def tap(self, layers: tuple[int, ...]) -> None:
         """Keep the outputs of these decoder layers (0-based) in every pass from now on."""
         for i in set(layers) - self._tapped:
-            override(self.model.layers[i], partial(self._keep_output, i))
+            self._tap(i)
         self._tapped.update(layers)
 
     def forward(
@@ -216,10 +223,15 @@ class Target:
         self._threads.tick()
         self._outputs.clear()
         self._asked = rows
+        segments = self._kernel_hooks.segments
+        if segments is not None:
+            segments.begin()
         try:
             return self.model(tokens[None], cache=layers, **given)[0]  # type: ignore[no-any-return]
         finally:
             self._asked = _ALL
+            if segments is not None:
+                segments.end()
 
     def _turn_rows(self) -> None:
         """Let ropes take a position for each row; passes over chains alone go without the hook."""

@@ -10,7 +10,7 @@ The mixers of a tree's pass run along its paths (see `mixers.py`) and leave the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import settled
+from dflash_mlx.verifier.tape import Behind, settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -43,7 +43,7 @@ class Pass:
 
     start: int
     parents: Sequence[int]  # the row before each row, -1 for the first
-    before: tuple[tuple[mx.array | None, ...], ...]  # the arrays of all layers' states
+    before: tuple[tuple[Any, ...], ...]  # the states of all layers, None for none yet
     calls: list[Call] | None = None  # of the mixers; None where they were not kept
     path: Sequence[int] = ()
     paths: Paths | None = None  # of a tree
@@ -54,6 +54,16 @@ class Pass:
 
     def beginning(self) -> Pass:
         return replace(self, calls=None, path=())
+
+    def begun(self) -> tuple[tuple[Any, ...], ...]:
+        """The states before it, with those that it has computed itself."""
+        before = [*self.before]
+        for call in self.calls or ():
+            for rows in call.tapes:
+                convolved, state = before[call.layer]
+                if isinstance(state, Behind) and rows.begun is not None:
+                    before[call.layer] = convolved, rows.begun
+        return tuple(before)
 
     def leads(self, path: Sequence[int]) -> bool:
         """Whether `path` begins at the first row, and each of its rows follows the one before."""
@@ -91,8 +101,8 @@ class RecurrentLayer(ArraysCache):
         running.calls.append(kept)
         if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
-        with call.products.of_call(kept, self):
-            if (made := call.products.by_kernels(kept)) is not None:
+        with call.products.of_call(kept, running.paths):
+            if (made := call.products.by_kernels(kept, self)) is not None:
                 return made
             return call() if running.paths is None else self.along(running.paths, kept)
 
@@ -151,15 +161,14 @@ class RecurrentStates(Cache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [settled(a) for layer in self.parts for a in layer.cache if a is not None]
+        return _arrays_of(layer.cache for layer in self.parts)
 
     @property
     def nbytes(self) -> int:
         before = {way.start: way.before for way in self._ways}.values()
-        inputs = [call.arrays for way in self._ways for call in way.calls or ()]
-        now = [layer.cache for layer in self.parts]
-        kept = [*chain.from_iterable(before), *inputs, *now]
-        return sum(array.nbytes for arrays in kept for array in arrays if array is not None)
+        inputs = (call.arrays for way in self._ways for call in way.calls or ())
+        kept = [*self.arrays, *_arrays_of([*chain.from_iterable(before), *inputs])]
+        return sum({id(array): array.nbytes for array in kept}.values())
 
     @property
     def _ways(self) -> list[Pass]:
@@ -181,9 +190,7 @@ class RecurrentStates(Cache):
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
-        kept = replace(running, path=path, paths=None)
-        for tape in (tape for call in running.calls or () for tape in call.tapes):
-            tape.committed()
+        kept = replace(running, before=running.begun(), path=path, paths=None)
         if len(path) < len(running.parents):
             self._go_to(kept)
         for layer in self.parts:
@@ -294,6 +301,13 @@ class RecurrentStates(Cache):
             ways = (i for i, p in enumerate(passes) if p.start <= mark == p.nearest(mark))
             kept.update(list(ways)[:1])
         self._passes = [passes[i] for i in sorted(kept)]
+
+
+def _arrays_of(states: Iterable[Sequence[Any]]) -> list[mx.array]:
+    """Of layers; rows of a tape are left to the next pass."""
+    there = [state for layer in states for state in layer if state is not None]
+    parts = ([s.state, *s.tape[:3]] if isinstance(s, Behind) else [s] for s in there)
+    return [*chain.from_iterable(parts)]
 
 
 def hook_mixers(model: Any, name: str, kernels: Kernels) -> tuple[frozenset[str], Products]:

@@ -27,6 +27,7 @@ from kernels_metal.factory import Executor, executor, metal
 from kernels_metal.faults import Faults
 from kernels_metal.operation import Operation
 from kernels_metal.watchdog import (
+    DAMAGED,
     SECONDS,
     Trials,
     Verdict,
@@ -36,7 +37,6 @@ from kernels_metal.watchdog import (
 )
 
 T = TypeVar("T")
-_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class Kernels:
@@ -93,7 +93,7 @@ class Kernels:
         if runs_on is not self._runs_on:
             self._runs_on, self._holding = runs_on, object()
             if runs_on is metal and self.mode == "auto":
-                with suppress(*_DAMAGED):
+                with suppress(*DAMAGED):
                     self._dispatch.table.update(_read(self._file)[1])
                 self._turn_off([*left_behind(self._file)], "in use when its program ended")
         return self._holding
@@ -227,6 +227,7 @@ class Plans:
         self._known: object = None
         self._weights: tuple[object, object] = (None, None)
         self._made: dict[Any, Any] = {}
+        self.shared: dict[Any, Any] = {}  # what callers look up by themselves
 
     def find(
         self, key: Any, make: Callable[[], T | None], first: object = None, second: object = None
@@ -243,6 +244,10 @@ class Plans:
             self._made[key] = make()
         return self._made[key]  # type: ignore[no-any-return]
 
+    def made(self, key: Any) -> Any | None:
+        """What `find` gives for this key, None also where it was not asked before."""
+        return self._made.get(key) if self.kernels.running() is self._known else None
+
 
 def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
     """The stored choices that hold for these kernels and this MLX, by model, then by case.
@@ -253,7 +258,7 @@ def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:
     for file in sorted((folder or default_folder()).glob("*.json")):
         try:
             name, choices = _read(file)
-        except _DAMAGED:
+        except DAMAGED:
             continue
         if choices:
             found.setdefault(name, {}).update(choices)
@@ -271,7 +276,7 @@ def default_folder() -> Path:
 
 
 def _read(file: Path) -> tuple[str, dict[str, Choice]]:
-    """A file's model and choices. Raises one of _DAMAGED for a file not written by `Kernels`."""
+    """A file's model and choices. Raises one of DAMAGED for a file not written by `Kernels`."""
     saved = json.loads(file.read_text(encoding="utf-8"))
     choices = table_from_json(saved)
     for choice in choices.values():

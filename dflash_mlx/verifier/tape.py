@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -26,33 +26,19 @@ from kernels_metal.delta_net import (
 )
 
 
-@dataclass
-class Behind:
-    """The state behind some rows of a pass, computed by the next pass or when somebody asks.
+class Behind(NamedTuple):
+    """The state behind the rows on a tape's path, computed by the next pass or when somebody asks.
 
-    state: before them. tape: with the rows on its path; None when they are in the state.
+    Copies of a sequence share it, so a pass of one, which may fail, changes nothing in it.
     """
 
-    state: mx.array
-    tape: Tape | None
-
-    def found(self, state: mx.array) -> None:
-        self.state, self.tape = state, None
-
-    def array(self) -> mx.array:
-        if self.tape is not None:
-            self.found(replayed(self.state, self.tape))
-        return self.state
-
-    @property
-    def nbytes(self) -> int:
-        arrays = () if self.tape is None else self.tape[:3]
-        return self.state.nbytes + sum(array.nbytes for array in arrays)
+    state: mx.array  # before them
+    tape: Tape
 
 
 def settled(state: Any) -> Any:
     """An array, where there was one to be computed."""
-    return state.array() if isinstance(state, Behind) else state
+    return replayed(*state) if isinstance(state, Behind) else state
 
 
 @dataclass(frozen=True)
@@ -62,13 +48,14 @@ class Rows:
     window: [B, before + R, C] what was convolved, of which the first came from earlier passes.
     state_behind: of the state before the pass, arrays' batch and places there, the state behind
     them. leads: where B paths of a tree are side by side, one of them that leads to each row.
+    begun: the state before the pass, where that was to be computed by it.
     """
 
     window: mx.array
     before: int
     state_behind: Callable[[Any, int, Sequence[int]], Any]
     leads: Sequence[int] | None = None
-    committed: Callable[[], None] = lambda: None  # to be called when some of the rows stay
+    begun: mx.array | None = None
 
     def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
         """The layer's states behind the rows on `path`; cache: those before the pass."""
@@ -109,8 +96,7 @@ class DeltaKernels:
             (channels, taps, _), heads = mixer.weight.shape, mixer.rates.size
             convolved = mx.zeros((1, taps - 1, channels), mixer.weight.dtype)
             state = mx.zeros((1, heads, mixer.dim, mixer.dim))
-        earlier = state if isinstance(state, Behind) else Behind(state, None)
-        before = Before(convolved, earlier.state, earlier.tape)
+        before = Before(convolved, *(state if isinstance(state, Behind) else (state,)))
 
         def products() -> list[mx.array]:
             return [net[f"in_proj_{name}"](x) for name in ("qkv", "a", "b", "z")]
@@ -132,7 +118,7 @@ class DeltaKernels:
         def behind(_: Any, batch: int, path: Sequence[int]) -> Behind:
             return Behind(step.begun, step.tape._replace(path=path))
 
-        rows = Rows(step.window, kept, behind, committed=lambda: earlier.found(step.begun))
+        rows = Rows(step.window, kept, behind, begun=step.begun)
         return out, rows, [step.window[:, -kept:], Behind(step.begun, step.tape)]
 
 

@@ -2,9 +2,10 @@
 //
 // A threadgroup takes one key/value head, one split and eight rows for each of its SIMD-groups. At a
 // head dim of 256 two SIMD-groups share eight rows, half of the dimensions each, since one has no
-// registers for all: they add up each other's scores. Keys and values come tile by tile through threadgroup memory, where quantised ones are unpacked. A
-// SIMD-group holds its rows, their largest score, sum and weighted values in registers, and
-// multiplies through 8x8 matrices: a lane has two keys of one row.
+// registers for all: they add up each other's scores. Keys and values come tile by tile through
+// threadgroup memory, where quantised ones are unpacked. A SIMD-group holds its rows, their largest
+// score, sum and weighted values in registers, and multiplies through 8x8 matrices: a lane has two
+// keys of one row.
 //
 // Which dimension stands where in a matrix is free as long as both factors agree: a lane's are
 // 2 * STEPS in a run of each block, for queries, values and the result.

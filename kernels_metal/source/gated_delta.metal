@@ -6,7 +6,8 @@
 // many rows are replayed and how many orders follow these rows; an order is 4 times a row, plus 1 if
 // it was done before, plus 2 if it begins from the state in front of all rows.
 // y: [1, R, HV, D]. begun: the state behind the replayed rows. deltas: [1, R, HV, D], what the
-// rows add to the state along their keys.
+// rows add to the state along their keys. A row is replayed by the same roundings as in its own
+// pass, so that an answer does not depend on how its rows were drafted: a compiler chooses none.
 
 constexpr int EACH = D / 32;
 
@@ -29,7 +30,7 @@ for (int at = 0; at < replayed; ++at) {
   const device float* key = taped_k + from * HK * D + first;
 #pragma clang loop unroll(full)
   for (int i = 0; i < EACH; ++i) {
-    now[i] = now[i] * decay + key[i] * delta;
+    now[i] = fma(key[i], delta, now[i] * decay);
   }
 }
 float root[EACH];
@@ -62,7 +63,7 @@ for (int at = 0; at < orders[1]; ++at) {
   const device float* query = q + node * HK * D + first;
 #pragma clang loop unroll(full)
   for (int i = 0; i < EACH; ++i) {
-    now[i] += key[i] * delta;
+    now[i] = fma(key[i], delta, now[i]);
     out += now[i] * query[i];
   }
   if (is_new) {

@@ -18,7 +18,7 @@ constexpr int ROWS = 32 / COLS;
 constexpr int HALVES = GATED ? 2 : 1;
 constexpr int HELD = COLS / HALVES;           // columns of y of one SIMD-group
 constexpr bool FLOATS = FORM == 1 || FORM == 2;
-constexpr float LARGER = FORM == 0 ? 1.0f : BITS == 4 ? 16384.0f : 256.0f;
+constexpr float LARGER = !FLOATS ? 1.0f : BITS == 4 ? 16384.0f : 256.0f;  // than they come, see lanes
 threadgroup float group_sums[SIMD_GROUPS * 32];
 
 const int lane = thread_index_in_simdgroup;
@@ -56,7 +56,7 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
         continue;
       }
       const int64_t place = n * (depth >> group_shift) + (k >> group_shift);
-      const float scale = scale_of<FORM>(scales[place]) * LARGER;
+      const float scale = scale_of<FORM>(scales[place]);
       const float bias = FORM == 0 ? float(biases[place]) : 0.0f;
       const int64_t eight = (n * depth + k) / 8;
       uint first = 0;
@@ -66,8 +66,8 @@ for (int k = part * 256 + lane * 8; k < depth; k += parts * 256) {
         first = from[0] | uint(from[1]) << 16;
         second = from[1] >> 8 | uint(from[2]) << 8;
       } else {
-        first = weights[eight * (BITS / 4)];
-        second = BITS == 4 ? first : weights[eight * 2 + 1];
+        first = uint(weights[eight * (BITS / 4)]);
+        second = BITS == 4 ? first : uint(weights[eight * 2 + 1]);
       }
       const float4 firsts = per_place<BITS, FLOATS>(false) * scale;
       const float4 seconds = per_place<BITS, FLOATS>(true) * scale;
@@ -123,6 +123,7 @@ for (int i = thread_index_in_threadgroup; i < width * rows; i += SIMD_GROUPS * 3
       for (int p = 0; p < parts; ++p) {
         both[h] += group_sums[(n / HELD * parts + p) * 32 + m * COLS + h * HELD + n % HELD];
       }
+      both[h] *= LARGER;
     }
     y[m * columns + begin + n] = T(GATED ? swish(both[0]) * both[HALVES - 1] : both[0]);
   }

@@ -27,7 +27,7 @@ constexpr int HELD = WIDTH / HALVES;        // columns of y of a SIMD-group
 constexpr int WORDS = GROUP * BITS / 128;   // of one lane: a quarter of a group
 constexpr int EIGHTS = GROUP / 32;          // weights of one lane, by eight
 constexpr bool FLOATS = FORM == 1 || FORM == 2;
-constexpr float LARGER = FORM == 0 ? 1.0f : BITS == 4 ? 16384.0f : 256.0f;
+constexpr float LARGER = !FLOATS ? 1.0f : BITS == 4 ? 16384.0f : 256.0f;  // than they come, see lanes
 threadgroup float partial[SIMD_GROUPS * WIDTH * ROWS];
 
 const int lane = thread_index_in_simdgroup;
@@ -113,7 +113,7 @@ for (int g = part; g < groups; g += parts) {
   if (FORM == 2) {
     #pragma clang loop unroll(full)
     for (int j = 0; j < COLS; ++j) {
-      own[j] = scale_of<FORM>(scales[(places[j] + g) * 2 + c / 4]) * LARGER;
+      own[j] = scale_of<FORM>(scales[(places[j] + g) * 2 + c / 4]);
     }
   }
 
@@ -171,7 +171,7 @@ for (int g = part; g < groups; g += parts) {
   #pragma clang loop unroll(full)
   for (int j = 0; j < COLS; ++j) {
     const uint place = places[j] + g;
-    const float scale = FORM == 2 ? 1.0f : scale_of<FORM>(scales[place]) * LARGER;
+    const float scale = FORM == 2 ? 1.0f : scale_of<FORM>(scales[place]);
     const float bias = FORM == 0 ? float(biases[place]) : 0.0f;
     #pragma clang loop unroll(full)
     for (int t = 0; t < TILES; ++t) {
@@ -205,6 +205,7 @@ for (int i = thread_index_in_threadgroup; i < width * rows; i += SIMD_GROUPS * 3
         const int column = (n / HELD * parts + p) * WIDTH + h * HELD + n % HELD;
         both[h] += partial[column * ROWS + m];
       }
+      both[h] *= LARGER;
     }
     y[m * columns + begin + n] = T(GATED ? swish(both[0]) * both[HALVES - 1] : both[0]);
   }

@@ -17,7 +17,6 @@ from dflash_mlx.client import (
     AvailableModel,
     CacheEntry,
     DFlashError,
-    DownloadPlan,
     PairConfig,
     memory_needed,
 )
@@ -25,12 +24,15 @@ from support.app_scripts import drive, in_chat
 
 GB = 10**9
 LISTED = [
-    AvailableModel("built in", PairConfig(), "built in", GB),
-    AvailableModel("./own", PairConfig("./own", "./own-drafter"), "local folder", 5 * GB),
-    AvailableModel("big/model", PairConfig("big/model"), "to download", 8 * GB, download=4 * GB),
+    AvailableModel(PairConfig(), GB, place="built in"),
+    AvailableModel(PairConfig("./own", "./own-drafter"), 5 * GB, place="local folder"),
+    AvailableModel(PairConfig("big/model"), 8 * GB, 4 * GB, place="to download"),
 ]
 FOUR = PairConfig("mlx-community/model-4bit")
-OFFERED = [DownloadPlan(PairConfig("big/model"), 9 * GB, 8 * GB), DownloadPlan(FOUR, GB, 2 * GB)]
+OFFERED = [
+    AvailableModel(PairConfig("big/model"), 9 * GB, 8 * GB),
+    AvailableModel(FOUR, GB, 2 * GB),
+]
 
 
 class FakeDownload:
@@ -162,7 +164,7 @@ async def test_typed_names_are_offered(chat, app, backend, downloads, monkeypatc
 
     def offered(config, everything):
         asked.append(config.model)
-        yield DownloadPlan(config, problem="the hub cannot be reached")
+        yield AvailableModel(config, problem="the hub cannot be reached")
 
     monkeypatch.setattr(download_screen, "download_plans", offered)
     await open_picker(chat)
@@ -172,7 +174,7 @@ async def test_typed_names_are_offered(chat, app, backend, downloads, monkeypatc
     await chat.until(lambda: len(backend.loaded) == 2)
     assert asked == ["typed/name"] and backend.loaded[1] == PairConfig("typed/name")
     assert app.screen is app.base
-    here = [DownloadPlan(PairConfig("./own"), GB), DownloadPlan(FOUR, GB, 2 * GB)]
+    here = [AvailableModel(PairConfig("./own"), GB), AvailableModel(FOUR, GB, 2 * GB)]
     monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(here))
     await open_picker(chat)
     await chat.press("down", "v")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_mlx.benchmark.measure import TERMS, RoundSize, Run, summarise
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import format_report
-from dflash_mlx.benchmark.selection import read_methods, settle_all
+from dflash_mlx.benchmark.selection import BenchmarkPrompt, read_methods, settle_all
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics

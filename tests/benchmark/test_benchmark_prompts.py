@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from dflash_mlx.benchmark.prompts import (
+from dflash_mlx.benchmark.selection import (
     describe_lengths,
     pad,
     questions,

@@ -12,8 +12,8 @@ import pytest
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark import measure
 from dflash_mlx.benchmark.measure import RoundSize, Run
-from dflash_mlx.benchmark.prompts import BenchmarkPrompt
 from dflash_mlx.benchmark.report import describe, finished_runs, read_report, save, settings
+from dflash_mlx.benchmark.selection import BenchmarkPrompt
 from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics

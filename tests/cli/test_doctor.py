@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
-from dflash_mlx.cli import doctor
+from dflash_mlx import doctor
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import check_named
@@ -117,7 +117,7 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
 @pytest.mark.parametrize(
     ("place", "stands_in", "said"),
     [
-        ("dflash_mlx.cli.doctor.find_spec", Mock(return_value=None), [doctor.NO_EMULATOR]),
+        ("dflash_mlx.doctor.find_spec", Mock(return_value=None), [doctor.NO_EMULATOR]),
         (
             "kernels_metal.emulator.compiler.find_compiler",
             Mock(side_effect=EmulatorError("compile", "no clang", "")),

@@ -6,9 +6,9 @@ import sys
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.cli import doctor
+from dflash_mlx import doctor
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.mac import command, facts, items, measure, report
+from dflash_mlx.mac import command, items, measure, report
 
 ITEMS = [
     {"name": "machine", "kind": "machine"},
@@ -176,10 +176,10 @@ def test_facts_are_what_a_macs_programs_say_and_unknown_where_they_do_not():
         "system_profiler SPDisplaysDataType": "Chipset\n      Total Number of Cores: 16\n",
         "pmset -g batt": "Now drawing from 'Battery Power'\n -InternalBattery-0",
     }
-    found = facts.facts(lambda command: outputs.get(command, ""))
+    found = command.mac_facts(lambda command: outputs.get(command, ""))
     assert (found["macos"], found["build"], found["gpu cores"]) == ("26.1", "25B78", "16")
     assert (found["power"], found["free memory"]) == ("Battery Power", "unknown")
-    assert facts.said("/nobody/here") == "" and facts.said("false") == ""
+    assert command.said("/nobody/here") == "" and command.said("false") == ""
 
 
 def complete() -> dict:
@@ -202,10 +202,10 @@ def complete() -> dict:
 def test_the_summary_fits_and_says_what_auto_would_choose(monkeypatch):
     found = complete()
     monkeypatch.setattr(report, "MOST_LINES", 12)
-    said = report.summary(facts.rehearsed(), found)
+    said = report.summary(command.rehearsed_facts(), found)
     assert (len(said), said[-1]) == (12, report.SEND)
     monkeypatch.undo()
-    said = report.summary(facts.rehearsed(), found)
+    said = report.summary(command.rehearsed_facts(), found)
     assert len(said) <= report.MOST_LINES and said[-1] == report.SEND
     assert max(map(len, said)) <= 200
     text = "\n".join(said)

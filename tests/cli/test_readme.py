@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dflash_chat import main as chat
-from dflash_mlx import corpus
+from dflash_mlx import corpus, doctor
 from dflash_mlx.benchmark import __main__ as benchmark
-from dflash_mlx.cli import doctor, generate
+from dflash_mlx.cli import generate
 from dflash_mlx.cli import options as cli
 from dflash_mlx.convert import __main__ as convert
 from dflash_mlx.core.option import option

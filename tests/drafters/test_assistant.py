@@ -11,7 +11,7 @@ import pytest
 
 from dflash_mlx.drafters.assistant import model as bound
 from dflash_mlx.drafters.assistant import network
-from dflash_mlx.drafters.networks import gemma
+from dflash_mlx.drafters.networks import layers
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache
@@ -72,7 +72,7 @@ def own_state(self, x, h, seen, original=network.Network.__call__):
     return final, h
 
 
-def factors_left_out(self, x, seen, original=gemma.GemmaLayer.__call__):
+def factors_left_out(self, x, seen, original=layers.GemmaLayer.__call__):
     return original(self, x, seen) / self.layer_scalar
 
 
@@ -121,8 +121,8 @@ MISREAD: dict[str, Any] = {
     "positions that go on with each step": (bound.AssistantDraft, "states", stepping_on),
     "the state before the embedding": (network.Network, "__call__", halves_turned),
     "the target's state in every step": (network.Network, "__call__", own_state),
-    "layers without their factor": (gemma.GemmaLayer, "__call__", factors_left_out),
-    "another activation": (gemma.GemmaMLP, "__call__", exact_gelu),
+    "layers without their factor": (layers.GemmaLayer, "__call__", factors_left_out),
+    "another activation": (layers.GemmaMLP, "__call__", exact_gelu),
     "states before the last norm": (bound, "last_norm", lambda target: nn.Identity()),
     "embeddings that are not scaled": (bound.AssistantModel, "scales_embeddings", False),
     "keys of earlier layers": (bound.AssistantModel, "seen", first_layers),

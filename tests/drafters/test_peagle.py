@@ -12,7 +12,7 @@ from dflash_mlx import DFlashError
 from dflash_mlx.core.config import SamplingConfig
 from dflash_mlx.drafters.autoregressive import Chain, DrawnChain, GrownTree
 from dflash_mlx.drafters.eagle3.model import EagleModel
-from dflash_mlx.train.eagle3 import EagleTrainee
+from dflash_mlx.train.paired import EagleTrainee
 from support import reference_peagle
 from support.decoding import path_to, paths_of
 from support.drafting import TOLERANCE, Parallel, difference

@@ -18,9 +18,9 @@ from safetensors.numpy import save_file
 from dflash_chat.labels import DRAFTS, label_of
 from dflash_chat.naming import legend, method_name, source_style
 from dflash_chat.settings_screen import SettingsScreen
+from dflash_mlx import doctor
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark.selection import read_methods
-from dflash_mlx.cli import doctor
 from dflash_mlx.cli import generate as generating
 from dflash_mlx.client import PairConfig, Session, load_pair, method_choices
 from dflash_mlx.core.config import DecodeConfig

@@ -42,6 +42,12 @@ LINT = {
 T = {"template": (("T", mx.float32),)}
 
 
+def test_faults_are_told_by_lines_of_the_kernel_s_file():
+    for kernel in (kernel for operation in OPERATIONS for kernel in operation.kernels):
+        assert kernel.body.endswith(text := kernel.path.read_text(encoding="utf-8"))
+        assert kernel.body.count("\n") == text.count("\n"), kernel.inputs
+
+
 @pytest.mark.parametrize("refused", LINT)
 def test_the_lint_refuses_what_metal_has_not(refused):
     error = fault("lint", ".", "\n" + refused, RAMP, **T)

@@ -98,6 +98,24 @@ def test_kernels_and_reference_do_what_the_net_does_along_every_path(sizes, pare
         assert np.abs(exact(stocks) - right).max() <= near * np.abs(right).max()
 
 
+def test_rows_give_the_same_bits_however_many_are_passed_at_a_time():
+    products, mixer, before, _ = arguments(DELTA_NET, rows=12, dim=64)
+    found = []
+    with emulated():
+        for step in (12, 5, 1):
+            ys, behind = [], before
+            for at in range(0, 12, step):
+                some = [x[:, at : at + step] for x in products]
+                made = delta_net(some, mixer, behind, range(-1, some[0].shape[1] - 1))
+                ys.append(made.y)
+                behind = Before(made.window[:, -3:], made.begun, made.tape)
+            last = [x[:, :1] for x in products]
+            found.append([*ys, delta_net(last, mixer, behind, [-1]).begun])
+    for *ys, state in found:
+        assert mx.array_equal(mx.concatenate(ys, axis=1), found[0][0])
+        assert mx.array_equal(state, found[0][1])
+
+
 def test_a_walk_goes_back_to_the_first_state_where_a_branch_begins():
     chain = orders((4, 6), (-1, 0, 1)).tolist()
     assert chain == [2, 3, 4, 6, 0, 4, 8, 0]  # two replayed, three rows, filled up to eight

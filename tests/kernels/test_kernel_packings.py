@@ -6,7 +6,7 @@ import pytest
 
 from kernels_metal.checks import FLOATS
 from kernels_metal.emulator import emulated
-from kernels_metal.verify_qmm import UNPACKED, Packing, Product
+from kernels_metal.verify_qmm import UNPACKED, VERIFY_QMM, Packing, Product
 from support.kernels import each_is_found, exact, refused
 from support.packings import (
     FLOATS_OF,
@@ -48,6 +48,15 @@ def test_arrays_that_a_packing_does_not_have_are_refused():
             Product(*arrays, packing)
 
 
+def test_unpacked_weights_are_for_inputs_of_their_own_dtype():
+    """Read as another dtype their bytes would be other numbers, of other places."""
+    x, weights = mx.ones((2, 64), mx.bfloat16), mx.ones((8, 64))
+    with refused("the dtype of x is bfloat16, but must be float32"):
+        Product(weights, None, None, UNPACKED)(x)
+    alike = VERIFY_QMM.case(x, weights.astype(x.dtype), None, None, UNPACKED)
+    assert VERIFY_QMM.case(x, weights, None, None, UNPACKED) != alike
+
+
 # Words are unpacked without shifts, so every bit of every word has to arrive where it belongs
 
 
@@ -86,9 +95,10 @@ def test_every_value_of_a_weight_is_exact_at_every_place_of_its_word(packing, wa
 @pytest.mark.parametrize("packing", FLOATS_OF.values(), ids=told)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_float_at_every_place_is_what_its_format_and_mlx_say(packing, way):
-    """Below every scale; of the 256 of 8 bits, two are no numbers."""
+    """Below scales up to the largest; of the 256 of 8 bits, two are no numbers."""
     codes = np.array([code for code in range(2**packing.bits) if code % 128 != 127])
-    scales = np.arange(2 * len(codes) * 32 // packing.group) * 7 % 119 + 4  # positive numbers all
+    least, most = {"mxfp4": (4, 252), "nvfp4": (1, 126), "mxfp8": (20, 246)}[packing.mode]
+    scales = most - np.arange(2 * len(codes) * 32 // packing.group) * 7 % (most - least)
     scales = mx.array(scales.reshape(len(codes), -1).astype(np.uint8))
     words = packed(np.repeat(codes[:, None], 64, axis=1), packing.bits)
     wanted = dequantised(words, scales, None, packing)

@@ -13,12 +13,12 @@ from kernels_metal import cascade_attention as attention
 from kernels_metal import verify_qmm as products
 from kernels_metal.cascade_attention import CASCADE_ATTENTION
 from kernels_metal.emulator import emulated
-from kernels_metal.emulator.model import ACCESS, busy_share, share_of_peak
 from kernels_metal.factory import SOURCE, Launch
 from kernels_metal.verify_qmm import Packing, Product
 from support.emulator_tiny import RAMP, run
 from support.kernels import arguments
 from support.packings import KINDS, product
+from support.static_model import ACCESS, busy_share, share_of_peak
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 CORES = {"M4": 10, "M4 Pro": 20, "M4 Max": 40, "M3 Ultra": 80}

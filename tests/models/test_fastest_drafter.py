@@ -10,15 +10,13 @@ import pytest
 
 from dflash_chat.backend import Backend
 from dflash_chat.speeds import Timing
-from dflash_mlx import DFlashError, PairConfig, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, doctor, generate, load_pair
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.benchmark.selection import keep_speeds, read_methods, settle_all
-from dflash_mlx.cli import doctor
 from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
 from dflash_mlx.core.option import Given
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.speeds import MARGIN, Speeds, read_speeds
+from dflash_mlx.engine.pair import MARGIN, Pair, Speeds, read_speeds
 from dflash_mlx.models import choice, names
 from dflash_mlx.models import load as loading
 from dflash_mlx.models.check import describe_target

@@ -17,8 +17,8 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import read_headers
 from dflash_mlx.models.check import check_drafter, check_target
+from dflash_mlx.models.choice import with_own_head
 from dflash_mlx.models.downloads import needed, needed_by
-from dflash_mlx.models.heads import with_own_head
 from dflash_mlx.models.library import on_this_machine
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.names import find_names, whole_copy

@@ -18,10 +18,10 @@ from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.read import fit_drafter, fit_target
-from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds, tokens_in
 from support.families import FAMILIES, make_model
+from support.overrides import override
 from support.reference_dflash import random_drafter, tiny_drafter_config, write_drafter_folder
 
 WIDTH = 64

@@ -17,6 +17,7 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
+from dflash_mlx.verifier.tape import settled
 from kernels_metal.emulator import Run, emulated
 from support.decoding import ids_of, path_to, start, tokens_in, tree_of
 from support.decoding import rounds as decode
@@ -145,7 +146,10 @@ def difference(target: Target, cache: SequenceCache, tokens: Sequence[int]) -> f
     """
     assert cache.length == len(tokens)
     expected = fresh(target, tokens)
-    ours, theirs = (c.parts[0].arrays for c in (cache, expected))
+    ours, theirs = (
+        [settled(state) for layer in c.parts[0].parts for state in layer.cache if state is not None]
+        for c in (cache, expected)
+    )
     assert len(ours) == len(theirs)
     off = [
         np.abs(np.array(a) - np.array(b)).max() / max(1.0, np.abs(np.array(b)).max())

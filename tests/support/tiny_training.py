@@ -25,8 +25,7 @@ from dflash_mlx.train.compare import walk
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
-from dflash_mlx.train.eagle3 import EagleTrainee
-from dflash_mlx.train.mtp import HeadTrainee
+from dflash_mlx.train.paired import EagleTrainee, HeadTrainee
 from dflash_mlx.train.rows import CorpusHeader, CorpusRow, tokenizer_fingerprint
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee

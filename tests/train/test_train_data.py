@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
@@ -99,7 +98,7 @@ def test_sequences_from_the_first_that_does_not_fit_are_left_out(tmp_path):
     for fitting, room in ((1, limit - 1), (2, limit), (2, limit + ROW - 1)):
         cache = filled(tmp_path / str(room), room)
         assert len(cache) == fitting and cache.missing == []
-        kept = [load_file(file)["features"].nbytes for file in cache.folder.glob("*.safetensors")]
+        kept = [np.load(file)["features"].nbytes for file in cache.folder.glob("*.npz")]
         assert sum(kept) == sum(LENGTHS[:fitting]) * ROW
     with pytest.raises(DFlashError, match="9 bytes .*--cache-gb"):
         open_cache(tmp_path, 9)
@@ -133,7 +132,7 @@ def test_a_fill_that_was_stopped_killed_or_met_a_full_disk_goes_on(tmp_path, who
     filling.close()
     cache = open_cache(tmp_path)
     if count:
-        (cache.folder / f".new-1-{count}.safetensors").write_bytes(b"half")  # pid 1 runs
+        (cache.folder / f".new-1-{count}.npz").write_bytes(b"half")  # pid 1 runs
     assert cache.missing == list(range(count, len(LENGTHS)))
     assert list(cache.fill()) == list(LENGTHS[count:])
     assert files(tmp_path) == whole
@@ -143,7 +142,7 @@ def flipped(name: str, at: float) -> Callable[[bytes, Path], bytes]:
     """One bit of a tensor in a file's bytes, somewhere in it."""
 
     def damaged(data: bytes, file: Path) -> bytes:
-        kept, changed = load_file(file)[name].tobytes(), bytearray(data)
+        kept, changed = np.load(file)[name].tobytes(), bytearray(data)
         changed[data.index(kept) + int(at * len(kept))] ^= 4
         return bytes(changed)
 
@@ -161,7 +160,7 @@ def flipped(name: str, at: float) -> Callable[[bytes, Path], bytes]:
 )
 def test_a_damaged_or_missing_file_is_found(tmp_path, damage, names):
     cache = filled(tmp_path)
-    file = cache.folder / "3.safetensors"
+    file = cache.folder / "3.npz"
     data = None if damage is None else damage(file.read_bytes(), file)
     file.unlink()
     if data is not None:

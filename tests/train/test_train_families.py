@@ -26,8 +26,7 @@ from dflash_mlx.train.compare import ANCHORS, hits_at, measure, read_trainee
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
-from dflash_mlx.train.eagle3 import EagleTrainee
-from dflash_mlx.train.mtp import HeadTrainee
+from dflash_mlx.train.paired import EagleTrainee, HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee, mask_token, spread_aux_layers, take_layers
 from dflash_mlx.verifier.model import Target

@@ -15,9 +15,8 @@ from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.system import cpu_math
 from dflash_mlx.train.blocks import Blocks, cut_blocks
 from dflash_mlx.train.data import Texts
-from dflash_mlx.train.eagle3 import EagleTrainee
 from dflash_mlx.train.loss import cross_entropy
-from dflash_mlx.train.mtp import HeadTrainee
+from dflash_mlx.train.paired import EagleTrainee, HeadTrainee
 from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.verifier.model import Target

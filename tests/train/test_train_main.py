@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -45,7 +44,7 @@ from support.tiny_training import (
 
 @pytest.mark.parametrize("mode", ["dflash", "variable-prefix"])
 def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
-    place.train(mode=mode, plot=place.root / "run.png")
+    place.train(mode=mode)
     weights, raw = place.read()
     assert all(np.isfinite(array).all() for array in weights.values())
     kind = raw["dflash_config"].get("training_mode")
@@ -57,7 +56,6 @@ def test_a_run_leaves_a_drafter_its_history_and_its_state(place, mode, capsys):
     assert len(last["by_prefix"]) == (7 if mode == "variable-prefix" else 1)
     assert len(last["by_position"]) == 7
     assert (place.out / STATE).exists()
-    assert (place.root / "run.png").read_bytes()[:4] == b"\x89PNG"
     said = capsys.readouterr().err
     assert "step 4 |" in said and "tokens/round" in said
 
@@ -226,8 +224,6 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
     "no drafter": (lambda p: {"init": p.root}, "config.json"),
     "a folder of other files": (lambda p: {"out": p.root}, "no run to continue"),
     "a file in its place": (lambda p: {"out": p.corpus}, "no run to continue"),
-    "a folder for a picture": (lambda p: {"plot": p.root}, "is a folder"),
-    "no matplotlib": (lambda p: {"plot": p.root / "run.png"}, "matplotlib"),
     "neither steps nor minutes": ({"steps": None}, "no end"),
     "steps and minutes": ({"minutes": 1}, "two ends"),
     "more layers than there are, of no kind": (
@@ -259,8 +255,6 @@ REFUSED: dict[str, tuple[Change | dict[str, Any], str]] = {
 def test_what_cannot_be_trained_with_is_refused_in_one_sentence(place, monkeypatch, capsys, case):
     change, named = REFUSED[case]
     options = change if isinstance(change, dict) else change(place)
-    if named == "matplotlib":
-        monkeypatch.setitem(sys.modules, named, None)
     before = files(place.root)
     monkeypatch.setattr("sys.argv", ["train", *place.words(**options)])
     with pytest.raises(SystemExit) as left:

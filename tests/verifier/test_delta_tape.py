@@ -15,6 +15,7 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.sequence import Rows
 from dflash_mlx.verifier.tape import Behind
+from kernels_metal.delta_net import DeltaNet
 from kernels_metal.dispatch import difference as apart
 from kernels_metal.emulator import emulated
 from support.decoding import ids_of, path_to, start, tree_of
@@ -88,9 +89,35 @@ def test_a_commit_launches_nothing_and_the_next_pass_replays_what_stays(target):
             assert read == written == [STATE] * NETS  # whatever stays
             cache.commit(range(kept))
             tokens += rows[:kept]
-            assert all(isinstance(state, Behind) for state in states_of(cache))
+            assert all(isinstance(state, Behind) == (kept > 0) for state in states_of(cache))
         assert launches(run) == NETS * 6
         assert off(target, cache, tokens) < TOLERANCE
+
+
+def test_waiting_for_a_state_replays_nothing(target, monkeypatch):
+    """As behind each prompt and in watched rounds, whose next passes are to be like all others."""
+    rows = prompt_of(4, 5)
+    with emulated() as run:
+        cache = fresh(target, PROMPT)
+        with monkeypatch.context() as patch:
+            patch.setattr(tape, "replayed", None)
+            for kept in (5, 2):
+                mx.eval(forward(target, cache, rows))
+                cache.commit(range(kept))
+                before = launches(run)
+                mx.eval(cache.arrays)
+                assert launches(run) == before
+                assert all(isinstance(state, Behind) for state in states_of(cache))
+        assert off(target, cache, [*PROMPT, *rows, *rows[:2]]) < TOLERANCE
+
+
+def test_the_state_that_a_pass_began_with_is_counted_once(target):
+    """It is what the pass was given, and what its tape stands behind."""
+    with emulated():
+        cache = fresh(target, PROMPT)
+        forward(target, cache, prompt_of(4, 5))
+        cache.commit(range(3))
+    assert NETS * STATE < cache.parts[0].nbytes < 2 * NETS * STATE
 
 
 def test_trees_take_one_launch_and_one_state_and_stay_without_drift(target):
@@ -159,6 +186,27 @@ def test_kernels_may_be_switched_between_a_pass_its_commit_and_the_next(target, 
             assert off(target, cache, [*PROMPT, *rows[:2], *tokens_on(tree, [0, 2])]) < TOLERANCE
 
 
+def test_a_pass_of_a_copy_that_fails_behind_its_commit_leaves_the_state_it_began_from(
+    target, monkeypatch
+):
+    """As a prefix that is kept, when the GPU fails in a round that nobody has waited for."""
+    run = DeltaNet.__call__
+
+    def failing(*given):
+        step = run(*given)
+        return step._replace(begun=step.begun * np.nan)
+
+    with emulated():
+        cache = fresh(target, PROMPT)
+        other = cache.fork()
+        with monkeypatch.context() as patch:
+            patch.setattr(DeltaNet, "__call__", failing)
+            forward(target, other, [5])
+            other.commit([0])
+        assert off(target, cache, PROMPT) < TOLERANCE
+        assert np.isnan(off(target, other, [*PROMPT, 5]))
+
+
 def restored(target, cache):
     arrays, about = cache.saved()
     other = target.new_cache()
@@ -210,9 +258,9 @@ def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
         window, behind = after(layers_rows, cache, path)
         others.append(behind.tape)
         if fault == "one row too many":
-            behind.tape = behind.tape._replace(path=[*path, path[-1] + 1])
+            behind = Behind(behind.state, behind.tape._replace(path=[*path, path[-1] + 1]))
         if fault == "another's tape" and len(others) > NETS:
-            behind.tape = others[-1 - NETS]._replace(path=path)
+            behind = Behind(behind.state, others[-1 - NETS]._replace(path=path))
         return [window, behind]
 
     monkeypatch.setattr(tape.Rows, "after", stays)
@@ -255,6 +303,17 @@ def test_a_net_takes_two_launches_between_its_products(target, monkeypatch):
                 "delta_inputs",
                 "gated_delta",
             ] * NETS
+
+
+def test_heads_of_two_widths_are_left_to_mlx_lm():
+    """Also where the mean of these is one that the kernels take."""
+    two = {"linear_key_head_dim": 32, "linear_value_head_dim": 96}
+    target = changed_target("qwen3_5", None, **{**HEADS, **two})
+    target.use_kernels("on")
+    with emulated() as run:
+        cache = fresh(target, PROMPT)
+        assert launches(run) == 0
+        assert off(target, cache, PROMPT) < TOLERANCE
 
 
 def test_a_net_whose_kernels_are_refused_keeps_its_products_once(target, monkeypatch):

@@ -8,11 +8,11 @@ import pytest
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import Rows
 from support.families import FAMILIES, VOCAB_SIZE, make_model
 from support.hybrids import fresh, target_of
+from support.overrides import override
 from support.recurrent_families import RECURRENT
 
 TURNS = (  # they compute attention themselves, or with one position for all rows

@@ -17,7 +17,6 @@ from dflash_mlx.engine.exact import lead
 from dflash_mlx.verifier import recurrent
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import LayerCache
-from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from support.decoding import ids_of, start, tree_of
 from support.families import make_model
@@ -33,6 +32,7 @@ from support.hybrids import (
     some_right,
     target_of,
 )
+from support.overrides import override
 from support.recurrent_families import RECURRENT, UNSUPPORTED
 from support.toys import prompt_of
 from support.walks import Walk

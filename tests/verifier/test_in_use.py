@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
-from dflash_mlx.cli import doctor
+from dflash_mlx import doctor
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.engine import step, verify
 from dflash_mlx.engine.pair import Pair
@@ -322,6 +324,42 @@ def test_a_launch_that_fails_is_done_again_by_stock_and_off_for_the_next_start(
     (choices,) = kernel_choices(tmp_path).values()
     assert choices and not any(choice.kernel for choice in choices.values())
     assert any("GPU gone" in choice.reason for choice in choices.values())
+
+
+@pytest.mark.parametrize("late", [False, True])  # where they are not waited for as they are made
+def test_drafts_in_which_the_gpu_fails_are_made_again_by_stock(pair, monkeypatch, late):
+    right = answer(pair)
+    failed: list[str] = []
+
+    def failing(forward: Callable[..., object]) -> Callable[..., object]:
+        def call(*given: object) -> object:
+            if pair.target.kernels.active:
+                failed.append(forward.__name__)
+                raise RuntimeError("GPU hang")
+            return forward(*given)
+
+        return call
+
+    pair.target.kernels.trials = Tries("never")
+    pair.target.use_kernels("auto")
+    monkeypatch.setattr(Kernels, "is_watched", property(lambda self: self.active))
+    owner, name = (Tree, "wait") if late else (BatchBudget, "propose")
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    assert answer(pair) == right
+    assert failed == [name] and pair.target.kernels.mode == "off"
+
+
+def test_a_wait_for_drafts_that_fails_is_told_with_what_its_sequence_commits(pair, monkeypatch):
+    """Outside of that it would end the answers of all sequences of a pass."""
+    right, waited = answer(pair), []
+
+    def wait(self: Tree) -> None:
+        waited.append(self)
+        raise RuntimeError("GPU hang")
+
+    monkeypatch.setattr(Tree, "is_known", False)
+    monkeypatch.setattr(Tree, "wait", wait)
+    assert answer(pair) == right and waited
 
 
 def test_what_fails_by_stock_too_fails_as_before(pair, monkeypatch):

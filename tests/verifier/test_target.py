@@ -15,7 +15,6 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import SLACK
-from dflash_mlx.verifier.hooks import override
 from dflash_mlx.verifier.model import Target
 from support.decoding import answer, ids_of, path_to
 from support.families import (
@@ -27,6 +26,7 @@ from support.families import (
     make_model,
 )
 from support.hybrids import fresh, oracle, some_tree, target_of, tokens_on, worst_node
+from support.overrides import override
 from support.toys import foretold
 
 TREE_FAMILIES = sorted(set(FAMILIES) - set(POSITION_DEPENDENT))

@@ -14,8 +14,11 @@ from dflash_mlx.drafters.assistant.network import AssistantConfig, Network
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat
 from dflash_mlx.drafters.networks.fields import (
     FULL,
+    LIBRARY,
     SLIDING,
     Fields,
+    Part,
+    Refused,
     flag,
     layer_windows,
     part,
@@ -29,7 +32,6 @@ from dflash_mlx.drafters.networks.files import (
     DraftConfig,
     in_words,
 )
-from dflash_mlx.drafters.networks.known_fields import LIBRARY, Part, Refused
 
 DEFAULT_BLOCK = 8  # files do not say; transformers drafts so many with the larger ones
 _CLASSES = {

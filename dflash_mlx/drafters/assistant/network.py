@@ -14,7 +14,7 @@ from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.drafters.growth.grow import Ranked
 from dflash_mlx.drafters.networks.fields import FULL
 from dflash_mlx.drafters.networks.files import DraftConfig, too_large
-from dflash_mlx.drafters.networks.gemma import GemmaLayer
+from dflash_mlx.drafters.networks.layers import GemmaLayer
 from dflash_mlx.drafters.networks.model import ActiveVocabulary, DraftHead
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.routing import Kernels

@@ -18,8 +18,16 @@ from typing import Any
 
 from dflash_mlx.drafters.formats import SPECULATORS, layers_of_speculators, proposed_tokens
 from dflash_mlx.drafters.networks.fields import (
+    COPIED,
+    NETWORK_REFUSED,
+    NOTHING,
     SLIDING,
+    SPECULATORS_READ,
+    SPECULATORS_SILENT,
     Fields,
+    Part,
+    Refused,
+    Unsupported,
     architecture,
     flag,
     layer_windows,
@@ -29,16 +37,6 @@ from dflash_mlx.drafters.networks.fields import (
     part,
     size,
     stored_shape,
-)
-from dflash_mlx.drafters.networks.known_fields import (
-    COPIED,
-    NETWORK_REFUSED,
-    NOTHING,
-    SPECULATORS_READ,
-    SPECULATORS_SILENT,
-    Part,
-    Refused,
-    Unsupported,
 )
 
 VERSION_1, VERSION_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"

@@ -35,8 +35,7 @@ from dflash_mlx.drafters.dflash.paths import (
 )
 from dflash_mlx.drafters.networks.fields import cap, factor, flag, listed, size_or_none, whole
 from dflash_mlx.drafters.networks.files import DraftConfig, stored, too_large
-from dflash_mlx.drafters.networks.gemma import GemmaAttention, GemmaLayer
-from dflash_mlx.drafters.networks.layers import DraftNetwork, Layer
+from dflash_mlx.drafters.networks.layers import DraftNetwork, GemmaAttention, GemmaLayer, Layer
 from dflash_mlx.verifier.block import Block, Forest
 from dflash_mlx.verifier.cache import LayerCache
 from dflash_mlx.verifier.sequence import SequenceCache

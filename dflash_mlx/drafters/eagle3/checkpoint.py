@@ -24,7 +24,14 @@ from dflash_mlx.drafters.formats import (
     proposed_tokens,
 )
 from dflash_mlx.drafters.networks.fields import (
+    COPIED,
+    NETWORK_REFUSED,
+    SPECULATORS_READ,
+    SPECULATORS_SILENT,
     Fields,
+    Part,
+    Refused,
+    Unsupported,
     architecture,
     flag,
     layer_windows,
@@ -38,15 +45,6 @@ from dflash_mlx.drafters.networks.fields import (
     whole,
 )
 from dflash_mlx.drafters.networks.files import FLAGS, WHOLE, in_words
-from dflash_mlx.drafters.networks.known_fields import (
-    COPIED,
-    NETWORK_REFUSED,
-    SPECULATORS_READ,
-    SPECULATORS_SILENT,
-    Part,
-    Refused,
-    Unsupported,
-)
 
 RAW, _P_EAGLE = "LlamaForCausalLMEagle3", "PEagleDraftModel"
 DEFAULT_BLOCK = 8  # published files do not say how long their drafts may be

@@ -18,10 +18,19 @@ import mlx.nn as nn
 
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, differences
-from dflash_mlx.drafters.mtp import published, qwen
+from dflash_mlx.drafters.mtp import published
 from dflash_mlx.drafters.mtp.kinds import kind_of, model_type, text_of
 from dflash_mlx.drafters.mtp.model import INSIDE, OURS, SPLIT, HeadConfig, HeadModel, Network
-from dflash_mlx.drafters.networks.fields import Fields, architecture, flag, size
+from dflash_mlx.drafters.networks.fields import (
+    LIBRARY,
+    Fields,
+    Part,
+    Refused,
+    Unsupported,
+    architecture,
+    flag,
+    size,
+)
 from dflash_mlx.drafters.networks.files import (
     BITS,
     DOWNLOAD_AGAIN,
@@ -32,7 +41,6 @@ from dflash_mlx.drafters.networks.files import (
     in_words,
     parameters_of,
 )
-from dflash_mlx.drafters.networks.known_fields import LIBRARY, Part, Refused, Unsupported
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.reading import loading
 
@@ -72,7 +80,7 @@ _IN_TARGET = Part(  # what a target's configuration says of its head, by names t
     },
 )  # fmt: skip
 _ABOUT = "mtp_"
-__all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "published", "qwen"]
+__all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "published"]
 
 
 def our_config(text: Fields, **changes: Any) -> Fields:

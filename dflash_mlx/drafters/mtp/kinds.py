@@ -14,9 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks.fields import Fields, named
+from dflash_mlx.drafters.networks.fields import OTHER_DRAFTER, Fields, named
 from dflash_mlx.drafters.networks.files import Arrays
-from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
 from dflash_mlx.verifier.cache import LayerCache
 
 _TEXT = "_text"  # ends the model_type of a model's part for text

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.growth.grow import Array, Ranked, rank
-from dflash_mlx.drafters.networks.known_fields import OTHER_DRAFTER
+from dflash_mlx.drafters.networks.fields import OTHER_DRAFTER
 from dflash_mlx.engine.state import Context, Kind
 from dflash_mlx.verifier.block import Saved
 from dflash_mlx.verifier.cache import LayerCache

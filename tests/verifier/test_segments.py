@@ -1,0 +1,304 @@
+"""Layers that are replayed: what they give, what stays outside, when they are forgotten."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm import models
+from mlx_lm.models import qwen3
+from mlx_lm.tuner.lora import LoRALinear
+
+from dflash_mlx.verifier import segments
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.segments import BLOCKS, HYBRID_BLOCKS
+from dflash_mlx.verifier.sequence import Rows
+from kernels_metal import factory, gpu
+from support.decoding import ids_of
+from support.families import VOCAB_SIZE
+from support.hybrids import changed_target, fresh, some_tree
+from support.overrides import override
+from support.stand_ins import stand_ins
+
+SHAPE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+TREE = some_tree(np.random.default_rng(5), 12)
+CHAIN = mx.arange(3, 7), Block(4)
+PASSES = (
+    *((mx.arange(3, 3 + rows), Block(rows)) for rows in (1, 4, 8)),
+    (ids_of(TREE), Block.of(TREE)),
+)
+PREFIXES = 11, 20, 300  # the last with more slots, which attention splits
+CLOSE = 2e-4
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    """Unlike elsewhere in this room."""
+    mx.enable_compile()
+    yield
+    mx.disable_compile()
+
+
+def make_target(name: str = "qwen3", **changes: Any) -> Target:
+    target = changed_target(
+        name, 4, **{**(SHAPE if name in ("qwen3", "qwen3_moe") else {}), **changes}
+    )
+    target.tap((0, target.num_layers - 1))
+    for i, (path, module) in enumerate(target.model.named_modules()):
+        if type(module) is nn.RMSNorm and path.endswith("norm"):
+            noise = mx.random.normal(module.weight.shape, key=mx.random.key(i))
+            module.weight = 1 + 0.3 * noise
+    return target
+
+
+def outputs(target: Target, tokens: mx.array, block: Block, before: int) -> mx.array:
+    """Logits and features of a block behind a prompt, as one array."""
+    cache = fresh(target, [(7 * i + 3) % VOCAB_SIZE for i in range(before)])
+    logits, features = target.forward(tokens, cache, block, (0, target.num_layers - 1))
+    mx.eval(logits, features)
+    return mx.concatenate([logits, features], axis=-1)
+
+
+def worst(target: Target) -> float:
+    """By how much passes are off, of which all but the first of every width can be replayed."""
+    calls = [(*rows, before) for rows in PASSES for before in PREFIXES]
+    target.use_kernels("off")
+    stock = [outputs(target, *call) for call in calls]
+    target.use_kernels("on")
+    found = [outputs(target, *call) for call in calls]
+    return max(mx.abs(a - b).max().item() for a, b in zip(found, stock, strict=True))
+
+
+def replayed(target: Target) -> int:
+    """How many layers are, in passes of all widths that were made twice."""
+    made = target._kernel_hooks.segments
+    assert made is not None
+    settled = [found.entries for found in made._settled.values()]
+    return min((sum(entry is not None for entry in entries) for entries in settled), default=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "llama", "qwen3_5", "qwen3_next"])
+def test_replayed_layers_give_logits_and_taps_at_every_position_and_along_trees(name):
+    target = make_target(name)
+    with stand_ins() as called:
+        assert worst(target) < CLOSE
+        assert replayed(target) == target.num_layers
+        called.clear()
+        outputs(target, *CHAIN, 11)
+    assert "norm_rope" not in called, "in traces that were made before"
+
+
+def test_a_sequence_beside_others_and_sliding_windows_are_replayed_too():
+    target = make_target("qwen3", use_sliding_window=True)
+    caches = [[*range(9)], [*range(5, 20)]]
+    blocks = [(mx.arange(3), Block(3)), PASSES[-1]]
+
+    def together() -> list[mx.array]:
+        rows = [Rows(t, fresh(target, p), b) for p, (t, b) in zip(caches, blocks, strict=True)]
+        found = [logits for logits, _ in target.forward_all(rows)]
+        mx.eval(found)
+        return found
+
+    stock = together()
+    target.use_kernels("on")
+    with stand_ins():
+        assert target.joins
+        for _ in range(3):
+            ours = together()
+        assert replayed(target) == target.num_layers
+    assert all(mx.abs(a - b).max() < CLOSE for a, b in zip(ours, stock, strict=True))
+
+
+def test_positions_that_became_constants_of_a_trace_would_be_found(monkeypatch):
+    """The fault is planted: what a trace is first given as positions, it is given again."""
+    compile_it = mx.compile
+
+    def planted(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        first: dict[Any, mx.array] = {}
+
+        def frozen(*given: Any) -> Any:
+            at = given[-2]  # before the arrays
+            if len(given) < 3 or at.dtype != mx.int32:
+                return compile_it(function, **how)(*given)
+            return compile_it(function, **how)(
+                *given[:-2], first.setdefault(at.shape, at), given[-1]
+            )
+
+        return frozen
+
+    target = make_target()
+    with stand_ins():
+        monkeypatch.setattr(segments.mx, "compile", planted)
+        assert worst(target) > 1e-2
+
+
+class OwnMLP(qwen3.MLP):
+    """One that nobody knows."""
+
+    calls = 0
+
+    def __call__(self, x):
+        type(self).calls += 1
+        return super().__call__(x) * 2
+
+
+def test_what_is_not_known_keeps_its_own_call():
+    target = make_target()
+    layers = target.model.layers
+    layers[1].mlp.__class__ = OwnMLP
+    seen: list[int] = []
+    override(layers[0].self_attn.o_proj, lambda m, call, x: seen.append(1) or 3 * call(m, x))
+    with stand_ins():
+        assert worst(target) < CLOSE
+        assert replayed(target) == target.num_layers - 1  # its attention has no projection
+        OwnMLP.calls, seen[:] = 0, []
+        outputs(target, *CHAIN, 1)
+    assert OwnMLP.calls == len(seen) == 2  # in the prompt's pass and in this one
+
+
+def test_a_hook_that_comes_later_is_called():
+    target, seen = make_target(), []
+    target.use_kernels("on")
+    with stand_ins():
+        for _ in range(3):
+            outputs(target, *CHAIN, 11)
+        assert replayed(target) == target.num_layers
+        norm = target.model.layers[1].post_attention_layernorm
+        override(norm, lambda m, call, x: seen.append(1) or call(m, x))
+        for _ in range(3):
+            outputs(target, *CHAIN, 11)
+    assert len(seen) == 6
+
+
+def changed(target: Target, name: str) -> None:
+    """Another weight in a layer that was replayed, or another module in its place."""
+    layer = target.model.layers[1]
+    if name == "LoRA":
+        linear = layer.self_attn.v_proj
+        layer.self_attn.v_proj = LoRALinear.from_base(linear, r=4, scale=20.0)
+        layer.self_attn.v_proj.lora_b = mx.random.normal(layer.self_attn.v_proj.lora_b.shape)
+    elif name == "mlp":
+        layer.mlp = target.model.layers[0].mlp
+    else:
+        module = layer[name] if name in layer else layer.self_attn.get(name) or layer.mlp[name]
+        for key in ("scales", "biases") if "scales" in module else ("weight",):
+            module[key] = 3 * module[key]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"),
+        *("v_proj", "o_proj", "up_proj", "down_proj", "mlp", "LoRA"),
+    ],
+)
+def test_a_weight_or_module_that_is_replaced_counts_from_the_next_pass_on(name):
+    target = make_target()
+    target.use_kernels("on")
+    with stand_ins():
+        before = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        assert replayed(target) == target.num_layers
+        changed(target, name)
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+        target.use_kernels("off")
+        stock = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+    assert mx.abs(stock - before).max() > 1e-2
+
+
+def test_a_switch_drops_what_was_traced_and_the_layers_are_as_they_were():
+    target = make_target()
+    kinds = [type(layer) for layer in target.model.layers]
+    target.use_kernels("on")
+    with stand_ins() as called:
+        for _ in range(3):
+            outputs(target, *CHAIN, 11)
+        made = target._kernel_hooks.segments
+        assert made is not None and made._traces
+        with target.kernels.paused():
+            called.clear()
+            outputs(target, *CHAIN, 11)
+        assert not called and not made._traces and not made._settled
+        target.use_kernels("off")
+    assert target._kernel_hooks.segments is None
+    assert [len(type(layer).__mro__) for layer in target.model.layers] == [
+        len(k.__mro__) for k in kinds
+    ]
+
+
+def test_layers_of_one_form_share_traces_whose_number_is_bounded_and_hold_no_weights():
+    target = make_target(num_hidden_layers=6)
+    target.use_kernels("on")
+    with stand_ins():
+        for rows in (*range(1, 33), *range(1, 33), 40, 40):
+            mx.eval(target.forward(mx.arange(rows), fresh(target, [1, 2]), Block(rows))[0])
+        made = target._kernel_hooks.segments
+        assert made is not None
+        assert len(made._settled) == 32
+        assert 6 < len(made._traces) <= 4 * 32  # the first norm, between two layers, the last
+        assert made.held is None and made._entries is None
+
+
+def python_calls(work: Callable[[], Any]) -> int:
+    """Python functions that were called, and MLX's among them."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_replayed_pass_calls_less_than_half_of_what_stock_mlx_calls(monkeypatch, tmp_path):
+    target = make_target(num_hidden_layers=8)
+    cache = fresh(target, [*range(11)])
+    monkeypatch.setattr(gpu, "gpu_family", lambda: "applegpu_g15s")
+    calls: list[int] = []
+
+    def traced(x: mx.array) -> list[mx.array]:  # where Metal's kernels can be called without Metal
+        for mode in ("off", "on", "on", "on"):
+            target.kernels.mode == mode or target.use_kernels(mode)
+            with factory.executing(factory.metal):
+                calls.append(python_calls(lambda: target.forward(CHAIN[0], cache, CHAIN[1])))
+        return [x]
+
+    mx.export_function(str(tmp_path / "traced.mlxfn"), traced, mx.zeros(1))
+    stock, settling, tracing, replaying = calls
+    assert replaying < 0.5 * stock < settling and replaying < 0.2 * tracing
+
+
+def calls_in(file: Path) -> dict[str, str]:
+    """The calls of the classes of one of mlx-lm's sources, in one way of writing their end."""
+    found = {}
+    for kind in ast.parse(file.read_text()).body:
+        for call in kind.body if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(call, ast.FunctionDef) and call.name == "__call__":
+                arguments = [argument.arg for argument in call.args.args]
+                text = "\n".join(map(ast.unparse, call.body))
+                text = text.replace("out = h + r\nreturn out", "return h + r")
+                found[f"{file.stem}.{kind.name}"] = f"{arguments} {text}"
+    return found
+
+
+def test_layers_that_are_replayed_are_those_that_mlx_lm_writes_as_qwen3s_or_qwen3_5s():
+    files = sorted(Path(models.__path__[0]).glob("*.py"))
+    calls = {name: call for file in files for name, call in calls_in(file).items()}
+    for known, like in (
+        (BLOCKS, "qwen3.TransformerBlock"),
+        (HYBRID_BLOCKS, "qwen3_5.DecoderLayer"),
+    ):
+        assert known == {name for name, call in calls.items() if call == calls[like]}
