@@ -27,12 +27,11 @@ def copied(text: str) -> bool:
 
 
 def _ran(command: tuple[str, ...], text: str) -> bool:
-    nowhere = subprocess.DEVNULL  # xclip stays there for who pastes, and holds what it was given
+    pipe, nowhere = text.encode("utf-8", "replace"), subprocess.DEVNULL  # xclip stays, and holds it
     try:
-        given = text.encode("utf-8", "replace")
-        run = subprocess.run(
-            command, input=given, stdout=nowhere, stderr=nowhere, timeout=_PATIENCE, check=False
+        subprocess.run(
+            command, input=pipe, stdout=nowhere, stderr=nowhere, timeout=_PATIENCE, check=True
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return False
-    return run.returncode == 0
+    return True

@@ -217,8 +217,9 @@ def _against_plain(figures: Figures) -> str:
         return "it is plain decoding"
     if not figures["accepted_by_position"]:
         return _no_drafts(figures)
-    if 0 < figures["times_plain"] < _LEAST_RATIO and figures["generated_tokens"] >= _LEAST_TOKENS:
-        return "no faster: drafts do not pay here"
+    ratio, enough = figures["times_plain"], figures["generated_tokens"] >= _LEAST_TOKENS
+    if enough and 0.05 < ratio < _LEAST_RATIO:
+        return f"{'no faster' if ratio > 0.95 else 'slower'}: no drafts pay here"
     if not times_plain(figures):
         return "not known, /race compares"
     plain = figures["tokens_per_second"] / figures["times_plain"]

@@ -75,8 +75,7 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
     if asked is not None:
         if arguments.prompt is not None:
             raise DFlashError("there are two questions", "leave --prompt out, or the other one")
-        near = get_close_matches(asked, COMMANDS, n=1, cutoff=0.75)
-        if near:
+        if near := get_close_matches(asked, COMMANDS, n=1, cutoff=0.75):
             what = f"there is no command {asked}"
             raise DFlashError(what, f"did you mean {PROGRAM} {near[0]}? --prompt {asked} asks it")
         if sys.stdin.isatty() and sys.stdout.isatty():
