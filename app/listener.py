@@ -84,7 +84,7 @@ class Listener:
                 self._app.transcript.welcome.timing = event
                 self._done_waiting(job)
                 self._app.show_header()
-            case str() if event:
+            case str():
                 await self._app.say(f"{event}.")
             case Ended() if job in self.waiting:  # another pair was loaded
                 self._done_waiting(job)

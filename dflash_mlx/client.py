@@ -6,6 +6,7 @@ from dflash_mlx.benchmark.quick import (
     RaceResult,
     RaceStep,
     bench,
+    comparing,
     race,
     save_bench,
     what_pays,
@@ -50,7 +51,6 @@ from dflash_mlx.models.library import (
 )
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.session.comparing import comparing
 from dflash_mlx.session.session import Question, Responder, Session, prefix_cache
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker

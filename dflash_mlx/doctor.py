@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     """Print the report; SystemExit(1) for a wrong kernel, 2 for a pair that cannot be used."""
     arguments = parser().parse_args(argv)
     if arguments.mac:
-        if not mac.make(arguments.report.with_suffix(".json"), arguments.rehearse):
+        if not mac.make(mac.file_of(arguments.report), arguments.rehearse):
             raise SystemExit(WRONG)
         return
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)

@@ -59,9 +59,11 @@ class Child:
             while True:
                 for line in self._lines():
                     if line.startswith(OUTCOME):
-                        return json.loads(line.removeprefix(OUTCOME))
+                        with suppress(ValueError):  # another program's words
+                            return json.loads(line.removeprefix(OUTCOME))
                     self._noise = f"{self._noise}{line}\n"[-4000:]
-                if not ready.select(max(0.0, end - time.monotonic())):
+                left = end - time.monotonic()
+                if left < 0 or not ready.select(left):
                     raise Gone(f"hangs: a try of it did not end within {seconds:.0f} s")
                 read = os.read(self._process.stdout.fileno(), 1 << 16)
                 if not read:
@@ -141,4 +143,4 @@ def answer(work: Callable[[Any], Any], seconds: Callable[[Any], float]) -> None:
         signal.alarm(int(seconds(given)) + 1)
         found = work(given)
         signal.alarm(0)
-        print(OUTCOME + json.dumps(found), flush=True)
+        print(f"\n{OUTCOME}{json.dumps(found)}", flush=True)  # behind noise that ends no line

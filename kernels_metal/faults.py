@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = "error:"  # of a compiler, before what is wrong; lines with a caret and hints follow
-Keep = Callable[[Path, str], None]  # writes a text to a file, whole and down to the disk, or not
+Keep = Callable[[Path, str], bool]  # writes a text to a file, whole and down to the disk: whether
 
 
 def first_error(said: str) -> str:
@@ -30,5 +30,4 @@ class Faults:
         if told == said.strip():
             return told
         file = self.folder / f"{hashlib.sha256(said.encode()).hexdigest()[:12]}.txt"
-        self.keep(file, said)
-        return f"{told} (all of it is in {file})" if file.is_file() else told
+        return f"{told} (all of it is in {file})" if self.keep(file, said) else told

@@ -22,7 +22,6 @@ from dflash_mlx.benchmark.report import (
 )
 from dflash_mlx.benchmark.selection import (
     BenchmarkPrompt,
-    keep_speeds,
     questions,
     read_contexts,
     read_methods,
@@ -36,7 +35,6 @@ from dflash_mlx.drafters import paper
 from dflash_mlx.engine.pair import Pair
 
 PROGRAM = "dflash_mlx.benchmark"
-ENOUGH = 12  # prompts whose figures say which drafter is the fastest
 
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
@@ -64,8 +62,6 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         report = before
     else:
         report = measure(pair, asked, methods, report, runs, arguments.json)
-        if len(asked) >= ENOUGH and (said := keep_speeds(pair, methods, report["methods"])):
-            cli.say(said)
     try:
         if arguments.json is not None:
             save(arguments.json, report)
@@ -85,7 +81,7 @@ def measure(
     done = len(runs) // len(methods)
     with tqdm(total=len(asked), initial=done, unit="prompt") as bar:
         for some in run_all(pair, asked, methods, done):
-            runs += some
+            runs += some or []
             bar.update(bool(some))
             if some and file is not None:
                 save(file, report | summarise(runs), runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import RoundTimer, Statistics
 from dflash_mlx.core.tree import NearTies
-from dflash_mlx.engine.delta import Answer, collect
+from dflash_mlx.engine.delta import Answer, Delta, collect
 from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import check_length
@@ -57,23 +57,24 @@ def run_all(
     questions: Sequence[BenchmarkPrompt],
     methods: Mapping[str, DecodeConfig],
     done: int = 0,
-) -> Iterator[list[Run]]:
+) -> Iterator[list[Run] | None]:
     """All answers, after one unmeasured answer with each method.
 
-    Yields the runs of each prompt when it is finished, and [] after each of its answers. The order
-    of the methods turns from prompt to prompt. done: prompts that were finished before.
+    Yields the runs of each prompt when it is finished, [] after each of its answers, and None after
+    each pass. The order of the methods turns from prompt to prompt. done: prompts that were
+    finished before.
     """
     for config in methods.values():
         Session(pair, config)  # raises where it does not fit the pair
     for question in questions:
         check_length(pair.target, Prompt.of(question.tokens))
     for config in methods.values():
-        answer(pair, questions[0].tokens, replace(config, max_tokens=8))
+        yield from answer(pair, questions[0].tokens, replace(config, max_tokens=8))
     names = list(methods)
     for i, question in list(enumerate(questions))[done:]:
         answers = {}
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            answers[name] = answer(pair, question.tokens, methods[name])
+            answers[name] = yield from answer(pair, question.tokens, methods[name])
             yield []
         plain, *_ = answers[PLAIN]
         runs = []
@@ -87,10 +88,12 @@ def run_all(
 
 def answer(
     pair: Pair, prompt: list[int], config: DecodeConfig
-) -> tuple[Answer, Mapping[str, float], tuple[RoundSize, ...]]:
-    """One answer, its seconds by term, and its rounds."""
-    timer = RoundTimer()
-    deltas = list(Session(pair, config).stream(prompt, timer))
+) -> Generator[None, None, tuple[Answer, Mapping[str, float], tuple[RoundSize, ...]]]:
+    """One answer, its seconds by term, and its rounds; yields after each pass."""
+    timer, deltas = RoundTimer(), list[Delta]()
+    for delta in Session(pair, config).stream(prompt, timer):
+        deltas.append(delta)
+        yield
     behind = deltas[1:]  # the first token came with the prompt
     rounds = tuple(RoundSize(len(delta.tokens), len(delta.accepted.tree)) for delta in behind)
     return collect(iter(deltas)), timer.seconds, rounds

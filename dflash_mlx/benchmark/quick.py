@@ -1,4 +1,4 @@
-"""What the chat measures: a dozen prompts with every method, and a race on one question."""
+"""A dozen prompts with every method or family of draft models, and a race on one question."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import draws_drafts, find_method, serving, settle
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.exact import Difference, first_difference
-from dflash_mlx.engine.pair import Capabilities, Pair
-from dflash_mlx.models.names import SHIPPED
+from dflash_mlx.engine.pair import Capabilities, Pair, Speeds
+from dflash_mlx.models.check import check_drafter
+from dflash_mlx.models.names import SHIPPED, find_source
+from dflash_mlx.models.source import DRAFTER
 from dflash_mlx.session.session import Question, Session
 from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.machine import free_memory
 
 PROMPTS = SHIPPED / "prompts.jsonl"
 TOKENS = 48  # of each answer
@@ -47,6 +51,7 @@ def bench(
     """Answer the dozen prompts with plain decoding and with `methods`, which take turns.
 
     methods: by default all that the pair serves. Raises DFlashError for those that it does not.
+    Yields after each pass, so that others can have the machine in between.
     """
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)
@@ -57,13 +62,57 @@ def bench(
     report["settings"] = given | settings(asked, settled, base.sampling)
     step, runs = BenchStep(0, len(asked) * len(settled)), list[Run]()
     for some in run_all(pair, asked, settled):
-        runs += some
+        runs += some or []
         if some:
             told = report | summarise(runs)
             step = replace(step, prompts=step.prompts + 1, report=told)
-        else:
+        elif some is not None:
             step = replace(step, answers=step.answers + 1)
         yield step
+
+
+def comparing(pair: Pair, again: bool = False) -> Generator[BenchStep | str, None, None]:
+    """`bench` with the draft models of every family on the disk, once, or again; then they go.
+
+    Last comes a sentence on what will draft. Nothing where they do not all fit here.
+    """
+    if pair.speeds is None or (pair.speeds.found and not again):
+        return
+    if (whole := (yield from _with_all(pair, pair.speeds))) is None:
+        return
+    methods, report = [_usual(whole, family) for family, _ in pair.speeds.drafters], Report()
+    for step in bench(whole, PairConfig(), SamplingConfig(), methods):
+        report = step.report
+        yield step
+    yield pair.speeds.keep([report["methods"][method]["speedup"] for method in methods])
+
+
+def _usual(pair: Pair, family: str) -> str:
+    """The method that `auto` is with the draft models of one family alone."""
+    families = tuple(model.family for model in pair.drafters if model.family == family)
+    alone = Capabilities(families, pair.target.takes_trees, pair.preset)
+    return settle(DecodeConfig(), alone).method
+
+
+def _with_all(pair: Pair, speeds: Speeds) -> Generator[BenchStep, None, Pair | None]:
+    """The pair without experience, with all these draft models, loaded one at a step.
+
+    None where one does not fit it, or would take more than half of the memory that is left.
+    """
+    models = list(pair.drafters)
+    try:
+        for family, name in speeds.drafters:
+            if pair.capabilities.count(family):
+                continue
+            drafter = check_drafter(find_source(name, DRAFTER, update=False))
+            fits = drafter.weights.memory(on_cpu()) <= free_memory() // 2
+            if not (found := pair.further(family) if fits else []):
+                return None
+            models += found
+            yield BenchStep(0, 1)
+    except DFlashError:
+        return None
+    return replace(pair, drafters=tuple(models), learned={})
 
 
 def what_pays(report: Report, capabilities: Capabilities) -> str:

@@ -14,14 +14,13 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, Options, number_or_auto, values_given
 from dflash_mlx.drafters.methods import (
     METHODS,
-    as_usual,
     check_given,
     find_method,
     options_of,
     settle,
     takers,
 )
-from dflash_mlx.engine.pair import Capabilities, Pair
+from dflash_mlx.engine.pair import Capabilities
 from dflash_mlx.session.templates import prompt_tokens
 
 
@@ -219,22 +218,3 @@ def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:
     elif value.isdecimal():
         return int(value)
     raise DFlashError(f"{key} in {source!r} is {value!r}", allowed)
-
-
-def keep_speeds(
-    pair: Pair, methods: Mapping[str, DecodeConfig], figures: Mapping[str, Mapping[str, Any]]
-) -> str:
-    """Keep which drafter is fastest, and say so; "" where not each ran as `auto` would run it.
-
-    figures: of the methods, as `summarise` makes them.
-    """
-    speeds, families, times = pair.speeds, dict[str, str](), dict[str, float]()
-    for family, name in () if speeds is None else speeds.drafters:
-        families[name] = family = family or pair.drafters[0].family
-        count = max(1, pair.capabilities.count(family))
-        alone = Capabilities((family,) * count, pair.target.takes_trees, pair.preset)
-        method = settle(DecodeConfig(), alone).method
-        if method not in figures or not as_usual(methods[method]):
-            return ""
-        times[name] = figures[method]["speedup"]
-    return "" if speeds is None else speeds.keep(families, times)

@@ -17,7 +17,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.mac.items import MODELS, Item, last_items, limit, race_items, variant_items
 from dflash_mlx.mac.report import summary, ways
-from dflash_mlx.system.files import write_report
+from dflash_mlx.system.files import kept_json, write_report
 from dflash_mlx.system.machine import describe_machine, describe_versions
 from kernels_metal.children import Children, Gone
 from kernels_metal.dispatch import fingerprint
@@ -77,6 +77,13 @@ class Report:
             write_report(self.file.with_suffix(".md"), told)
 
 
+def file_of(report: Path) -> Path:
+    """The JSON of the report that a user has named; DFlashError for no name."""
+    if not report.name:
+        raise DFlashError(f"{str(report)!r} is no name of a report", _NEXT)
+    return report.with_name(f"{report.name.removesuffix('.json')}.json")
+
+
 def opened(file: Path, rehearse: bool) -> Report:
     """A new report, or the unfinished one in `file` where it is of this machine and these kernels.
 
@@ -97,7 +104,7 @@ def opened(file: Path, rehearse: bool) -> Report:
 def _unfinished(file: Path) -> dict[str, Any]:
     """What a report that was broken off holds, {} for anything else."""
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = kept_json(file)
         return kept if kept["finished"] is False and isinstance(kept["found"], dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

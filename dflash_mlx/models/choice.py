@@ -9,7 +9,7 @@ from pathlib import Path
 
 import platformdirs
 
-from dflash_mlx.core.config import DecodeConfig, PairConfig
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import as_usual, family_wanted, formats
 from dflash_mlx.engine.pair import Speeds
@@ -99,20 +99,18 @@ def fastest_first(
 ) -> Names:
     """Names with what was fastest here as the drafter, where several families are on the disk.
 
-    The target's chat template stays as it was, so answers do. Where a drafter is named nothing
-    changes, and where a use names a method or sets its sizes, only what was measured is added.
+    The target's chat template stays as it was, so answers do. Nothing changes where a drafter or a
+    method is named, or its sizes are set, and where the registry's method is a measured one.
     """
     known = (("", names.drafter or ""), *names.others)
     here = [(family, name) for family, name in known if name and is_here(name, DRAFTER)]
-    if names.asks_second or len(here) < 2 or here[0] != known[0]:
-        return names
-    speeds = Speeds.stored(speeds_file(target, config), names.shown, here)
-    names = replace(names, speeds=speeds)
     named = any(family_wanted(use.method) or not as_usual(use) for use in uses)
-    if (best := speeds.best) is None or named:
+    measured = names.preset.method != AUTO  # for the registry
+    if named or measured or names.asks_second or len(here) < 2 or here[0] != known[0]:
         return names
-    names, first = replace(names, why=speeds.told()), speeds.found[0]
-    if best == first:
+    speeds = Speeds(speeds_file(target, config), names.shown, tuple(here)).stored()
+    names, best = replace(names, speeds=speeds), speeds.best
+    if best is None or best == (first := speeds.found[0]):
         return names
     its = [(first[0], name) for name in (names.drafter, names.second_drafter) if name]
     others = (*its, *(each for each in names.others if each[1] != best[1]))

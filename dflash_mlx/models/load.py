@@ -101,7 +101,9 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     notes += [names.lineage] * bool(names.lineage and drafters)
     speeds = names.speeds if drafters and drafters[0].name == names.drafter else None
     if speeds is not None:
-        notes += filter(None, (names.why, speeds.problem))
+        notes += filter(None, [speeds.told()])
+        named = ((family or models[0].family, name) for family, name in speeds.drafters)
+        speeds = replace(speeds, drafters=tuple(named))
     notes += [*changed, *widened, *_on_template(tokenizer, target.name, config, names.preset)]
     return Pair(
         target,
@@ -321,7 +323,7 @@ def check_named(config: PairConfig) -> Report:
 
 
 def _on_drafters(names: Names, used: Sequence[str]) -> Iterator[Finding]:
-    for said in (names.lineage, names.why, names.speeds.problem if names.speeds else ""):
+    for said in (names.lineage, names.speeds.told() if names.speeds else ""):
         if said and used:
             yield Finding("note", said, "name another one with --drafter")
     if names.headless and not used:

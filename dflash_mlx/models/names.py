@@ -165,7 +165,6 @@ class Names:
     lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
     headless: str = ""  # a sentence, where the target's files lack the head that it was made with
     speeds: Speeds | None = None  # where drafters of several families are on the disk
-    why: str = ""  # a sentence, where they chose the drafter
 
     @property
     def parts(self) -> list[tuple[str, str]]:

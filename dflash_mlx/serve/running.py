@@ -15,6 +15,7 @@ from functools import partial
 
 import uvicorn
 
+from dflash_mlx.benchmark.quick import comparing
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.core.text import amount
@@ -27,7 +28,6 @@ from dflash_mlx.serve.guard import LimitedProtocol
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
-from dflash_mlx.session.comparing import comparing
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import prefix_cache
 from dflash_mlx.system.machine import free_memory
@@ -73,7 +73,7 @@ def run(
 def _measure(pair: Pair, again: bool) -> Generator[object, None, None]:
     yield from pair.calibrating(again)
     for said in comparing(pair, again):
-        if said:
+        if isinstance(said, str):
             cli.say(f"{PROGRAM}: {said}")
         yield said
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -68,13 +70,22 @@ def replace_safetensors(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
 
 
-def keep_text(file: Path, text: str) -> None:
-    """Write `text` to `file` of a cache folder; what cannot be kept is done without."""
+def keep_text(file: Path, text: str) -> bool:
+    """Write `text` to `file` of a cache folder: whether it could be kept."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, text)
     except OSError:
-        pass
+        return False
+    return True
+
+
+def kept_json(file: Path) -> Any:
+    """What `keep_text` kept; OSError or ValueError where there is nothing, or it is damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply") from None
 
 
 def write_report(file: Path, text: str) -> None:

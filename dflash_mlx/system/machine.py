@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from dflash_mlx.system import blas
+from dflash_mlx.system.files import kept_json
 from kernels_metal.gpu import said
 
 UNKNOWN = "unknown model"
@@ -72,8 +72,8 @@ def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: 
 def model_of(file: Path) -> str:
     """Which model a JSON file is of that goes by a `model_key`; older ones do not say."""
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["model"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(kept_json(file)["model"])
+    except (OSError, ValueError, KeyError, TypeError):
         return UNKNOWN
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dflash_mlx.system.files import keep_text
+from dflash_mlx.system.files import keep_text, kept_json
 
 PASSES = 3  # that a new kernel is watched for
 SLOW, TIMES = 5.0, 20.0  # seconds, and times the usual, of a pass that no kernel may cause
@@ -81,7 +81,7 @@ def left_behind(choices: Path) -> Iterator[str]:
 
 def _read(file: Path) -> list[str]:
     try:
-        cases = json.loads(file.read_text(encoding="utf-8"))
+        cases = kept_json(file)
         return [case for case in cases if isinstance(case, str)]
     except (OSError, ValueError, TypeError):
         return []

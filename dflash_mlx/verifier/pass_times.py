@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import platformdirs
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.system.files import keep_text
+from dflash_mlx.system.files import keep_text, kept_json
 from dflash_mlx.system.machine import model_key
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
@@ -172,7 +173,8 @@ def noticed(target: Target, rows: int, lengths: Sequence[float], seconds: float)
         middle = float(np.median(target.drift))
         target.drift.clear()
         if not 1 / (1 + _DRIFT) <= middle <= 1 + _DRIFT:
-            _file(target).unlink(missing_ok=True)
+            with suppress(OSError):
+                _file(target).unlink()
 
 
 def timing_day(target: Target) -> str:
@@ -186,7 +188,7 @@ def timing_day(target: Target) -> str:
 
 def read_times(file: Path) -> PassTimes:
     """What `keep_times` kept. OSError, ValueError, KeyError or TypeError for anything else."""
-    times = _read(json.loads(file.read_text(encoding="utf-8")))
+    times = _read(kept_json(file))
     if times.rows != ROWS or any(deep.rows != DEEP_ROWS for deep in times.deeper):
         raise ValueError("times of other rows")
     return times

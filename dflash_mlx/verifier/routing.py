@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import platformdirs
 
-from dflash_mlx.system.files import keep_text
+from dflash_mlx.system.files import keep_text, kept_json
 from dflash_mlx.system.machine import model_key
 from dflash_mlx.verifier.in_use import InUse, left_behind
 from kernels_metal.dispatch import Arguments, Choice, Dispatch, Mode, table_from_json
@@ -277,7 +277,7 @@ def default_folder() -> Path:
 
 def _read(file: Path) -> tuple[str, dict[str, Choice]]:
     """A file's model and choices. Raises one of DAMAGED for a file not written by `Kernels`."""
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = kept_json(file)
     choices = table_from_json(saved)
     for choice in choices.values():
         if not isinstance(choice.kernel, bool) or not isinstance(choice.reason, str):

@@ -11,7 +11,7 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.welcome import QUESTIONS
-from dflash_mlx.client import DecodeConfig, DFlashError, RaceResult
+from dflash_mlx.client import BenchStep, DecodeConfig, DFlashError, RaceResult
 from dflash_mlx.engine.pair import Capabilities, Preset
 from support.app_scripts import ANSWER, WORDS, ScriptedBackend, in_chat, race_of, rounds_of
 from support.configs import config_with
@@ -292,7 +292,7 @@ class Compared(ScriptedBackend):
 
     def measure(self, again):
         yield from super().measure(again)
-        yield from ("", "", "from the next start on X drafts")
+        yield from (BenchStep(0, 1), BenchStep(1, 1), "from the next start on X drafts")
 
 
 @in_chat(lambda: Compared(), decode=DecodeConfig())

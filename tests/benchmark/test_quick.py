@@ -52,10 +52,12 @@ def test_a_dozen_prompts_of_three_kinds_are_asked_with_every_method_that_the_pai
     assert serving(Capabilities()) == ("ngram",)
 
 
-def test_every_answer_is_a_step_and_finished_prompts_have_figures(steps):
-    assert max(step.answers for step in steps) == steps[0].of == 24
-    assert [step.prompts for step in steps[:4]] == [0, 0, 1, 1]
-    assert steps[1].report == {} and list(steps[2].report["methods"]) == ["none", "dflash:4"]
+def test_every_pass_is_a_step_and_finished_prompts_have_figures(steps):
+    assert max(step.answers for step in steps) == steps[0].of == 24 < len(steps) / 2
+    counted = [(step.answers, step.prompts) for step in steps]
+    assert list(dict.fromkeys(counted))[:5] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1)]
+    assert steps[counted.index((2, 0))].report == {}
+    assert list(steps[counted.index((2, 1))].report["methods"]) == ["none", "dflash:4"]
     report = steps[-1].report
     assert steps[-1].prompts == report["settings"]["prompts"] == 12
     assert list(report["categories"]) == ["math", "code", "chat"]
@@ -91,7 +93,7 @@ def test_the_sentence_names_the_fastest_method_and_where_it_is_fastest_if_any_is
 def test_it_is_saved_as_json_with_what_is_finished(steps, tmp_path):
     file = save_bench(steps[-1].report, tmp_path / "new", 12)
     assert json.loads(file.read_text())["finished"] is True
-    file = save_bench(steps[2].report, tmp_path / "broken off", 1)
+    file = save_bench(next(filter(None, (s.report for s in steps))), tmp_path / "broken off", 1)
     stored = json.loads(file.read_text())
     assert stored["finished"] is False and stored["finished_prompts"] == 1
     with pytest.raises(DFlashError, match=file.name):

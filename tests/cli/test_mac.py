@@ -55,6 +55,14 @@ def test_a_rehearsal_does_everything_in_the_emulator_and_writes_both_files(tmp_p
     assert said[1] in (tmp_path / "out.md").read_text()
 
 
+def test_a_report_is_called_as_it_was_named(tmp_path):
+    for name in ("macos-26.1", "macos-26.1.json"):
+        assert command.file_of(tmp_path / name) == tmp_path / "macos-26.1.json"
+    for name in ("", "/"):
+        with pytest.raises(DFlashError, match="--report"):
+            doctor.main(["--mac", "--rehearse", "--report", name])
+
+
 @pytest.mark.parametrize("name", ["out.json", "out.md"])
 @pytest.mark.parametrize("text", ["mine", "[]", '{"finished": true, "found": {}}'])
 def test_a_report_that_is_there_is_left_alone(tmp_path, few, name, text):

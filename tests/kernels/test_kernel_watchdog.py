@@ -140,6 +140,12 @@ def outcome(what: str) -> str:
     [
         (SAYS.format(f"noise\n{outcome('differs')}\nmore noise", "noise", 0), "differs"),
         (SAYS.format(outcome(""), "Validation is enabled", 0), ""),
+        (SAYS.format(f"outcome: none of ours\n{outcome('differs')}", "", 0), "differs"),
+        (
+            "import os; from kernels_metal.children import answer; "
+            "answer(lambda given: os.write(1, b'noise') and 'differs', lambda given: 9)",
+            "differs",
+        ),
         (SAYS.format("", "a\nb", 3), "ends the process with 3: a\nb"),
         (SAYS.format("noise", "", 0), "ended without an outcome\nnoise"),
         (r"import os; os.write(1, b'\xff')", "ended without an outcome\n\ufffd"),
@@ -174,6 +180,8 @@ def test_a_child_that_does_not_end_is_ended_and_hangs(tmp_path):
     file = tmp_path / "process"
     script = f"import os; open({str(file)!r}, 'w').write(str(os.getpid())); {{}}"
     assert child(script.format("\n" + ENDLESS), seconds=3).startswith("hangs: ")
+    flood = "\nwhile True: os.write(1, b'noise')"
+    assert child(script.format(flood), seconds=1).startswith("hangs: ")
     with pytest.raises(ProcessLookupError):
         os.kill(int(file.read_text()), 0)
 

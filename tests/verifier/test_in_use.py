@@ -424,6 +424,17 @@ def test_all_sequences_of_a_pass_in_which_the_gpu_fails_have_it_done_again(pair,
 # Times that no longer hold
 
 
+def test_times_that_drift_in_a_folder_that_nobody_may_write_break_no_answer(
+    pair, tmp_path, monkeypatch
+):
+    (tmp_path / "times.json").mkdir()  # which is refused to be removed, like any file to others
+    monkeypatch.setattr(pass_times, "_file", lambda target: tmp_path / "times.json")
+    monkeypatch.setattr(pair.target, "pass_times", PassTimes((1, 96), (0.1, 0.1)))
+    for _ in range(pass_times._NOTICED):
+        noticed(pair.target, 8, [100], 5.0)
+    assert not pair.target.drift
+
+
 @pytest.mark.parametrize(("seconds", "kept"), [(0.1, True), (0.12, True), (0.14, False)])
 def test_times_that_drift_are_measured_again_by_the_next_start(pair, tmp_path, seconds, kept):
     target = pair.target
