@@ -18,9 +18,11 @@ from textual.widgets import Static
 
 from dflash_chat.aside import Asks
 from dflash_chat.backend import Backend
+from dflash_chat.clipboard import copied
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
+from dflash_chat.fields import as_typed
 from dflash_chat.figures import Figures, read_figures
 from dflash_chat.keeper import Keeper
 from dflash_chat.listener import Listener
@@ -58,7 +60,7 @@ class ChatApp(Asks, App[None]):
     """The chat, as the command line asked for it. `run` returns when the user leaves.
 
     clean: whether the worker ended, too. left: a sentence about what could not be saved, "" for
-    nothing.
+    nothing. saved_as: the title of the conversation that was saved, "" for none.
     """
 
     TITLE = "dflash-chat"
@@ -69,9 +71,9 @@ class ChatApp(Asks, App[None]):
     BINDINGS = [
         Binding("escape", "stop", "Stop", show=False),
         Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
-        Binding("f2", "call('draft')", "Draft view", show=False),
-        Binding("f3", "call('stats')", "Figures", show=False),
-        Binding("f4", "call('race')", "Race", show=False),
+        Binding("f2,ctrl+t", "call('draft')", "Draft view", show=False),
+        Binding("f3,ctrl+g", "call('stats')", "Figures", show=False),
+        Binding("f4,ctrl+r", "call('race')", "Race", show=False),
     ]
 
     def __init__(
@@ -84,8 +86,10 @@ class ChatApp(Asks, App[None]):
         self.speeds = SpeedLog(self.store.folder)
         self.conversation = Conversation()
         self.pair: Pair | None = None
-        self.clean, self.interrupted, self.left = True, False, ""
+        self.clean, self.interrupted, self.left, self.saved_as = True, False, "", ""
         self._harmless = Harmless()
+        self.first = ""  # a question to begin with
+        self.surely_copied = False  # the last copy, by a program of this machine
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
         for theme in THEMES.values():
@@ -118,6 +122,9 @@ class ChatApp(Asks, App[None]):
         self.show_header()
         await self.transcript.show(self.conversation.turns)
         self.load(self.pair_config)
+        if self.first:
+            self.prompt.put(self.first)
+            self.call_later(self.on_prompt_sent, Prompt.Sent(self.first, self.prompt.text))
         if self._chat.resume:
             self.hear(self.keeper.ask(newest), self._resumed)
 
@@ -128,6 +135,9 @@ class ChatApp(Asks, App[None]):
     def get_line_filters(self) -> Sequence[LineFilter]:
         """What Textual does to every line before it goes to the terminal."""
         return [self._harmless, *super().get_line_filters()]
+
+    async def on_event(self, event: events.Event) -> None:
+        await super().on_event(as_typed(event))
 
     def on_unmount(self) -> None:
         self.clean = self.worker.close(_LEAVE, self.backend.leave)
@@ -148,6 +158,11 @@ class ChatApp(Asks, App[None]):
             return
         try:
             call = parse(text)
+        except DFlashError as error:
+            self.prompt.select_all()  # what is typed next takes its place
+            await self.complain(error)
+            return
+        try:
             if call is None:
                 await self.outbox.send(line, text)
             else:
@@ -198,7 +213,10 @@ class ChatApp(Asks, App[None]):
 
     def copy_to_clipboard(self, text: str) -> None:
         """What is pasted into a terminal later must not command it either."""
-        super().copy_to_clipboard(for_terminal(text).encode("utf-8", "replace").decode())
+        safe = for_terminal(text).encode("utf-8", "replace").decode()
+        self.surely_copied = copied(safe)
+        if not self.surely_copied:
+            super().copy_to_clipboard(safe)
 
     async def action_stop_or_copy(self) -> None:
         selected = self.screen.get_selected_text() or self.prompt.selected_text
@@ -232,6 +250,8 @@ class ChatApp(Asks, App[None]):
         if titles := self.keeper.unsaved:
             why = self.keeper.problem if in_time else f"{self.store.folder} does not answer"
             self.left = f"{' and '.join(titles)} could not be saved: {why}"
+        elif self.conversation.turns:
+            self.saved_as = for_terminal(self.conversation.shown_title)
         self.exit()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

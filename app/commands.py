@@ -61,12 +61,15 @@ KEYS = (
     ("@file", "in a question: the text of the file goes with it"),
     ("Up, Down", "earlier questions; Up first takes back those that wait"),
     ("PageUp, PageDown", "scroll"),
-    ("F2", "draft view: Tab, then Left and Right, goes through its rounds"),
-    ("F3", "figures of the last answer, and what they mean"),
-    ("F4", "race: the last question plainly and with drafts, side by side"),
+    ("F2, Ctrl+T", "draft view: Tab, then Left and Right, goes through its rounds"),
+    ("F3, Ctrl+G", "figures of the last answer, and what they mean"),
+    ("F4, Ctrl+R", "race: the last question plainly and with drafts, side by side"),
+    ("mouse, Ctrl+C", "select and copy; with Fn (Terminal.app) or Option (iTerm2) its own way"),
+    ("Ctrl+Z, Ctrl+_", "suspend (fg goes on); undo what was typed"),
     ("Ctrl+P", "command palette"),
     ("Ctrl+Q", "leave"),
 )
+ALIASES = {"/exit": "/quit", "exit": "/quit", ":q": "/quit", "/clear": "/new", "/?": "/help"}
 _BY_NAME = {command.name: command for command in COMMANDS}
 
 
@@ -85,6 +88,7 @@ def parse(line: str) -> Call | None:
     like a name, so paths and code can be sent. Raises DFlashError for an unknown command, with
     near matches, and for a missing argument.
     """
+    line = ALIASES.get(line.strip().lower(), line)
     word, _, argument = line.strip().partition(" ")
     if not word.startswith("/") or not word[1:].isalpha() or "\n" in line.strip():
         return None

@@ -16,7 +16,8 @@ SEPARATOR = " · "
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
 _ROOMY = 50  # columns in which bars may have more words beside them
-_LEAST_RATIO, _MOST_RATIO = 0.05, 100.0  # to plain decoding; nothing real lies beyond
+_LEAST_RATIO, _MOST_RATIO = 1.05, 100.0  # to plain decoding; nothing real lies beyond the latter
+_LEAST_TOKENS = 20  # of an answer, for its speed to be compared
 _ENOUGH_PLAIN = 8  # rounds without drafts, for their time to be measured
 
 MEANINGS = {
@@ -92,7 +93,8 @@ def fit(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
 
 def times_plain(figures: Figures) -> str:
     """How many times as fast as plain decoding, "~" where it is an estimate, "" where unknown."""
-    if not _LEAST_RATIO <= figures["times_plain"] <= _MOST_RATIO:  # of a file from elsewhere
+    short = figures["generated_tokens"] < _LEAST_TOKENS
+    if short or not _LEAST_RATIO <= figures["times_plain"] <= _MOST_RATIO:
         return ""
     plain = re.search(r"(\d+) plain", figures["modes"])
     measured = plain is not None and int(plain[1]) >= _ENOUGH_PLAIN
@@ -118,11 +120,18 @@ def speed_parts(figures: Figures) -> list[str]:
 def gains(figures: Figures) -> list[str]:
     """Why it is fast: what a round brings, and how good the drafts are."""
     if not figures["accepted_by_position"]:
-        return []
+        told = figures["generated_tokens"] >= _LEAST_TOKENS
+        return [_no_drafts(figures)] if told and figures["method"] != NO_DRAFTS else []
     return [
         f"{figures['mean_accepted']:.1f} tokens per round",
         f"{figures['acceptance_rate']:.0%} of drafts accepted",
     ]
+
+
+def _no_drafts(figures: Figures) -> str:
+    """Why nothing was guessed: a budget chose so, or the method found nothing to guess."""
+    chosen = re.fullmatch(r"\d+ plain", figures["modes"])
+    return "plain decoding: drafts do not pay here" if chosen else "plain decoding: no drafts found"
 
 
 def pressing(figures: Figures) -> list[str]:
@@ -206,6 +215,11 @@ def _method(name: str) -> str:
 def _against_plain(figures: Figures) -> str:
     if figures["method"] == NO_DRAFTS:
         return "it is plain decoding"
+    if not figures["accepted_by_position"]:
+        return _no_drafts(figures)
+    ratio, enough = figures["times_plain"], figures["generated_tokens"] >= _LEAST_TOKENS
+    if enough and 0.05 < ratio < _LEAST_RATIO:
+        return f"{'no faster' if ratio > 0.95 else 'slower'}: no drafts pay here"
     if not times_plain(figures):
         return "not known, /race compares"
     plain = figures["tokens_per_second"] / figures["times_plain"]

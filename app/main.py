@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from functools import partial
+from importlib.metadata import version
 
 from dflash_chat.options import ChatConfig
 from dflash_mlx.cli import options as cli
@@ -26,6 +29,7 @@ from dflash_mlx.client import (
 )
 
 PROGRAM = "dflash-chat"
+COMMANDS = ("models", "clean")  # of the disk
 
 
 def main() -> None:
@@ -46,7 +50,8 @@ def run(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     prefixes = cli.read_options(arguments, PrefixConfig)
     prompt = _one_prompt(arguments)
     if prompt is None:
-        _talk(cli.read_pair_config(arguments), config, chat, prefixes)
+        pair, question = cli.read_pair_config(arguments), arguments.question or ""
+        _talk(pair, config, chat, prefixes, question)
     else:
         _check_one_prompt(arguments)
         _answer(arguments, config, chat, prompt, reader)
@@ -58,12 +63,25 @@ def _parser() -> argparse.ArgumentParser:
         description="Chat with a language model, fast, on your own machine. dflash-chat models and "
         "dflash-chat clean list, fetch and remove what lies on the disk.",
     )
+    parser.add_argument("question", nargs="?", help="ask this, in the chat or, piped, for its text")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version(PROGRAM)}")
     parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
     cli.add_options(parser, ChatConfig, PairConfig, PrefixConfig, DecodeConfig, SamplingConfig)
     return parser
 
 
 def _one_prompt(arguments: argparse.Namespace) -> str | None:
+    asked: str | None = arguments.question
+    if asked is not None:
+        if arguments.prompt is not None:
+            raise DFlashError("there are two questions", "leave --prompt out, or the other one")
+        if near := get_close_matches(asked, COMMANDS, n=1, cutoff=0.75):
+            what = f"there is no command {asked}"
+            raise DFlashError(what, f"did you mean {PROGRAM} {near[0]}? --prompt {asked} asks it")
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return None
+        piped = "" if sys.stdin.isatty() else cli.read_stdin()
+        return f"{asked}\n\n{piped}" if piped.strip() else asked
     if arguments.prompt == "-" or (arguments.prompt is None and not sys.stdin.isatty()):
         return cli.read_stdin()
     prompt: str | None = arguments.prompt
@@ -92,8 +110,14 @@ def _answer(
 
 
 def _talk(
-    pair_config: PairConfig, config: DecodeConfig, chat: ChatConfig, prefixes: PrefixConfig
+    pair_config: PairConfig,
+    config: DecodeConfig,
+    chat: ChatConfig,
+    prefixes: PrefixConfig,
+    question: str = "",
 ) -> None:
+    if question:
+        check_prompt(question, chat.system, raw=False)
     check_given(pair_config, config.method)
     cli.check_alone("the chat on a terminal")
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
@@ -102,12 +126,17 @@ def _talk(
                 f"standard {name} is not a terminal, which the chat needs",
                 "give a question with --prompt, or leave the redirection out",
             )
+    if os.environ.get("TERM") in ("dumb", "unknown"):
+        what = f"this terminal (TERM={os.environ['TERM']}) cannot show a full screen"
+        raise DFlashError(what, "give a question with --prompt, or start in another terminal")
     from dflash_chat.backend import Backend
     from dflash_chat.chat_app import ChatApp
     from dflash_chat.terminal import caught_stderr
 
     backend = Backend(partial(prefix_cache, prefixes))
     app, output = ChatApp(pair_config, config, chat, backend), deque[str](maxlen=200)
+
+    app.first = question
 
     def read(text: str) -> None:
         output.append(text)
@@ -118,6 +147,8 @@ def _talk(
         app.run()
     if app.return_code:  # Textual has written its traceback, which goes into the log
         raise RuntimeError("the chat stopped\n" + "".join(output))
+    if app.saved_as:
+        cli.say(f"Saved as “{app.saved_as}”; {PROGRAM} --resume goes on.")
     for problem in filter(None, (app.left, backend.problem)):
         cli.say(f"{PROGRAM}: {problem}")
     cli.end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)

@@ -9,6 +9,7 @@ from dflash_mlx.client import DFlashError
 
 TYPICAL = 4  # bytes of a token of English or of code; what a model really counts is known later
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+_ATTACHED = re.compile(r"\n\n(\S[^\n]*):\n(`{3,})\n(.{1000,}?)\n\2(?=\n\n|$)", re.DOTALL)
 _LIKE_A_FILE = re.compile(r"^(/|~|\.\.?/)|\.[A-Za-z0-9]{1,5}$")
 
 
@@ -33,6 +34,11 @@ def attached(line: str, room: int) -> str:
         fence = "`" * max(3, longest + 1)
         parts.append(f"\n\n{file}:\n{fence}\n{text.rstrip()}\n{fence}")
     return "".join(parts)
+
+
+def folded(question: str) -> str:
+    """A question as it is shown: files that went with it by name and length, like a paste."""
+    return _ATTACHED.sub(lambda file: f"\n[{file[1]}, {len(file[3]):,} characters]", question)
 
 
 def _file(match: re.Match[str], line: str) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date, datetime
 from pathlib import Path
 
 from textual.app import ComposeResult
@@ -12,6 +13,7 @@ from textual.widgets.option_list import Option
 
 from dflash_chat.aside import aside
 from dflash_chat.conversation import LONGEST_TITLE
+from dflash_chat.fields import TextField
 from dflash_chat.keeper import Keeper
 from dflash_chat.screens import Dialog, confirm
 from dflash_chat.store import Entry, Store, text_of
@@ -44,10 +46,12 @@ class OpenScreen(Dialog[Path | None]):
     def compose(self) -> ComposeResult:
         keys = "Enter opens, Ctrl+R renames, Ctrl+D deletes, Esc closes"
         with self.frame("Conversations", keys):
-            yield Input(placeholder="type to search titles and texts", id="search", compact=True)
+            yield TextField(
+                placeholder="type to search titles and texts", id="search", compact=True
+            )
             yield self.problem_line()
             yield OptionList(markup=False)
-            yield Input(placeholder="new title", id="title", max_length=LONGEST_TITLE)
+            yield TextField(placeholder="new title", id="title", max_length=LONGEST_TITLE)
 
     def on_mount(self) -> None:
         self._end_renaming()  # at once, so that no key is lost
@@ -172,6 +176,13 @@ class OpenScreen(Dialog[Path | None]):
 
 
 def _line(entry: Entry) -> str:
-    day, _, clock = entry.created.partition("T")
     damaged = "  (damaged; opening reads what can be read)" if entry.damaged else ""
-    return f"{day} {clock[:5].replace('-', ':')}  {entry.title}{damaged}"
+    return f"{when(entry.modified)}  {entry.title}{damaged}"
+
+
+def when(modified: float) -> str:
+    """The last change, by which the list is sorted: in seconds since 1970, here in words."""
+    then = datetime.fromtimestamp(modified)
+    ago = (date.today() - then.date()).days
+    day = {0: "today", 1: "yesterday"}.get(ago, then.date().isoformat())
+    return f"{day:<10} {then:%H:%M}"

@@ -10,6 +10,7 @@ from textual.widgets.option_list import Option
 
 from dflash_chat.aside import aside
 from dflash_chat.download_screen import DownloadScreen
+from dflash_chat.fields import TextField
 from dflash_chat.screens import Dialog, confirm
 from dflash_mlx.client import (
     DEFAULT_MODEL,
@@ -43,7 +44,9 @@ class PickerScreen(Dialog[PairConfig | None]):
         with self.frame("Models", keys):
             yield self.problem_line()
             yield OptionList(markup=False)
-            yield Input(placeholder="a Hugging Face id like owner/name, or a folder", compact=True)
+            yield TextField(
+                placeholder="a Hugging Face id like owner/name, or a folder", compact=True
+            )
 
     def on_mount(self) -> None:
         self._fill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,18 @@ from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from dflash_chat.commands import Command, completions
+from dflash_chat.fields import own_keys
 
 PROMISE = "drafts are guesses: the large model decides on every token"
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-PLACEHOLDER = "Ask anything · Esc stops · F2 who guessed it · F3 figures · F4 race · /help"
+
+
+def placeholder(platform: str) -> str:
+    """The empty line's text. A MacBook keeps F2 to F4 for itself; narrow screens cut the end."""
+    keys = ("Ctrl+T", "Ctrl+G", "Ctrl+R") if platform == "darwin" else ("F2", "F3", "F4")
+    return "Ask anything · /help · Esc stops · {} who guessed it · {} figures · {} race".format(
+        *keys
+    )
 
 
 class History:
@@ -104,6 +113,8 @@ class Prompt(TextArea):
     BINDINGS = [
         Binding("pageup", "app.page(-1)", "Scroll up", show=False),
         Binding("pagedown", "app.page(1)", "Scroll down", show=False),
+        Binding("ctrl+z", "app.suspend_process", "Suspend", show=False),
+        Binding("ctrl+underscore", "undo", "Undo", show=False),
     ]
 
     @dataclass
@@ -113,9 +124,14 @@ class Prompt(TextArea):
         text: str
         line: str = ""
 
+    _KEYS = own_keys([*TextArea.BINDINGS, *BINDINGS])
+
     def __init__(self) -> None:
         super().__init__(
-            id="prompt", compact=True, highlight_cursor_line=False, placeholder=PLACEHOLDER
+            id="prompt",
+            compact=True,
+            highlight_cursor_line=False,
+            placeholder=placeholder(sys.platform),
         )
         self.questions = History()
         self.pastes, self.hint = Pastes(), Hint()
@@ -186,6 +202,8 @@ class Prompt(TextArea):
             self._go_back()
         elif event.key == "down" and self.cursor_location[0] == self.document.line_count - 1:
             self._show(self.questions.move(1, self.text))
+        elif event.key in self._KEYS:
+            await self.run_action(self._KEYS[event.key])
         else:
             handled = False
         if handled:

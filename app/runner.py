@@ -24,6 +24,8 @@ from dflash_mlx.client import DFlashError, PairConfig, check_given, method_choic
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 
+_IF_ALLOWED = ", if this terminal lets programs copy (Terminal.app does not; /export writes a file)"
+
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
 
@@ -178,10 +180,8 @@ class CommandRunner:
         text = blocks.get(number, answer)
         app.copy_to_clipboard(text)
         what = f"code block {number}" if number else "the last answer"
-        await app.say(
-            f"Copied {what}, {len(text):,} characters, if this terminal lets programs copy "
-            "(Terminal.app does not; /export writes a file)."
-        )
+        unsure = "" if app.surely_copied else _IF_ALLOWED
+        await app.say(f"Copied {what}, {len(text):,} characters{unsure}.")
 
     async def _new(self, _: str) -> None:
         self._need_idle()

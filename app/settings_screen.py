@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Input, Select, Static, Switch
 
+from dflash_chat.fields import TextField
 from dflash_chat.labels import DRAFTS, GROUPS, OTHER, label_of
 from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
@@ -129,4 +130,4 @@ def _control(field: Field[Any], value: Any) -> Input | Select[str] | Switch:
         offered = method_choices() if field.name == "method" else keywords["choices"]
         choices = [(choice, choice) for choice in offered]
         return Select(choices, value=value, allow_blank=False, id=name, compact=True)
-    return Input(shown(value), placeholder="not set", id=name, compact=True)
+    return TextField(shown(value), placeholder="not set", id=name, compact=True)

@@ -78,8 +78,8 @@ class Store:
                 conversation.created = now()
                 conversation.title = f"{conversation.shown_title} (copy)"
             file = self.file_of(conversation)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_text(file, _as_lines(conversation))
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(file, conversation)
             self._seen[file] = _stamp(file)
         except OSError as error:
             raise self._problem("write to", error) from None
@@ -123,7 +123,7 @@ class Store:
         conversation = replace(self.read(file).conversation, title=title)
         try:
             behind = self.changed(file)
-            replace_text(file, _as_lines(conversation))
+            _write(file, conversation)
             if not behind:
                 self._seen[file] = _stamp(file)
         except OSError as error:
@@ -145,6 +145,7 @@ class Store:
         copy = file.with_suffix(".damaged")
         try:
             if not copy.exists():
+                copy.touch(0o600)
                 copy.write_bytes(data)
             return f"the whole file is kept as {copy.name}"
         except OSError as error:
@@ -207,6 +208,12 @@ def _free_file(title: str) -> Path:
     stem = re.sub(r"\W+", "-", title.lower()).strip("-")[:40] or "conversation"
     names = [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
     return next(file for name in names if not (file := Path(f"{name}.md")).exists())
+
+
+def _write(file: Path, conversation: Conversation) -> None:
+    """Replace a file that nobody but its owner may read."""
+    replace_text(file, _as_lines(conversation))
+    file.chmod(0o600)
 
 
 def _as_lines(conversation: Conversation) -> str:

@@ -12,6 +12,8 @@ from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from dflash_chat.conversation import ENDINGS, Turn
+from dflash_chat.markdown import markdown_parser
+from dflash_chat.mentions import folded
 from dflash_chat.welcome import Welcome
 from dflash_chat.window import Window
 from dflash_mlx.client import SplitText, for_terminal, split_thinking
@@ -32,7 +34,7 @@ class Question(Static):
     """What the user said, as it was typed; a very long text is cut on screen only."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(_cut(text), markup=False, classes="question")
+        super().__init__(_cut(folded(text)), markup=False, classes="question")
 
 
 class Notice(Static):
@@ -54,7 +56,8 @@ class Reply(Vertical):
     def compose(self) -> ComposeResult:
         with Collapsible(title=self._thought_title, classes="thought"):
             yield Static(self._shown.thought, markup=False, classes="thought-text")
-        yield Markdown(for_terminal(self._shown.answer), open_links=False)
+        answer = for_terminal(self._shown.answer)
+        yield Markdown(answer, parser_factory=markdown_parser, open_links=False)
         yield self._tokens
         yield Static(ENDINGS.get(self._ending, ""), classes="ending")
 

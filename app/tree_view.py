@@ -104,25 +104,38 @@ def draw(tree: DrawnTree, most_lines: int, width: int = 1000) -> list[Line]:
     that would be wider than `width` are continued below.
     """
     root: Line = [(visible(tree.texts[0]), TARGET)]
-    lines = [part for line in _branches(tree, 0, root, "") for part in _folded(line, width)]
+    lines = [part for line in _branches(tree, 0, root, "", width) for part in _folded(line, width)]
     hidden = len(lines) + 1 - most_lines
     if hidden > 0:
         lines = [*lines[: most_lines - 2], [(f"… {hidden + 1} more lines", LINES)]]
     return [*lines, [("then ", LINES), (visible(tree.next_text), TARGET)]]
 
 
-def _branches(tree: DrawnTree, node: int, line: Line, indent: str) -> list[Line]:
-    """Lines of the subtree of `node`, whose own label ends `line` already."""
-    children = _children(tree, node)
+def _branches(tree: DrawnTree, node: int, line: Line, indent: str, width: int) -> list[Line]:
+    """Lines of the subtree of `node`, whose own label ends `line` already.
+
+    Tokens that may follow stand under the token that they follow; far to the right, that one begins
+    a line of its own.
+    """
+    lines, under, children = [], indent, _children(tree, node)
     while len(children) == 1:
-        line = [*line, ("─", LINES), *_label(tree, children[0])]
+        label, line = _label(tree, children[0]), [*line, ("─", LINES)]
         children = _children(tree, children[0])
-    lines = [line]
+        if len(children) > 1 and _cells(line) > width // 2:
+            lines.append(line[:-1])
+            line = [(indent + "  ─", LINES)]
+        under = indent.ljust(_cells(line))
+        line = [*line, *label]
+    lines.append(line)
     for child in children:
         last = child == children[-1]
-        start: Line = [(indent + ("└─" if last else "├─"), LINES), *_label(tree, child)]
-        lines += _branches(tree, child, start, indent + ("  " if last else "│ "))
+        start: Line = [(under + ("└─" if last else "├─"), LINES), *_label(tree, child)]
+        lines += _branches(tree, child, start, under + ("  " if last else "│ "), width)
     return lines
+
+
+def _cells(line: Line) -> int:
+    return sum(cell_len(text) for text, _ in line)
 
 
 def _folded(line: Line, width: int) -> Iterator[Line]:
@@ -130,7 +143,7 @@ def _folded(line: Line, width: int) -> Iterator[Line]:
     part: Line = []
     for i, (text, kind) in enumerate(line):
         token = line[i + 1 : i + 3] if text == "─" else ()
-        wide = sum(cell_len(t) for t, _ in (*part, (text, kind), *token))
+        wide = _cells([*part, (text, kind), *token])
         if part and text == "─" and wide > width:
             yield part
             part = [("  ", LINES)]

@@ -22,7 +22,7 @@ def test_a_conversation_is_resumed_where_it_was(tmp_path):
     async def second(chat, backend):
         assert "What meets?" in chat.text
         assert "That is all." in chat.text
-        assert "40.0 tok/s" in chat.text, "with the figures of its last answer"
+        assert "of drafts accepted" in chat.text, "with the figures of its last answer"
         await chat.answered("And then?")
         assert len(backend.requests[0].messages) == 3
 

@@ -24,7 +24,7 @@ async def test_an_answer_streams_in_and_is_saved(chat, app, backend):
         await chat.until(lambda: not app.listener.dirty)
         lengths.append(len(chat.shown_answer))
     assert lengths == sorted(set(lengths)), "the text on screen grows"
-    assert "~20.0 tok/s" in chat.text, "what plain decoding would do"
+    assert "x plain" not in chat.text, "too few tokens to compare"
     backend.gate.release(100)
     await chat.until(lambda: app.listener.job is None and app.conversation.turns[1:])
     assert chat.shown_answer == ANSWER

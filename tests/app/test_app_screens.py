@@ -92,7 +92,7 @@ async def test_help_figures_and_the_palette_of_all_commands_open_over_the_chat_a
     await chat.answered()
     await chat.press("f3")
     await chat.pause()
-    assert "2.0 times as fast" in chat.text
+    assert "not known, /race compares" in chat.text, "of so short an answer"
     assert "passes of the large model" in chat.text, "and what it means"
     await chat.press("f3")
     assert app.screen is app.base
@@ -170,13 +170,13 @@ async def test_the_draft_view_goes_back_through_the_rounds_and_stays_there(chat,
 async def test_the_speed_is_large_where_there_is_room_and_every_figure_explains_itself(chat, app):
     await chat.answered()
     assert app.query_one("#speed-digits", Digits).value == "40.0"
-    assert app.query_one("#ratio-digits", Digits).value == "~2.0"
+    assert app.query_one("#ratio-digits", Digits).value == "", "too few tokens"
     assert not app.query_one("#speed").display, "what is large is not said twice"
     figures = ("#speed-digits", "#ratio-digits", "#beside", "#speed", "#rounds")
     assert all(app.query_one(name).tooltip for name in figures)
     await chat.resize_terminal(80, 24)
     await chat.until(lambda: app.query_one("#speed").display)
-    assert "40.0 tok/s · ~2.0x plain" in chat.text
+    assert "40.0 tok/s · " in chat.text and "x plain" not in chat.text
     assert re.search(r"speed .* up to 40.0 tok/s +accepted by position  1 .* 80%", chat.text)
     await chat.say("/new")
     assert "tok/s" not in chat.text

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 from pictures import moving, picture
 
+from dflash_chat.prompt import placeholder
 from dflash_chat.race_screen import RaceScreen
 from dflash_mlx.client import DFlashError, RaceResult
 from support.app_scripts import ANSWER, ScriptedBackend, drive, race_of
@@ -129,6 +130,7 @@ def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, 
 
     async def take(chat, app):
         app.prompt.cursor_blink = False
+        app.prompt.placeholder = placeholder("linux")
         await steps(chat)
         pictures.append(await settled_picture(chat, expected))
         await app.action_stop()
