@@ -17,6 +17,7 @@ from dflash_mlx.verifier import segments
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.segments import Settled, _only_computes
+from kernels_metal.emulator import Run, emulated
 from support.decoding import ids_of
 from support.hybrids import changed_target, fresh, some_tree
 from support.overrides import override
@@ -96,6 +97,49 @@ def test_what_is_traced_gives_the_bits_of_its_own_calls_at_every_width(family, d
     # As many rows as are sorted are too many for the product of a dense MLP that is gated
     assert len(widths) >= len(PASSES) - (family not in ("qwen3_moe", "phi3"))
     assert all(mx.array_equal(a, b) for a, b in zip(found, own, strict=True))
+
+
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_by_emulated_kernels_the_bits_and_the_launches_are_those_of_own_calls(family):
+    target = make_target(family)
+    assert len(same_launches(target)) > 2 * target.num_layers
+    assert traced(target)[-1] == target.num_layers
+
+
+def same_launches(target: Target) -> list[str]:
+    """What a pass launches, which is what it does by own calls."""
+
+    def launches(run: Run) -> tuple[mx.array, list[str]]:
+        run.counters.clear()
+        return logits(target), sorted(counter.kernel for counter in run.counters)
+
+    with emulated() as run:
+        logits(target)
+        found, ours = launches(run)
+        own, theirs = by_own_calls(target, lambda: launches(run))
+    assert mx.array_equal(found, own) and ours == theirs
+    return ours
+
+
+class Flat(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    """Its products get rows without a batch."""
+
+    def __call__(self, x):
+        return super().__call__(x[0])[None]
+
+
+def test_products_of_rows_in_another_shape_stay_with_their_kernels(monkeypatch):
+    monkeypatch.setattr(Flat.__call__, "__module__", "mlx_lm.models.qwen3_moe")
+    target = make_target()
+    target.model.layers[1].mlp.__class__ = Flat
+    same_launches(target)
+    assert traced(target)[-1] == target.num_layers - 1
+
+
+def test_products_with_a_bias_keep_it():
+    target = make_target("starcoder2")
+    same_launches(target)
+    assert target.model.layers[0].mlp.c_fc.bias.size
 
 
 def test_layers_share_a_trace_only_where_they_are_set_alike():
