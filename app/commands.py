@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -42,8 +41,9 @@ COMMANDS = (
     Command("draft", "", "show who guessed each token, or hide it"),
     Command("stats", "", "all figures of the last answer"),
     Command("retry", "", "answer the last question again; the old answer stays in /open"),
+    Command("continue", "", "let the model write on where its last answer was cut or stopped"),
     Command("edit", "", "change the last question; what followed stays in /open"),
-    Command("copy", "[number]", "copy the last answer, or one of its code blocks"),
+    Command("copy", "[number]", "copy the last answer, or one of its code blocks; code: the last"),
     Command("new", "", "begin a new conversation"),
     Command("open", "", "earlier conversations: search, open, rename, delete"),
     Command("rename", "title", "name this conversation"),
@@ -57,8 +57,9 @@ KEYS = (
     ("Enter", "send"),
     ("Ctrl+J", "new line; Shift+Enter, too, where the terminal can tell it from Enter"),
     ("Esc, Ctrl+C", "stop the answer, keeping what was said"),
-    ("Tab", "complete a command"),
+    ("Tab", "complete a command, a model or a file; Up and Down choose another"),
     ("@file", "in a question: the text of the file goes with it"),
+    ("Ctrl+O", "copy the last code block"),
     ("Up, Down", "earlier questions; Up first takes back those that wait"),
     ("PageUp, PageDown", "scroll"),
     ("F2, Ctrl+T", "draft view: Tab, then Left and Right, goes through its rounds"),
@@ -100,13 +101,6 @@ def parse(line: str) -> Call | None:
     if command.needs_argument and not argument.strip():
         raise DFlashError(f"/{command.name} needs more", f"type {command.usage}")
     return Call(command, argument.strip())
-
-
-def completions(typed: str) -> list[Command]:
-    """The commands that `typed` is a beginning of; none where it is no command in the making."""
-    if not re.fullmatch("/[A-Za-z]*", typed):
-        return []
-    return [c for c in COMMANDS if c.name.startswith(typed[1:].lower())]
 
 
 def help_rows() -> list[tuple[str, str]]:

@@ -59,10 +59,11 @@ class Listener:
         self.waiting.add(job)
         self._rest()
 
-    def answer(self, job: Job) -> None:
-        """An answer is asked for."""
+    def answer(self, job: Job, said: str = "") -> None:
+        """An answer is asked for. said: what there is of it already."""
         self.job, self._last = job, None
-        self._said, self._saved, self._saved_at = [], 0, time.monotonic()
+        self._said, self._saved, self._saved_at = [said], len(said), time.monotonic()
+        self._app.refresh_bindings()
 
     async def stop(self) -> None:
         """Stop the answer; one that has not begun yet is taken back at once."""
@@ -203,6 +204,7 @@ class Listener:
         stopping = self.job is not None and self.job.cancelled.is_set()
         what = "stopping…" if stopping else what
         self._app.status.progress(None if what is None else Progress(what))
+        self._app.refresh_bindings()
 
     async def _failed(self, job: Job, problem: str) -> None:
         config = self._loads.pop(job, None)

@@ -11,7 +11,7 @@ from dflash_chat.aside import aside
 from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import Call, help_rows
-from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
+from dflash_chat.conversation import LONGEST_TITLE, UNFINISHED, Conversation, code_blocks
 from dflash_chat.figures import MEANINGS, counted, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
@@ -140,6 +140,13 @@ class CommandRunner:
 
         self._branch(ask)
 
+    async def _continue(self, _: str) -> None:
+        self._need_idle()
+        last = self._app.conversation.turns[-1:]
+        if not last or last[0].ending not in ("stopped", "length", UNFINISHED):
+            raise DFlashError("no answer was cut", "ask something, or type /retry")
+        await self._app.go_on()
+
     async def _edit(self, _: str) -> None:
         app, old = self._app, self._app.conversation
 
@@ -172,6 +179,8 @@ class CommandRunner:
         if answer is None:
             raise DFlashError("there is no answer yet", "ask something first")
         blocks = {str(n): text for n, text in enumerate(code_blocks(answer), start=1)}
+        if number == "code" and blocks:
+            number = str(len(blocks))
         if number not in ("", *blocks):
             count = counted(len(blocks), "code block")
             way = "type /copy 1 for the first, or" if blocks else "type"

@@ -151,9 +151,9 @@ class Transcript(VerticalScroll):
         if not self._total:
             self.scroll_home(animate=False)
 
-    async def begin(self) -> None:
-        """An answer begins behind the turns."""
-        self._live = ""
+    async def begin(self, said: str = "") -> None:
+        """An answer begins behind the turns. said: what there is of it already."""
+        self._live = said
         await self.query(".notice").remove()
         await self.follow()
 

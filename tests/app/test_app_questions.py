@@ -137,7 +137,7 @@ def killed(tmp_path):
 @in_chat(lambda killed: None, resume=True)
 async def test_an_answer_that_was_broken_off_says_so_and_can_be_asked_for_again(chat, app, backend):
     assert "It is" in chat.text
-    assert "stopped here; /retry" in chat.text
+    assert "stopped here; /retry answers again, /continue goes on" in chat.text
     await chat.say("/retry")
     await settled(chat, 1)
     assert backend.asked == ["one"]
