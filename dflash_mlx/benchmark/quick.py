@@ -42,8 +42,8 @@ class BenchStep:
     answers: int  # written so far
     of: int  # in all
     prompts: int = 0  # finished by all methods
-    prompt: str = ""  # the one that is being answered
     report: Report = field(default_factory=dict)  # over those prompts, {} before the first
+    prompt: str = ""  # the one that is being answered
 
 
 def bench(

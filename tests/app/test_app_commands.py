@@ -155,7 +155,7 @@ async def test_a_file_is_taken_into_the_question_and_a_slow_disk_is_not_waited_f
     app.prompt.text = ""
     await chat.press(*"what says @no")
     await chat.until(lambda: app.prompt.offering)
-    assert "@notes.md" in chat.text and "12 bytes" in chat.text
+    assert "@notes.md" in chat.text and "0.0 kB" in chat.text
     await chat.press("tab", *"now?")
     assert app.prompt.text == "what says @notes.md now?"
     app.prompt.text, gate, scan = "", threading.Event(), os.scandir

@@ -10,6 +10,9 @@ from dflash_mlx.client import BenchStep
 from support.app_scripts import ANSWER, ScriptedBackend, gated, in_chat
 
 
+COUNTED = "one two three four five six seven eight nine ten eleven twelve"
+
+
 async def keys(chat, *there, gone=()):
     """Wait until the last line names these keys, and none of the others."""
 
@@ -35,7 +38,7 @@ async def test_the_footer_tells_what_keys_do_now(chat, app, monkeypatch):
     await chat.goes_on()
     await keys(chat, "F4/^r race", "^o copy code", *always, gone=("stop",))
     await chat.press("f2", "tab")
-    await keys(chat, "← → other rounds", "esc back to the question", gone=("send",))
+    await keys(chat, "←→ other rounds", "esc back to the question", gone=("send",))
     await chat.press("escape", "h")
     await keys(chat, "send", gone=("rounds",))
     assert app.prompt.text == "h"
@@ -58,7 +61,7 @@ async def test_a_key_that_is_not_told_does_nothing(chat, app, backend):
 # /continue
 
 
-@in_chat(lambda: ScriptedBackend(["One two three", " four five.", "never"]))
+@in_chat(lambda: ScriptedBackend([COUNTED, " and so on.", "never"]))
 async def test_a_cut_answer_is_written_on_in_its_place(chat, app, backend):
     await chat.say("/continue")
     assert "no answer was cut" in chat.notices[-1]
@@ -68,17 +71,17 @@ async def test_a_cut_answer_is_written_on_in_its_place(chat, app, backend):
     await chat.press("escape")
     await chat.goes_on()
     said = app.conversation.turns[1].content
-    assert said and said != "One two three" and "/continue goes on" in chat.text
+    assert said and said != COUNTED and "/continue goes on" in chat.text
     backend.gate = None
     await chat.press("f2")
     await chat.say("/continue")
     await chat.until(lambda: app.conversation.turns[1:] and app.listener.job is None)
     assert [m["content"] for m in backend.requests[-1].messages] == ["Count.", said]
-    assert [t.content for t in app.conversation.turns] == ["Count.", f"{said} four five."]
+    assert [t.content for t in app.conversation.turns] == ["Count.", f"{said} and so on."]
     assert app.conversation.questions == ["Count."] and len(backend.requests) == 2
-    assert chat.shown_answer == f"{said} four five."
-    assert re.sub(r"[▏\s]", "", f"{said} four five.") in re.sub(r"[▏\s]", "", chat.text)
-    await chat.until(lambda: [t.content for t in chat.saved] == ["Count.", f"{said} four five."])
+    assert chat.shown_answer == f"{said} and so on."
+    assert re.sub(r"[▏\s]", "", f"{said} and so on.") in re.sub(r"[▏\s]", "", chat.text)
+    await chat.until(lambda: [t.content for t in chat.saved] == ["Count.", f"{said} and so on."])
     await chat.say("/continue")
     assert "no answer was cut" in chat.notices[-1], "for now it is whole"
 
