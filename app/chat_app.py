@@ -53,6 +53,7 @@ from dflash_mlx.client import (
 )
 
 MAC = sys.platform == "darwin"
+_COPIES = "stop, or copy what the mouse selected; Fn or Option selects as the terminal does"
 _NUMBERS = {"ctrl+t": "F2", "ctrl+g": "F3", "ctrl+r": "F4"}
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
@@ -72,13 +73,13 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall"), (28, "-roomy")]
     ENABLE_COMMAND_PALETTE = True
     BINDINGS = [
-        Binding("escape", "stop", "stop"),
-        Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
-        Binding("ctrl+t,f2", "call('draft')", "who guessed"),
-        Binding("ctrl+g,f3", "call('stats')", "figures"),
-        Binding("ctrl+o", "call('copy', 'code')", "copy code"),
+        Binding("escape", "stop", "stop", tooltip="stop the answer, keeping what was said"),
+        Binding("ctrl+c", "stop_or_copy", _COPIES, show=False, priority=True),
+        Binding("ctrl+t,f2", "call('draft')", "who guessed", tooltip="who guessed each token"),
+        Binding("ctrl+g,f3", "call('stats')", "figures", tooltip="all figures of the answer"),
+        Binding("ctrl+o", "call('copy', 'code')", "copy code", tooltip="copy the last code block"),
         Binding("ctrl+q", "quit", "leave", priority=True),
-        Binding("ctrl+r,f4", "call('race')", "race"),
+        Binding("ctrl+r,f4", "call('race')", "race", tooltip="plain decoding and drafts race"),
     ]
 
     def __init__(
@@ -266,11 +267,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     async def action_call(self, name: str, argument: str = "") -> None:
         await self.call(next(each for each in COMMANDS if each.name == name), argument)
 
-    def action_page(self, direction: int) -> None:
-        if direction < 0:
-            self.transcript.scroll_page_up(animate=False)
-        else:
-            self.transcript.scroll_page_down(animate=False)
+    def action_page(self, way: str) -> None:
+        getattr(self.transcript, f"scroll_page_{way}")(animate=False)
 
     async def action_quit(self) -> None:
         """Leave, as soon as all is saved, or without that where a folder hangs."""

@@ -1,4 +1,4 @@
-"""What would complete the word at the cursor: a command, a model, a method, or a file."""
+"""What would complete the word at the cursor: a command, a model, or a file."""
 
 from __future__ import annotations
 
@@ -8,24 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_chat.commands import COMMANDS
-from dflash_mlx.client import (
-    amount,
-    available_memory,
-    available_models,
-    find_method,
-    method_choices,
-)
+from dflash_mlx.client import amount, available_memory, available_models
 
 MOST = 50  # files that are offered
 COMMAND = re.compile(r"/[A-Za-z]*")
 _FILE = re.compile(r'(?<!\S)@("[^"]*|[^"\s]*)$')
 
 Choice = tuple[str, str]  # what to type, and its meaning
-
-
-def asks_disk(line: str) -> bool:
-    """Whether completing `line` may take a while."""
-    return line.startswith("/model ") or _FILE.search(line) is not None
 
 
 def complete(line: str) -> tuple[str, list[Choice]]:
@@ -37,19 +26,12 @@ def complete(line: str) -> tuple[str, list[Choice]]:
         return line, [(f"/{c.name}{' ' * c.needs_argument}", c.help) for c in known]
     if file := _FILE.search(line):
         return file[0], [*_files(file[1])]
-    command, _, word = line.partition(" ")
-    told = {"/model": _models, "/method": _methods}.get(command)
-    return word, [each for each in told() if word.lower() in each[0].lower()] if told else []
-
-
-def _methods() -> list[Choice]:
-    return [(m, "" if m == "auto" else find_method(m).label) for m in method_choices()]
-
-
-def _models() -> list[Choice]:
-    there = available_memory()
-    models = sorted(available_models(Path()), key=lambda m: (not m.here, m.needs > there))
-    return [(model.name, model.terms(there)) for model in models]
+    if not line.startswith("/model "):
+        return "", []
+    there, word = available_memory(), line.partition(" ")[2]
+    models = [m for m in available_models(Path()) if word.lower() in m.name.lower()]
+    models.sort(key=lambda m: (not m.here, m.needs > there))
+    return word, [(model.name, model.terms(there)) for model in models]
 
 
 def _files(typed: str) -> Iterator[Choice]:

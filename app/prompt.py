@@ -12,7 +12,7 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static, TextArea
 
 from dflash_chat.aside import Asks, aside
-from dflash_chat.completions import COMMAND, Choice, asks_disk, complete
+from dflash_chat.completions import COMMAND, Choice, complete
 from dflash_chat.fields import own_keys
 from dflash_chat.terminal import assembled
 
@@ -78,9 +78,6 @@ class Pastes:
         return line if len(line) < LARGE_PASTE else self.label(line)
 
 
-SHOWN = 40  # characters of a waiting question that are shown
-
-
 class Prompt(Asks, TextArea):
     """The input line. Posts Prompt.Sent; up and down walk through the history.
 
@@ -89,16 +86,16 @@ class Prompt(Asks, TextArea):
     """
 
     BINDINGS = [
-        Binding("tab", "complete", "complete"),
+        Binding("tab", "complete", "complete", tooltip="complete a command, a model or a file"),
         Binding("enter", "send", "send"),
-        Binding("shift+enter,ctrl+j", "newline", "new line", key_display="^j"),
-        Binding("escape", "close", "close"),
-        Binding("up", "go(-1)", show=False),
-        Binding("down", "go(1)", show=False),
-        Binding("pageup", "app.page(-1)", "Scroll up", show=False),
-        Binding("pagedown", "app.page(1)", "Scroll down", show=False),
-        Binding("ctrl+z", "app.suspend_process", "Suspend", show=False),
-        Binding("ctrl+underscore", "undo", "Undo", show=False),
+        Binding("ctrl+j,shift+enter", "newline", "new line"),
+        Binding("escape", "close", "close", tooltip="close the list"),
+        Binding("up", "go(-1)", "earlier questions, first those that wait", show=False),
+        Binding("down", "go(1)", "later questions", show=False),
+        Binding("pageup", "app.page('up')", "scroll up", show=False),
+        Binding("pagedown", "app.page('down')", "scroll down", show=False),
+        Binding("ctrl+z", "app.suspend_process", "suspend; fg goes on", show=False),
+        Binding("ctrl+underscore", "undo", "undo what was typed", show=False),
     ]
     typed = reactive(False, bindings=True)  # anything at all
     offering = reactive(False, bindings=True)
@@ -158,9 +155,9 @@ class Prompt(Asks, TextArea):
         if (line := self.document.get_line(row)[:column]) == self._line:
             return
         self._line = line
-        if asks_disk(line):
+        if "@" in line or line.startswith("/model "):
             found = aside(lambda: complete(line))
-            at_once = wait((found,), _MOMENT).done
+            at_once = wait((found,), _MOMENT).done and not found.exception()
             self._offer(found.result() if at_once else ("", []), line)
             self.hear(found, lambda found: self._offer(found, line))
         else:
@@ -171,8 +168,10 @@ class Prompt(Asks, TextArea):
 
     def _offer(self, found: tuple[str, list[Choice]], line: str) -> None:
         """Offer what `line` may go on with; Enter takes the first of a command's half a name."""
+        if line != self._line:
+            return
         self._word, choices = found
-        if line == self._line and choices != self._choices:
+        if choices != self._choices:
             self._choices, self.choices.display = choices, bool(choices)
             wide = max((len(text) for text, _ in choices), default=0) + 2
             rows = ([(f"{text:<{wide}}", "bold"), (told, "$text-muted")] for text, told in choices)
@@ -183,11 +182,8 @@ class Prompt(Asks, TextArea):
 
     def _show_waiting(self) -> None:
         self.hint.display = bool(self.waiting)
-        if self.waiting:
-            first = " ".join(self.pastes.shorten(self.waiting[0]).split())
-            first = first if len(first) <= SHOWN else first[: SHOWN - 1] + "…"
-            more = f" and {len(self.waiting) - 1} more" if self.waiting[1:] else ""
-            self.hint.update(f"waiting: {first}{more}  (Up takes it back)")
+        questions = " · ".join(map(self.pastes.shorten, self.waiting))
+        self.hint.update(f"waiting, up takes back: {questions}")
 
     def _write(self, text: str) -> None:
         self.text = text
@@ -204,9 +200,8 @@ class Prompt(Asks, TextArea):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """What Textual asks before it runs an action or names its key below."""
-        needs = {"send": self.typed, "newline": self.typed}
-        needs |= {"complete": self.offering, "close": self.offering}
-        return needs.get(action, True)
+        typing, choosing = action in ("send", "newline"), action in ("complete", "close")
+        return self.typed >= typing and self.offering >= choosing
 
     def action_send(self) -> None:
         taken = "" if self.choices.highlighted is None else self.action_complete()

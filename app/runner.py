@@ -7,14 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from textual.binding import Binding
+
 from dflash_chat.aside import aside
 from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
-from dflash_chat.commands import Call, help_rows
+from dflash_chat.commands import COMMANDS, Call
 from dflash_chat.conversation import LONGEST_TITLE, UNFINISHED, Conversation, code_blocks
+from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.figures import MEANINGS, counted, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
@@ -252,7 +256,12 @@ class CommandRunner:
         self._app.theme = THEMES["light" if dark else "dark"].name
 
     async def _help(self, _: str) -> None:
-        self._app.push_screen(RowsScreen("dflash-chat", help_rows()))
+        app, rows = self._app, [(command.usage, command.help) for command in COMMANDS]
+        for bound in [*Prompt.BINDINGS, *app.BINDINGS, *DraftPanel.BINDINGS]:
+            if isinstance(bound, Binding) and (does := bound.tooltip or bound.description):
+                first = replace(bound, key=bound.key.partition(",")[0])
+                rows.append((app.get_key_display(first), does))
+        app.push_screen(RowsScreen("dflash-chat", rows))
 
     async def _quit(self, _: str) -> None:
         await self._app.action_quit()

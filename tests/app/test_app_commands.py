@@ -90,7 +90,7 @@ async def test_commands_are_offered_with_what_they_do_and_tab_or_enter_takes_one
 
 
 @in_chat()
-async def test_models_and_methods_are_offered_behind_their_commands(chat, app, monkeypatch):
+async def test_models_are_offered_behind_their_command(chat, app, monkeypatch):
     models = [AvailableModel(PairConfig(name), place="here") for name in ("big/One", "small/Two")]
     monkeypatch.setattr("dflash_chat.completions.available_models", lambda _: models)
     loaded = []
@@ -104,8 +104,6 @@ async def test_models_and_methods_are_offered_behind_their_commands(chat, app, m
     await chat.shows("big/One")
     await chat.press("down", "down", "enter")
     assert loaded == ["tw", "small/Two"]
-    await chat.press(*"/method ddt", "tab", "enter")
-    assert app.config.method == "ddtree"
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from textual.widgets import OptionList
 from dflash_mlx.client import BenchStep
 from support.app_scripts import ANSWER, ScriptedBackend, gated, in_chat
 
-
 COUNTED = "one two three four five six seven eight nine ten eleven twelve"
 
 

@@ -37,7 +37,7 @@ async def test_questions_asked_meanwhile_wait_and_are_sent_in_order(chat, app, b
     for command in ("/retry", "/edit"):
         await chat.say(command)
     assert all("Esc" in notice for notice in chat.notices) and len(chat.notices) == 2
-    assert "waiting: second and 1 more" in chat.text
+    assert "waiting, up takes back: second · third" in chat.text
     assert backend.asked == ["first"]
     backend.gate.release(1000)
     await chat.until(lambda: len(app.conversation.turns) == 6)
