@@ -45,7 +45,7 @@ class BenchScreen(Comparison):
         if step.answers:
             done = f"answer {step.answers} of {step.of}, {step.prompts} prompts finished"
             asked = " ".join(step.prompt.split())
-            self._done.update(f"{done}; the methods take turns at:\n{asked[:200]}")
+            self._done.update(f"{done}; the methods take turns at:\n{asked[:120]}")
             self._bar.update(total=1.0, progress=step.answers / step.of)
         if step.report and (width := self._table.size.width):
             self._table.update("\n".join(table(step.report, self._means, width)))

@@ -74,10 +74,10 @@ class DraftPanel(Vertical, can_focus=True):
     """Keeps the rounds of the answer, and the tokens of those before; draws while it is shown."""
 
     BINDINGS = [
-        Binding("left", "step(-1)", "Round before", group=_ROUNDS),
-        Binding("right", "step(1)", "Round after", group=_ROUNDS),
-        Binding("home", "step(-1000)", "First round", show=False),
-        Binding("end", "step(1000)", "Newest round", show=False),
+        Binding("left", "step(-1)", "round before", group=_ROUNDS),
+        Binding("right", "step(1)", "round after", group=_ROUNDS),
+        Binding("home", "step(-1000)", "first round", show=False),
+        Binding("end", "step(1000)", "newest round", show=False),
         Binding("escape", "leave", "back to the question"),
     ]
 
@@ -157,7 +157,7 @@ class DraftPanel(Vertical, can_focus=True):
         if not self.display or not self.is_mounted:
             return
         tree, why = self.query_one("#tree", Static), self.query_one("#why", Static)
-        tree.display = bool(self._rounds)
+        tree.display, why.display = bool(self._rounds), True
         self.border_title = self._heading()
         if (delta := self.shown) is None:
             why.update("Ask something: its rounds are drawn here.")

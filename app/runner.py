@@ -256,7 +256,8 @@ class CommandRunner:
         self._app.theme = THEMES["light" if dark else "dark"].name
 
     async def _help(self, _: str) -> None:
-        app, rows = self._app, [(command.usage, command.help) for command in COMMANDS]
+        app = self._app
+        rows = [*((command.usage, command.help) for command in COMMANDS), ("", "")]
         for bound in [*Prompt.BINDINGS, *app.BINDINGS, *DraftPanel.BINDINGS]:
             if isinstance(bound, Binding) and (does := bound.tooltip or bound.description):
                 first = replace(bound, key=bound.key.partition(",")[0])
