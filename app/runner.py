@@ -12,7 +12,7 @@ from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import Call, help_rows
 from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
-from dflash_chat.figures import MEANINGS, counted, statistics_rows
+from dflash_chat.figures import MEANINGS, counted, read_figures, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
 from dflash_chat.race_screen import RaceScreen
@@ -94,7 +94,10 @@ class CommandRunner:
         app = self._app
         self._need_no_comparison()
         request = app.request(text or None)
-        self._compare(RaceScreen(app.worker.run(lambda job: app.backend.race(request))))
+        job = app.worker.run(lambda job: app.backend.race(request))
+        earlier = app.conversation.turns[-1].figures if not text else None
+        known = read_figures(earlier or {})["generated_tokens"]
+        self._compare(RaceScreen(job, known or request.config.max_tokens))
 
     async def _bench(self, methods: str) -> None:
         app = self._app

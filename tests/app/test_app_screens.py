@@ -223,9 +223,9 @@ async def test_a_race_runs_on_the_last_question_and_can_be_stopped(chat, app, ba
     backend.race_steps = [*race_of(ANSWER, 12), RaceResult("All 12 tokens are the same.", True)]
     await chat.press("f4")
     await chat.until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over)
-    assert "12 tokens  0.3 s  40.0 tok/s  done" in chat.text
+    assert "40.0 tok/s  12 tokens  0.3 s  done" in chat.text
     assert [side.border_title for side in app.screen.query(".faster")] == [
-        "with drafts, several tokens in a pass"
+        "drafts: several a pass"
     ]
     assert [m["content"] for m in backend.requests[-1].messages] == ["What meets?"]
     await chat.press("escape")
