@@ -46,6 +46,7 @@ COMMANDS = (
     Command("open", "", "earlier conversations: search, open, rename, delete"),
     Command("rename", "title", "name this conversation"),
     Command("delete", "", "delete this conversation"),
+    Command("share", "[file]", "draw the last answer as a picture that others can see"),
     Command("export", "[file]", "write this conversation as Markdown"),
     Command("theme", "", "light or dark"),
     Command("help", "", "commands and keys"),

@@ -33,6 +33,7 @@ from dflash_chat.tree_view import (
 from dflash_mlx.client import Delta, find_method
 
 SHOWN = 2000  # tokens of an answer
+KNOWN = 10_000  # tokens of an answer, for its picture
 ANSWERS = 50  # whose tokens are known
 KEPT = 1000  # rounds that one can go back to
 _ROUNDS = Binding.Group("other rounds", compact=True)
@@ -52,22 +53,22 @@ class Origins:
     def __init__(self, tokenizer: Any, said: str = "") -> None:
         self._tokenizer = tokenizer
         self._detokenizer: Any = None
-        self._unread: deque[tuple[int, str]] = deque(maxlen=SHOWN)
-        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=SHOWN)
+        self._unread: deque[tuple[int, str]] = deque(maxlen=KNOWN)
+        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
         """One more round."""
         self._unread.extend(sources(delta))
 
-    def content(self, shapes: bool) -> Content:
-        """The tokens in their colours. shapes: as `styled`."""
+    def pieces(self) -> list[Segment]:
+        """The tokens as text, each with its source."""
         detokenizer = self._detokenizer = self._detokenizer or self._tokenizer.detokenizer
         while self._unread:
             token, source = self._unread.popleft()
             detokenizer.add_token(token)
             text = detokenizer.last_segment
             self._pieces.append((_sign(self._tokenizer, token, text) or text, source))
-        return styled([tint(self._pieces)], shapes)
+        return list(self._pieces)
 
 
 class DraftPanel(Vertical, can_focus=True):
@@ -150,7 +151,14 @@ class DraftPanel(Vertical, can_focus=True):
         text: of the answer, None for the one in the making.
         """
         origins = self._origins if text is None else self._answers.get(text)
-        return None if origins is None else origins.content(self.app.no_color)
+        if origins is None:
+            return None
+        return styled([tint(origins.pieces()[-SHOWN:])], self.app.no_color)
+
+    def pieces_of(self, text: str) -> list[Segment]:
+        """The tokens of an answer with their sources, none where not all are known."""
+        pieces = self._answers[text].pieces() if text in self._answers else []
+        return pieces if len(pieces) < KNOWN else []
 
     def draw(self) -> None:
         """Bring the panel up to date."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
+from dflash_chat.share import card, share
 from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
 from dflash_mlx.client import DFlashError, PairConfig, check_given, method_choices, settle
@@ -98,7 +100,10 @@ class CommandRunner:
         app = self._app
         self._need_no_comparison()
         request = app.request(text or None)
-        self._compare(RaceScreen(app.worker.run(lambda job: app.backend.race(request))))
+        job = app.worker.run(lambda job: app.backend.race(request))
+        earlier = None if text else app.status.figures
+        expected = earlier["generated_tokens"] if earlier else request.config.max_tokens
+        self._compare(RaceScreen(job, expected))
 
     async def _bench(self, methods: str) -> None:
         app = self._app
@@ -250,6 +255,17 @@ class CommandRunner:
         conversation = replace(app.conversation, turns=[*app.conversation.turns])
         written = aside(lambda: export(conversation, name))
         app.hear(written, lambda file: app.say(f"Written to {file}."))
+
+    async def _share(self, name: str) -> None:
+        app, talk = self._app, self._app.conversation
+        last = max((i for i, turn in enumerate(talk.turns) if turn.role != "user"), default=None)
+        if last is None:
+            raise DFlashError("there is no answer yet", "ask something first")
+        question, answer, model = talk.turns[last - 1].content, talk.turns[last], talk.model
+        tokens, colours = app.draft.pieces_of(answer.content), dict(app.theme_variables)
+        draw = partial(share, name=name, title=talk.shown_title, colours=colours)
+        drawn = aside(lambda: draw(card(question, answer, tokens, model)))
+        app.hear(drawn, app.say)
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark

@@ -29,7 +29,7 @@ LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
 QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
 THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
 RESULT = RaceResult(
-    "All 19 tokens are the same. 2.00 times as fast as plain decoding on this question.", True
+    "All 37 tokens are the same. 2.00 times as fast as plain decoding on this question.", True, 2.0
 )
 
 
@@ -57,7 +57,7 @@ async def draft_view(chat):
 
 
 async def race(chat):
-    chat.backend.race_steps = [*race_of(ANSWER, 19), RESULT]
+    chat.backend.race_steps = [*race_of(f"{ANSWER}\n\n{ANSWER}", 37), RESULT]
     await chat.say(f"/race {QUESTION}")
     await chat.until(lambda: isinstance(chat.app.screen, RaceScreen) and chat.app.screen.over)
 
