@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,20 +32,23 @@ from dflash_chat.outbox import Outbox
 from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
+from dflash_chat.settings_screen import changes
 from dflash_chat.speeds import SpeedLog
 from dflash_chat.status import Progress, Status, read_progress
 from dflash_chat.store import Opened, Store, newest
 from dflash_chat.terminal import Harmless, when_hung_up
-from dflash_chat.themes import THEMES
+from dflash_chat.themes import DARK, THEMES
 from dflash_chat.transcript import Transcript
 from dflash_mlx.client import (
     DEFAULT_MODEL,
+    HERE,
     DecodeConfig,
     DFlashError,
     News,
     Pair,
     PairConfig,
     Question,
+    UserConfig,
     Worker,
     check_prompt,
     for_terminal,
@@ -71,9 +74,9 @@ class ChatApp(Asks, App[None]):
     BINDINGS = [
         Binding("escape", "stop", "Stop", show=False),
         Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
-        Binding("f2,ctrl+t", "call('draft')", "Draft view", show=False),
-        Binding("f3,ctrl+g", "call('stats')", "Figures", show=False),
-        Binding("f4,ctrl+r", "call('race')", "Race", show=False),
+        Binding("f2,ctrl+t", "call('draft')", "Draft view", show=False, id="draft"),
+        Binding("f3,ctrl+g", "call('stats')", "Figures", show=False, id="stats"),
+        Binding("f4,ctrl+r", "call('race')", "Race", show=False, id="race"),
     ]
 
     def __init__(
@@ -88,13 +91,13 @@ class ChatApp(Asks, App[None]):
         self.pair: Pair | None = None
         self.clean, self.interrupted, self.left, self.saved_as = True, False, "", ""
         self._harmless = Harmless()
-        self.first = ""  # a question to begin with
+        self.first, self.user = "", UserConfig()  # a question to begin with, and where choices go
         self.surely_copied = False  # the last copy, by a program of this machine
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
         for theme in THEMES.values():
             self.register_theme(theme)
-        self.theme = THEMES[chat.theme].name
+        self.theme = THEMES.get(chat.theme, DARK).name
 
     def compose(self) -> ComposeResult:
         self.header = Static(id="header", markup=False)
@@ -121,6 +124,8 @@ class ChatApp(Asks, App[None]):
         self.set_interval(REFRESH, self.listener.tick)
         self.show_header()
         await self.transcript.show(self.conversation.turns)
+        if self.user.problem:
+            await self.refuse(self.user.problem)
         self.load(self.pair_config)
         if self.first:
             self.prompt.put(self.first)
@@ -340,10 +345,19 @@ class ChatApp(Asks, App[None]):
         if opened is not None and not self.conversation.turns:
             await self.show_conversation(opened.conversation, opened.problem)
 
-    def set_config(self, config: DecodeConfig) -> None:
-        """Decode otherwise from the next answer on."""
+    def set_config(self, config: DecodeConfig, keep: bool = False) -> None:
+        """Decode otherwise from the next answer on. keep: and from the next start on."""
+        changed = changes(self.config, config)
+        self.user.origins |= dict.fromkeys(changed, HERE)
         self.config = config
         self.show_header()
+        if keep:
+            self.keep(changed)
+
+    def keep(self, changed: Mapping[str, object]) -> None:
+        """Write choices into the user's file, and say so; aside, because disks are slow."""
+        kept = self.keeper.ask(lambda _: self.user.keep(changed))
+        self.hear(kept, lambda said: self.say(said) if said else None)
 
     def show_header(self) -> None:
         """The model and how it drafts; the title, unless it is the question that stands below."""
