@@ -46,13 +46,13 @@ def run(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         {"models": disk.models, "clean": disk.clean}[argv[0]](argv[1:])
         return
     arguments = parse(_parser(), argv)
-    model = cli.read_pair_config(arguments).model  # the default one advises no sampling
-    config = cli.read_decode_config(arguments, may_sample=model is not None)
+    pair = cli.read_pair_config(arguments)
+    # what the default model's makers advise is known: greedy decoding
+    config = cli.read_decode_config(arguments, may_sample=pair.model is not None)
     chat = cli.read_options(arguments, ChatConfig)
     prefixes = cli.read_options(arguments, PrefixConfig)
     prompt = _one_prompt(arguments)
     if prompt is None:
-        pair = cli.read_pair_config(arguments)
         _talk(pair, config, chat, prefixes, arguments)
     else:
         _check_one_prompt(arguments)

@@ -32,7 +32,6 @@ Read = Callable[[str], None]
 STDERR = 2
 _PAUSE = 0.5  # seconds between looks at whether the terminal is there
 _PATIENCE = 3.0  # seconds that leaving may take when it is gone
-_ASK = "\x1b]11;?\x1b\\"  # which colour the background has
 _BACKGROUND = re.compile(
     r"\x1b\]11;rgba?:([0-9a-f]+)/([0-9a-f]+)/([0-9a-f]+)[^\x07\x1b]*(?:\x07|\x1b\\)", re.IGNORECASE
 )
@@ -133,15 +132,13 @@ def _pump(main: int, read: Read) -> None:
 class _Listening(XTermParser):
     """Takes what the terminal says of its background out of what is typed, however late it is.
 
-    ask: sends the question, when keys are no longer echoed. hear: whether it is light.
+    ask: sends the question, once keys are no longer echoed. hear: whether it is light.
     """
 
-    def __init__(
-        self, ask: Callable[[], object], hear: Callable[[bool], object], debug: bool
-    ) -> None:
+    def __init__(self, ask: Read, hear: Callable[[bool], object], debug: bool) -> None:
         super().__init__(debug)
         self._hear, self._begun = hear, ""
-        ask()
+        ask("\x1b]11;?\x1b\\")
 
     def feed(self, data: str) -> Iterable[Message]:
         """What was typed as messages; an answer that has only begun waits for its other half."""
@@ -158,8 +155,7 @@ class _Listening(XTermParser):
 def follow_background(app: App[Any], told: str) -> None:
     """Light or dark as the terminal is, until the user chooses. told: COLORFGBG, which some set.
 
-    Textual asks for no background and takes an answer for keys, so its parser is replaced by one
-    that knows it; nothing waits for the answer.
+    Textual takes an answer for keys, so its parser is replaced by one that knows it.
     """
     ours = app.theme
 
@@ -168,9 +164,9 @@ def follow_background(app: App[Any], told: str) -> None:
         if app.theme == ours:
             app.theme = ours = THEMES["light" if light else "dark"].name
 
-    def ask() -> None:
+    def ask(text: str) -> None:
         if app._driver is not None:
-            app._driver.write(_ASK)
+            app._driver.write(text)
 
     hear(told.rpartition(";")[2] in ("7", "15"))
     parser = partial(_Listening, ask, lambda light: app.call_later(hear, light))

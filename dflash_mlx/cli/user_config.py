@@ -28,6 +28,7 @@ from dflash_mlx.system.files import remove_abandoned, replace_text
 ADVISED, TYPED, HERE = "the model's generation_config.json", "the command line", "this chat"
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
 _THEMES = ("auto", "dark", "light")
+_KINDS = {bool: "true or false", str: "a text", tuple: "a list of texts", dict: "a table of keys"}
 _LONG_TEXT = re.compile(r"(\"\"\"|''').*?\1", re.DOTALL)
 _OTHERS = {"model": {"drafter", "second_drafter"}, "drafter": {"second_drafter"}}
 _OTHERS |= {"exact": {"temperature"}}  # which give way to what was typed
@@ -40,7 +41,7 @@ class FaceConfig:
     config: str | None = option(None, "file with your own defaults, or none (default: config.toml)")
     system: str | None = option(None, "system prompt")
     theme: str = option("auto", "colours; auto follows the terminal", choices=_THEMES)
-    keys: Mapping[str, str] = field(default_factory=dict)  # by command
+    keys: Mapping[str, str] = field(default_factory=dict, metadata={"argparse": {"type": dict}})
 
 
 class UserConfig:
@@ -77,7 +78,7 @@ class UserConfig:
             yield
         except DFlashError as error:
             text = _LONG_TEXT.sub(lambda found: "\n" * found[0].count("\n"), self._text)
-            name = re.escape(error.setting.rpartition(".")[2])
+            name = re.escape(error.setting)
             known = re.compile(rf"\s*(\[\s*|keys\s*\.\s*)?[\"']?{name}[\"']?\s*[=.\]]")
             found = (n for n, line in enumerate(text.splitlines(), 1) if known.match(line))
             place = f"line {next(found, 1)} of {self.file}: " if name else ""
@@ -157,30 +158,21 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def checked(name: str, value: Any) -> Any:
     """A value as its option gives it; DFlashError for an unknown name and for what cannot be."""
     kinds = (FaceConfig, PairConfig, DecodeConfig, SamplingConfig, own_options())
-    known = {f.name: (f, kind) for kind in kinds for f in fields(kind) if f.name != "config"}
-    known = {n: found for n, found in known.items() if n == "keys" or "help" in found[0].metadata}
-    if name not in known:
-        near = get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5)
-        step = f"did you mean {near[0]}?" if near else f"write one of {', '.join(known)}"
-        raise DFlashError(f"{name} is not known", step, name)
+    known = {f.name: (f, k) for k in kinds for f in fields(k) if "argparse" in f.metadata}
+    if name not in known or name == "config":
+        near = get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5) or known
+        raise DFlashError(f"{name} is not known", f"write {', '.join(near)}", name)
     option, kind = known[name]
-    words = option.metadata.get("argparse", {})
-    reads, right, allowed = words.get("type", str), True, "a text"
-    if name == "keys":
-        right, allowed = isinstance(value, dict), 'a table, as in draft = "f5"'
-    elif isinstance(option.default, bool):
-        right, allowed = isinstance(value, bool), "true or false"
-    elif option.default == ():
-        right, allowed = isinstance(value, list | tuple), "a list of texts"
-        value = tuple(map(str, value)) if right else value
-    elif reads is str:
-        right = isinstance(value, str)
+    kept = option.default if isinstance(option.default, bool | tuple) else None
+    reads = option.metadata["argparse"].get("type", str) if kept is None else type(kept)
+    value = tuple(map(str, value)) if isinstance(value, list) else value
+    if reads in _KINDS:
+        require(isinstance(value, reads), name, value, _KINDS[reads])
     else:
         try:
             value = reads(str(value))
         except (ValueError, argparse.ArgumentTypeError):
-            right, allowed = False, "a number" if reads is float else "a whole number"
-    require(right, name, value, allowed)
+            require(False, name, value, "a number" if reads is float else "a whole number")
     if name == "method":
         require(value in choices(), name, value, f"one of {', '.join(choices())}")
     check_values(kind(**{name: value}))

@@ -50,7 +50,7 @@ def replace_text(file: Path, text: str) -> None:
 
     Who may read a file that is there already stays as it is.
     """
-    with replacing(file) as partial, open(partial, "w", encoding="utf-8", newline="") as output:
+    with replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
         if file.exists():
             shutil.copymode(file, partial)
         output.write(text)
