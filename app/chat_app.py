@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,20 +33,23 @@ from dflash_chat.outbox import Outbox
 from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
+from dflash_chat.settings_screen import changes
 from dflash_chat.speeds import SpeedLog
 from dflash_chat.status import Progress, Status, read_progress
 from dflash_chat.store import Opened, Store, newest
 from dflash_chat.terminal import Harmless, when_hung_up
-from dflash_chat.themes import THEMES
+from dflash_chat.themes import DARK, THEMES
 from dflash_chat.transcript import Transcript
 from dflash_mlx.client import (
     DEFAULT_MODEL,
+    HERE,
     DecodeConfig,
     DFlashError,
     News,
     Pair,
     PairConfig,
     Question,
+    UserConfig,
     Worker,
     check_prompt,
     for_terminal,
@@ -75,11 +78,11 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     BINDINGS = [
         Binding("escape", "stop", "stop", tooltip="stop the answer, keeping what was said"),
         Binding("ctrl+c", "stop_or_copy", _COPIES, show=False, priority=True),
-        Binding("ctrl+t,f2", "call('draft')", "who guessed", tooltip="who guessed each token"),
-        Binding("ctrl+g,f3", "call('stats')", "figures", tooltip="all figures of the answer"),
-        Binding("ctrl+o", "call('copy', 'code')", "copy code", tooltip="copy the last code block"),
+        Binding("ctrl+t,f2", "call('draft')", "who guessed", id="draft"),
+        Binding("ctrl+g,f3", "call('stats')", "figures", id="stats"),
+        Binding("ctrl+o", "call('copy', 'code')", "copy code", id="copy"),
         Binding("ctrl+q", "quit", "leave", priority=True),
-        Binding("ctrl+r,f4", "call('race')", "race", tooltip="plain decoding and drafts race"),
+        Binding("ctrl+r,f4", "call('race')", "race", id="race"),
     ]
 
     def __init__(
@@ -94,13 +97,13 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.pair: Pair | None = None
         self.clean, self.interrupted, self.left, self.saved_as = True, False, "", ""
         self._harmless = Harmless()
-        self.first = ""  # a question to begin with
+        self.first, self.user = "", UserConfig()  # a question to begin with, and where choices go
         self.surely_copied = False  # the last copy, by a program of this machine
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
         for theme in THEMES.values():
             self.register_theme(theme)
-        self.theme = THEMES[chat.theme].name
+        self.theme = THEMES.get(chat.theme, DARK).name
 
     def compose(self) -> ComposeResult:
         self.header = Static(id="header", markup=False)
@@ -129,6 +132,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.set_interval(REFRESH, self.listener.tick)
         self.show_header()
         await self.transcript.show(self.conversation.turns)
+        if self.user.problem:
+            await self.refuse(self.user.problem)
         self.load(self.pair_config)
         if self.first:
             self.prompt.put(self.first)
@@ -373,10 +378,19 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         if opened is not None and not self.conversation.turns:
             await self.show_conversation(opened.conversation, opened.problem)
 
-    def set_config(self, config: DecodeConfig) -> None:
-        """Decode otherwise from the next answer on."""
+    def set_config(self, config: DecodeConfig, keep: bool = False) -> None:
+        """Decode otherwise from the next answer on. keep: and from the next start on."""
+        changed = changes(self.config, config)
+        self.user.origins |= dict.fromkeys(changed, HERE)
         self.config = config
         self.show_header()
+        if keep:
+            self.keep(changed)
+
+    def keep(self, changed: Mapping[str, object]) -> None:
+        """Write choices into the user's file, and say so; aside, because disks are slow."""
+        kept = self.keeper.ask(lambda _: self.user.keep(changed))
+        self.hear(kept, lambda said: self.say(said) if said else None)
 
     def show_header(self) -> None:
         """The model and how it drafts; the title, unless it is the question that stands below."""

@@ -94,7 +94,9 @@ class CommandRunner:
         await app.say(f"The system prompt is: {app.system}" if app.system else "No system prompt.")
 
     async def _settings(self, _: str) -> None:
-        self._app.push_screen(SettingsScreen(self._app.config), when_given(self._app.set_config))
+        app = self._app
+        keep = when_given(partial(app.set_config, keep=True))
+        app.push_screen(SettingsScreen(app.config, app.user.origins), keep)
 
     async def _race(self, text: str) -> None:
         app = self._app
@@ -269,7 +271,9 @@ class CommandRunner:
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
-        self._app.theme = THEMES["light" if dark else "dark"].name
+        name = "light" if dark else "dark"
+        self._app.theme = THEMES[name].name
+        self._app.keep({"theme": name})
 
     async def _help(self, _: str) -> None:
         app = self._app

@@ -11,6 +11,7 @@ from dflash_mlx.benchmark.quick import (
     save_bench,
     what_pays,
 )
+from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,

@@ -43,6 +43,7 @@ from dflash_mlx.models.names import (
 from dflash_mlx.models.read import (
     WHOLE,
     TargetReader,
+    advised_generation,
     draft_size,
     fit_drafter,
     fit_target,
@@ -117,6 +118,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
         partial(bench.read_family, left),
         (*(d.name for d in drafters), *(name for _, name in left)),
         speeds,
+        advised=advised_generation(facts),
     )
 
 

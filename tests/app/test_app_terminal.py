@@ -57,6 +57,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "XDG_CACHE_HOME": str(cache)}
         for name in ("COLUMNS", "LINES"):  # pytest-xdist's processes have them; they hide the size
             environment.pop(name, None)
+        environment["XDG_CONFIG_HOME"] = str(cache / "config")
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
             stdin=side,
@@ -106,6 +107,11 @@ class Terminal:
     def text(self) -> str:
         """What is on screen."""
         return "\n".join(line.rstrip() for line in self.screen.display)
+
+    @property
+    def background(self) -> int:
+        """How much red there is behind the middle of the screen, of 255."""
+        return int(self.screen.buffer[self.screen.lines // 2][self.screen.columns // 2].bg[:2], 16)
 
     def type(self, keys: str) -> None:
         """Press keys; reads meanwhile, because a full terminal would stop the program."""
@@ -267,6 +273,25 @@ def test_no_process_outlives_its_terminal(chat, moment):
         if moment == "leaving":  # starts Textual's input anew
             terminal.process.send_signal(signal.SIGCONT)
         assert terminal.process.wait(90) is not None
+
+
+def test_the_chat_is_light_where_the_terminal_says_so_late_and_no_key_comes_of_it(chat, tmp_path):
+    with chat() as terminal:
+        terminal.until(lambda screen: "<-" in screen)
+        assert b"\x1b]11;?" in terminal.raw
+        assert terminal.background < 0x80
+        terminal.type("ab\x1b]11;rgb:ffff/ffff/ffff\x1b\\cd")
+        screen = terminal.until(lambda screen: "abcd" in screen and terminal.background > 0x80)
+        assert "rgb" not in screen
+        terminal.type("\x15" + "/theme" + ENTER)
+        terminal.until(lambda screen: "Kept in" in screen)
+        terminal.type(CTRL_Q)
+        assert terminal.wait() == 0
+    with chat() as terminal:
+        terminal.until(lambda screen: "<-" in screen)
+        assert b"\x1b]11;?" not in terminal.raw, "the user has chosen"
+        terminal.type(CTRL_Q)
+        assert terminal.wait() == 0
 
 
 HANGS = """import threading, dflash_chat.store as store
