@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 
@@ -21,9 +22,10 @@ def counted(number: int, what: str) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; rows that are shorter than the header end in empty cells."""
-    width = len(header)
-    lines = ([*cells, *[""] * (width - len(cells))] for cells in (header, ["---"] * width, *rows))
+    """A table, its columns aligned; rows that are shorter than the header end in empty cells."""
+    columns = [*zip_longest(header, ["---"] * len(header), *rows, fillvalue="")]
+    widths = [max(map(len, cells)) for cells in columns]
+    lines = (map(str.ljust, cells, widths) for cells in zip(*columns, strict=True))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 

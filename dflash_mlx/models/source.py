@@ -205,7 +205,7 @@ class Source:
         """What the hub's client says, in a sentence; behind its first line come links."""
         said = (str(error).splitlines() or [type(error).__name__])[0]
         reason = in_one_line(re.sub(r".*\(Got: (.*)\)", r"\1", said))
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason
+        reason = "HF_HUB_OFFLINE is set" if "'HF_HUB_OFFLINE=0'" in said else reason
         step = how_to_name(self.option)
         if isinstance(error, GatedRepoError):  # which the next one includes
             what = f"{self.name} is open only to those who have accepted its licence"
