@@ -6,6 +6,7 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -25,6 +26,7 @@ from dflash_mlx.core.config import (
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, values_given
+from dflash_mlx.core.text import counted
 from dflash_mlx.drafters.methods import check_given, choices, own_options, why_auto
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
@@ -41,6 +43,7 @@ _Settings = TypeVar("_Settings")
 
 BAD_INPUT = 2
 
+_NO_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.+)")  # argparse's words
 _ENDINGS = {"length": "cut at --max-tokens", "context": "cut: the context is full"}
 
 
@@ -48,6 +51,9 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one sentence on stderr, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := _NO_NUMBER.match(message):
+            option, kind, value = wrong.groups()
+            message = f"{option} is {value}, not a {'whole ' * (kind == 'int')}number"
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
 
 
@@ -280,7 +286,7 @@ def summary(delta: Delta) -> str:
     statistics = delta.statistics
     parts = [
         f"{statistics.tokens_per_second:.1f} tok/s",
-        f"{statistics.generated_tokens} tokens in {statistics.decode_seconds:.2f} s",
+        f"{counted(statistics.generated_tokens, 'token')} in {statistics.decode_seconds:.2f} s",
         f"first after {statistics.time_to_first_token:.2f} s",
     ]
     if statistics.drafted:

@@ -111,7 +111,9 @@ def _pair(config: PairConfig, place: str) -> AvailableModel:
 def on_this_machine(
     model: Source, drafters: Sequence[Source], others: Sequence[Source] = ()
 ) -> AvailableModel:
-    """The model with the registry's drafter, or else the first of `drafters` that fits it.
+    """The model with the registry's drafter, or else the first downloaded one that fits it.
+
+    One in a folder may be somebody's trial, so it is taken only by its name.
 
     others: models, small ones of which the registry has as drafters.
     """
@@ -125,7 +127,7 @@ def on_this_machine(
             there = Source.of(folder)
         words = f"drafter {drafter}" + ("" if there else ", to download")
     else:
-        there = next((d for d in drafters if _fits(d, model)), None)
+        there = next((d for d in drafters if d.name != str(d.folder) and _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
         has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
         words = f"drafter {there.name}" if there else "no drafter"

@@ -53,8 +53,8 @@ _FLOATS = r"b?float(?:16|32)|bf16|fp\d+|unquantized"
 _BLOCKS = r"(?:q\d(?:[-_][01])?|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?|mixed[-_]\d[-_]\d"
 _RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{6}|\d{8}|v\d))?|awq|gptq|optiq|qat|ud"
 _HEAD = r"mtp|mtplx(?:-optimized-[a-z]+)?"  # a target whose folder has its head for drafts as well
-_QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
-_OF_TARGET = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")
+_QUANTISED = re.compile(rf"(?:[-.](?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
+_OF_TARGET = re.compile(rf"(?:[-.](?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")
 _CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
 _MAX_CARD = 2**20  # bytes
 _RELATIONS = ("finetune", "merge", "quantized", "adapter", None)  # to a base model
@@ -143,7 +143,7 @@ def _normalised(name: str, endings: re.Pattern[str] = _QUANTISED) -> str:
     parts = [part for part in re.split(r"[/\\]", name) if part]
     cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)
     last = cached or (parts[-1] if parts else "")
-    return endings.sub("", last.lower().replace("_", "-"))
+    return endings.sub("", last.lower().replace("_", "-").removesuffix(".gguf"))
 
 
 # The parts of a pair

@@ -128,7 +128,7 @@ def test_a_race_decodes_both_ways_from_one_seed_and_compares_every_token(pair, s
 @pytest.mark.parametrize(
     ("settings", "step"),
     [
-        ({"method": "none"}, "--method"),
+        ({"method": "none"}, "choose another method="),
         ({"sampling": SamplingConfig(0.9), "acceptance": "reject"}, "--acceptance"),
     ],
 )

@@ -253,5 +253,5 @@ def test_a_drafter_of_the_registry_is_unverified_or_does_not_fit(tmp_path, capsy
 
 
 def test_a_name_of_nothing_is_bad_input():
-    with pytest.raises(DFlashError, match="there is no folder '/nowhere/at/all'.*--model"):
+    with pytest.raises(DFlashError, match="there is no folder '/nowhere/at/all'.*model="):
         doctor.main(["--model", "/nowhere/at/all"])

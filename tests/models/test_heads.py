@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from dflash_mlx import DFlashError, PairConfig, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, generate
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
@@ -20,7 +20,7 @@ from dflash_mlx.models.check import check_drafter, check_target
 from dflash_mlx.models.choice import with_own_head
 from dflash_mlx.models.downloads import needed, needed_by
 from dflash_mlx.models.library import on_this_machine
-from dflash_mlx.models.load import check_named
+from dflash_mlx.models.load import check_named, load_pair
 from dflash_mlx.models.names import find_names, whole_copy
 from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target

@@ -34,6 +34,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file
 
 from dflash_mlx import DFlashError
+from dflash_mlx.cli.options import option_name
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.gguf_target import load_gguf
@@ -142,7 +143,10 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
         subject.load(folder)
         found = {"outcome": "loaded", "why": ""}
     except DFlashError as error:
-        found = {"outcome": "refused", "why": _clear(str(error), folder, subject.damaged)}
+        found = {
+            "outcome": "refused",
+            "why": _clear(error.told(option_name), folder, subject.damaged),
+        }
         if found["why"].startswith("FAULT"):
             found["outcome"] = "unclear"
     except Hang:

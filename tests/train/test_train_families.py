@@ -16,11 +16,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 
-from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session, load_pair
+from dflash_mlx import DecodeConfig, DFlashError, PairConfig, Session
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.networks.files import quantize_network
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.train import compare
 from dflash_mlx.train.compare import ANCHORS, hits_at, measure, read_trainee
 from dflash_mlx.train.config import TrainConfig
