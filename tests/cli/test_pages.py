@@ -20,6 +20,7 @@ from dflash_mlx.models.names import registered
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
 from dflash_mlx.train import compare, selector
+from kernels_metal import sweep
 
 ROOT = Path(__file__).parents[2]
 README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
@@ -37,6 +38,7 @@ COMMANDS = {
     "dflash_mlx.train": train.parser,
     "dflash_mlx.train.compare": compare.parser,
     "dflash_mlx.train.selector": selector.parser,
+    "kernels_metal.sweep": sweep.parser,
 }
 
 
@@ -147,7 +149,7 @@ def commands() -> list[tuple[str, str, list[str]]]:
     found = []
     for page in PAGES:
         for line in shell(page):
-            if re.search(r"dflash|scripts/(chat|serve)", line) and (known := arguments(line)):
+            if re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line) and (known := arguments(line)):
                 found.append((page.name, *known))
     return found
 
