@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import platformdirs
 
+from dflash_mlx import mac
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.text import amount
 from dflash_mlx.engine.pair import in_words, read_speeds
-from dflash_mlx.mac import command as mac
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
 from dflash_mlx.verifier.pass_times import read_times
