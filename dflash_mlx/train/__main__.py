@@ -17,9 +17,10 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
 from dflash_mlx.ranks.group import Ranks
-from dflash_mlx.train.compare import TRAINEES
 from dflash_mlx.train.config import DataConfig, TrainConfig
 from dflash_mlx.train.data import read_texts
+from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.paired import EagleTrainee, HeadTrainee
 from dflash_mlx.train.run import (
     Record,
     TrainingRun,
@@ -27,10 +28,18 @@ from dflash_mlx.train.run import (
     identity,
     share_state,
 )
+from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
 from dflash_mlx.train.trainer import Crew, Trainer
 
 PROGRAM = "dflash_mlx.train"
+TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
+    "dflash": DFlashTrainee,
+    "variable-prefix": DFlashTrainee,
+    "specdiff": SpecDiffTrainee,
+    "eagle3": EagleTrainee,
+    "mtp": HeadTrainee,
+}
 # By --recipe: settings as their authors have them, for what is not given.
 RECIPES = {
     "d2sd": {  # arXiv 2606.04446 and its code, which counts the anchor as a visible token

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import read_header
-from dflash_mlx.train.compare import in_words, measure_drafts
+from dflash_mlx.train.acceptance import in_words, measure_drafts
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainer import Trainer
 
