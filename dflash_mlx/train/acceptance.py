@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,23 +12,6 @@ from dflash_mlx.train.trainee import Trainee
 
 ANCHORS = 16  # per text
 _TEXTS = 8  # drafted for at once
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Which drafts of some texts were right."""
-
-    hits: Array  # [blocks, B - 1 - prefix], 1 where this draft and all earlier ones are
-
-    @property
-    def by_position(self) -> list[float]:
-        """Share of blocks whose first k drafts are all right, k = 1, 2, ..."""
-        return [float(share) for share in self.hits.mean(axis=0)]
-
-    @property
-    def tokens_per_round(self) -> float:
-        """1 + the mean number of leading drafts that are right."""
-        return 1 + float(self.hits.sum(axis=-1).mean())
 
 
 def in_words(by_position: Iterable[float], by_prefix: Sequence[float]) -> str:
@@ -57,8 +39,11 @@ def hits_at(
     return np.cumprod(right, axis=-1)
 
 
-def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
-    """Drafts at 16 anchors of every text, evenly spread where the prefix leaves one to draft."""
+def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Array:
+    """[N, B - 1 - prefix] as `hits_at`, of 16 anchors of every text.
+
+    They are evenly spread where the prefix leaves a token to draft.
+    """
     hits: list[Array] = []
     for start in range(0, len(texts), _TEXTS):
         chosen, parts = np.arange(start, min(start + _TEXTS, len(texts))), []
@@ -67,13 +52,16 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Acceptance:
             anchors = anchors[: max(1, len(anchors) - prefix)]
             parts.append(anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)])
         hits += list(hits_at(trainee, texts, chosen, np.stack(parts), prefix))
-    return Acceptance(np.concatenate(hits))
+    return np.concatenate(hits)
 
 
 def measure_drafts(
     trainee: Trainee, texts: Texts, variable_prefix: bool
 ) -> tuple[list[float], list[float]]:
-    """`by_position` without a prefix, and `by_prefix` for every prefix, or for 0 alone."""
+    """Share of blocks whose first k drafts are all right, k = 1, 2, ...; and right drafts a block.
+
+    The latter after every kept prefix, or after none alone.
+    """
     prefixes = range(trainee.config.block_size - 1 if variable_prefix else 1)
-    results = [measure(trainee, texts, prefix) for prefix in prefixes]
-    return results[0].by_position, [result.tokens_per_round - 1 for result in results]
+    found = [measure(trainee, texts, prefix) for prefix in prefixes]
+    return found[0].mean(axis=0).tolist(), [float(hits.sum(axis=-1).mean()) for hits in found]

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -83,10 +82,11 @@ def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, whe
 def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch):
     scores, kept = iter([0.25, 0.75, 0.75, 0.5]), []
 
-    def measure(*_: Any) -> SimpleNamespace:
+    def measure(*_: Any) -> np.ndarray:
         kept.append(files(place.out))
-        score = next(scores)
-        return SimpleNamespace(tokens_per_round=1 + score, by_position=[score] * 7)
+        hits = np.zeros((4, 7))
+        hits[: int(4 * next(scores)), 0] = 1
+        return hits
 
     monkeypatch.setattr("dflash_mlx.train.acceptance.measure", measure)
     place.train(steps=3, evaluate_minutes=1e-9)
