@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.convert.conversion import ConvertConfig
-from dflash_mlx.convert.plan import check_spaces, convert, make_plan, report
+from dflash_mlx.convert.conversion import ConvertConfig, plan
+from dflash_mlx.convert.plan import check_spaces, convert, find_part, report, resolve_destination
 from dflash_mlx.core.errors import DFlashError
 
 PROGRAM = "dflash_mlx.convert"
@@ -27,13 +27,14 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     settings = cli.read_options(arguments, ConvertConfig)
-    plan = make_plan(arguments.src, arguments.dst, settings)
+    destination = resolve_destination(arguments.dst)
+    what = plan(find_part(arguments.src, settings.mtp), settings)
     if arguments.check:
-        print(report(plan))
-    check_spaces(plan)
+        print(report(what, destination))
+    check_spaces(what, destination)
     if not arguments.check:
-        convert(plan, settings)
-        print(f"wrote {plan.destination}")
+        convert(what, destination, settings)
+        print(f"wrote {destination}")
 
 
 def parser() -> argparse.ArgumentParser:

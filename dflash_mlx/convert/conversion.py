@@ -5,13 +5,13 @@ Targets go through `mlx_lm.convert`, under our checks; drafters through their fa
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 
 import mlx.core as mx
@@ -74,6 +74,11 @@ class Conversion:
     size: int  # bytes that it takes on the disk, of a target about
     memory: int  # bytes that converting takes at most, about
     write: Callable[[Path], None]  # makes this folder, which is not there yet
+
+    @cached_property
+    def download(self) -> int:
+        """Bytes that are not here yet."""
+        return 0 if self.facts.source is None else self.facts.source.missing()
 
     def write_to(self, folder: Path) -> None:
         try:
@@ -176,10 +181,6 @@ def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
             kept = any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
             if kept and name not in _REPLACED:
                 shutil.copyfile(facts.path / name, folder / name)
-        if settings.dtype is not None:  # in place of the checkpoint's own
-            changed = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            text = json.dumps({**changed, "torch_dtype": settings.dtype}, indent=4)
-            (folder / CONFIG).write_text(text, encoding="utf-8")
 
     description = f"{config.get('model_type', '')} in {numbers}"
     return Conversion(facts, description, size, RUNTIME + read + size, write)

@@ -9,18 +9,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from dflash_mlx.convert import conversion
-from dflash_mlx.convert.conversion import Conversion, ConvertConfig
+from dflash_mlx.convert.conversion import Conversion, ConvertConfig, plan
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import format_of
-from dflash_mlx.models.check import ModelFacts, check_drafter, check_target
+from dflash_mlx.models.check import ModelFacts, check_drafter, check_target, fetched
 from dflash_mlx.models.downloads import check_space, disk_of_cache
 from dflash_mlx.models.names import existing, whole_copy
 from dflash_mlx.models.parts import is_drafter, read_config
@@ -36,44 +33,23 @@ _GIVE = "give a Hugging Face id like owner/name or a local folder"
 _AS_IT_IS = "--model reads GGUF files as they are; give the folder of the same model here"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A conversion, and the folder that it makes."""
-
-    destination: Path
-    conversion: Conversion
-
-    @cached_property
-    def download(self) -> int:
-        """Bytes that are not here yet."""
-        source = self.conversion.facts.source
-        return 0 if source is None else source.missing()
-
-
-def make_plan(name: str, destination: str, settings: ConvertConfig) -> Plan:
-    """Find and check a model; no weight is read."""
-    folder = resolve_destination(destination)
-    return Plan(folder, conversion.plan(find_part(name, settings.mtp), settings))
-
-
-def check_spaces(plan: Plan) -> None:
+def check_spaces(what: Conversion, destination: Path) -> None:
     """Raise DFlashError where the download, the result, or both on one disk, do not fit."""
-    cache, parent = disk_of_cache(), plan.destination.parent
-    needed, what = plan.conversion.size, str(plan.destination)
-    if plan.download:
-        check_space(cache, plan.download + MARGIN, "the download", _FREE)
+    cache, parent = disk_of_cache(), destination.parent
+    needed, named = what.size, str(destination)
+    if what.download:
+        check_space(cache, what.download + MARGIN, "the download", _FREE)
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
-            needed, what = needed + plan.download, f"{what} with the download"
-    check_space(parent, needed + MARGIN, what, _FREE)
+            needed, named = needed + what.download, f"{named} with the download"
+    check_space(parent, needed + MARGIN, named, _FREE)
 
 
-def convert(plan: Plan, settings: ConvertConfig) -> None:
+def convert(what: Conversion, destination: Path, settings: ConvertConfig) -> None:
     """Fetch and write what was planned; DFlashError, and no destination, where that fails."""
-    if plan.download:
-        facts = _fetch(plan.conversion.facts)
-        plan = Plan(plan.destination, conversion.plan(facts, settings))
-    with staged(plan.destination) as folder:
-        _write(plan.conversion, folder)
+    if what.download:
+        what = plan(fetched(what.facts), settings)
+    with staged(destination) as folder:
+        _write(what, folder)
 
 
 def _write(what: Conversion, folder: Path) -> None:
@@ -83,17 +59,17 @@ def _write(what: Conversion, folder: Path) -> None:
     (folder / MODEL).rmdir()
 
 
-def report(plan: Plan) -> str:
+def report(what: Conversion, destination: Path) -> str:
     """What would be done and what it needs, for people."""
-    what, free = plan.conversion, shutil.disk_usage(plan.destination.parent).free
     kind = "target" if what.facts.format is None else DRAFTER
+    free = shutil.disk_usage(destination.parent).free
     lines = [
         f"{kind:<9} {what.facts.name}: {what.description}, {amount(what.size)}",
-        f"disk      {amount(what.size)} in {plan.destination}; {amount(free)} free",
+        f"disk      {amount(what.size)} in {destination}; {amount(free)} free",
     ]
-    if plan.download:
+    if what.download:
         free = shutil.disk_usage(disk_of_cache()).free
-        lines.append(f"download  {amount(plan.download)}; {amount(free)} free for it")
+        lines.append(f"download  {amount(what.download)}; {amount(free)} free for it")
     lines.append(f"memory    at most about {amount(what.memory)} while converting")
     return "\n".join(lines)
 
@@ -110,21 +86,7 @@ def find_part(name: str, head: bool = False) -> ModelFacts:
     if head and not is_drafter(source):
         what = f"{source.name} holds no head for multi-token prediction that is known"
         raise DFlashError(what, f"{_GIVE_WHOLE}; conversions often drop its head")
-    return _check(source, name, head)
-
-
-def _fetch(facts: ModelFacts) -> ModelFacts:
-    assert facts.source is not None
-    try:
-        source = facts.source.fetch()
-    except DFlashError as error:
-        again = "run the same command again, which resumes"
-        raise DFlashError(error.what, again) from None
-    return _check(source, facts.name, facts.format is not None)
-
-
-def _check(source: Source, name: str, as_drafter: bool) -> ModelFacts:
-    source.option = DRAFTER if as_drafter or format_of(read_config(source)) else MODEL
+    source.option = DRAFTER if head or format_of(read_config(source)) else MODEL
     facts = (check_target if source.option == MODEL else check_drafter)(source, name)
     facts.raise_first()
     return facts
@@ -165,8 +127,6 @@ def _refused_file(path: Path) -> DFlashError:
     if path.suffix in _PICKLES:
         problem = f"{path} is not read, because files of its kind can run any program"
         return DFlashError(problem, "give the folder of the same model with .safetensors files")
-    if path.suffix == ".safetensors":
-        return DFlashError(f"{path} is one file of a model", f"give its folder {path.parent}")
     return DFlashError(f"{path} is a file", _GIVE)
 
 

@@ -85,7 +85,9 @@ def available_models(here: Path) -> list[AvailableModel]:
         for entry in entries()
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
-    return [_built_in(), *found, *public]
+    built_in = PairConfig()
+    needs = needed_by(find_names(built_in))
+    return [AvailableModel(built_in, needs, place="built in"), *found, *public]
 
 
 def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
@@ -94,10 +96,6 @@ def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
     words = f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}"
     told = TO_DOWNLOAD, words, entry.notes, entry.verified
     return AvailableModel(PairConfig(entry.name), needs, download, "", *told)
-
-
-def _built_in() -> AvailableModel:
-    return AvailableModel(PairConfig(), needed_by(find_names(PairConfig())), place="built in")
 
 
 def on_this_machine(

@@ -125,13 +125,6 @@ def without_quantisation(name: str) -> str:
     return re.sub(_QUANTISED.pattern, "", name.rpartition("/")[2], flags=re.IGNORECASE)
 
 
-def preset_for(target: str, drafter: str) -> Preset:
-    """What the registry advises for this pair; nothing where it does not know the two together."""
-    entry = registered(target)
-    is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
-    return entry.preset if entry is not None and is_its else Preset()
-
-
 def _normalised(name: str, endings: re.Pattern[str] = _QUANTISED) -> str:
     parts = [part for part in re.split(r"[/\\]", name) if part]
     cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)
@@ -175,7 +168,8 @@ def find_names(config: PairConfig) -> Names:
     if config.drafter == PLAIN:
         found = replace(found, drafter=None, second_drafter=None, others=(), asks_first=True)
     elif config.drafter is not None:
-        preset = preset_for(found.shown, config.drafter)
+        is_its = found.drafter is not None and same_weights(found.drafter, config.drafter)
+        preset = found.preset if is_its else Preset()
         found = replace(found, drafter=config.drafter, others=(), asks_first=True, preset=preset)
     second = config.second_drafter
     if second == PLAIN:

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
         for case in ("damaged weights", "no tokenizer", "code of its own")
     },
     "a pickle": ("x.bin", write("x.bin", b"PK"), "x.bin is not read"),
-    "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors .* its folder"),
+    "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors is a .* folder"),
     "a GGUF file": ("x.gguf", write("x.gguf", b"GGUF"), "x.gguf .*--model reads GGUF files"),
     "a text": ("x.txt", write("x.txt", b"GGUF"), "x.txt is a file; give a Hugging Face id"),
     "empty": ("x", lambda: Path("x").mkdir(), "x has no config.json; give a Hugging Face id"),
@@ -226,7 +226,7 @@ def test_what_cannot_be_a_destination_is_refused_and_kept(given, tmp_path, name,
 
 def test_a_disk_that_is_too_small_is_refused_with_both_values(given, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
-    monkeypatch.setattr(plan, "convert", None)  # nothing is written
+    monkeypatch.setattr("dflash_mlx.convert.__main__.convert", None)  # nothing is written
     with pytest.raises(DFlashError, match=r"dst needs 16\.\d MB, .* 123\.5 kB"):
         main(given)
     assert nothing_is_left(tmp_path)
