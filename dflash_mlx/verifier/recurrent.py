@@ -28,7 +28,7 @@ from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import Behind, settled
+from dflash_mlx.verifier.tape import Behind, Net, Taped, follow, settled
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -106,6 +106,22 @@ class RecurrentLayer(ArraysCache):
                 return made
             return call() if running.paths is None else self.along(running.paths, kept)
 
+    def follow(self, net: Net, products: Sequence[mx.array], x: mx.array) -> mx.array | None:
+        """What a net's kernels make of its products of x; None where that is not settled."""
+        running: Any = self.running
+        run = net.of(len(running.parents))
+        if run is None:
+            return None
+        taped = follow(run, products, net.weights, self.cache, running.parents)
+        running.calls.append(net.keep(x, taped, self.index))
+        self.stay(taped)
+        return taped.step.y
+
+    def stay(self, taped: Taped) -> None:
+        """Of a chain all rows do, for now; of a tree none."""
+        if self.running is not None and self.running.paths is None:
+            self.cache = taped.states
+
     def along(self, paths: Paths, call: Call) -> Any:
         copies: Any = ArraysCache(len(self.cache))
         copies.cache = paths.copies(self.cache)
@@ -136,6 +152,14 @@ class JoinedStates(ArraysCache):
 
             found.append(layer.run(call.changed(of_it)))
         return tree_map(_side_by_side, *found)
+
+    def follow(self, net: Net, products: Sequence[mx.array], x: mx.array) -> mx.array | None:
+        """As that of one, for each sequence's rows."""
+        if not all(net.of(part.stop - part.start) for part in self._parts):
+            return None
+        pairs = zip(self._layers, self._parts, strict=True)
+        found = [layer.follow(net, [p[:, at] for p in products], x[:, at]) for layer, at in pairs]
+        return _side_by_side(*found)  # type: ignore[no-any-return]
 
 
 def _side_by_side(first: Any, *others: Any) -> Any:

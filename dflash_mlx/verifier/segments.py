@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.verifier.fusion import Call, Group, made_for
+from dflash_mlx.verifier.fusion import Call, Group, made_for, written_as
 from dflash_mlx.verifier.routing import Kernels, Key, MadeOf, Plans
+from dflash_mlx.verifier.tape import Net
 from kernels_metal.factory import Step, executor, metal
 from kernels_metal.verify_qmm import MAX_ROWS
 
 # Layers that are replayed: x + mixer(norm(x)), and the MLP behind it, as mlx-lm writes them
 BLOCKS = "qwen3.TransformerBlock", "glm4_moe.DecoderLayer", "qwen3_5.DecoderLayer"
+GATED_NORM = "qwen3_next.Qwen3NextRMSNormGated"  # behind the rule of a gated delta net
 _PLAIN = (nn.RMSNorm, nn.LayerNorm, nn.Linear, nn.QuantizedLinear)
 Replay = Callable[..., Any]  # a graph that is traced, bound to one layer's arrays
 
@@ -32,7 +34,8 @@ Replay = Callable[..., Any]  # a graph that is traced, bound to one layer's arra
 class Entry(NamedTuple):
     """How one layer computes passes of one key: `before`, its mixer, `after`."""
 
-    before: Replay  # the norm; of attention whose rotation is settled queries, keys and values, too
+    before: Replay  # the norm; of a mixer that is settled what it multiplies its input by, too
+    net: Net | None  # between `before` and `after`, where they know a gated delta net
     after: Replay
     then: Replay | None  # behind the MLP, where that is called as it is
 
@@ -107,7 +110,7 @@ class Segments:
         before = self._traced(_front, here.front)
         after = self._traced(_after, here.back, here.norm, here.mlp, front if here.mlp else [])
         then = None if here.mlp else self._traced(_then, front)
-        return Entry(before, after, then)
+        return Entry(before, here.net, after, then)
 
     def _traced(self, run: Callable[..., Any], *steps: Sequence[Step]) -> Replay:
         """`run(*given, *steps)` as a graph that all of one form share."""
@@ -135,12 +138,20 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
         entry, given = segments.entry(i, x)
         if entry is None:
             return stock(self, x, mask, cache)
-        mixer, at = self[name], segments.at
+        at = segments.at
         given = given or entry.before(x, at)
-        if len(given) > 1:
-            mixed = cache.extend_and_attend(*given, mixer.scale, mask)
+        if entry.net is not None:
+            products, gate, normed = given[:3], given[3], given[4]
+            mixed = cache.follow(entry.net, products, normed) if mask is None else None
+            if mixed is None:
+                return stock(self, x, mask, cache)
+            mixed = [mixed, gate]
+        elif len(given) > 1:
+            queries, keys, values, *gates = given
+            mixed = cache.extend_and_attend(queries, keys, values, self[name].scale, mask)
+            mixed = [mixed, *gates]
         else:
-            mixed = mixer(given[0], mask, cache)
+            mixed = [self[name](given[0], mask, cache)]
         out, *rest = entry.after(mixed, x, at)
         if entry.then is not None:
             out, *rest = entry.then(self.mlp(rest[0]), out, at)
@@ -153,8 +164,9 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
 class Known(NamedTuple):
     """The steps of one layer for passes of one key, and the modules whose they are."""
 
-    front: list[Step]  # the norm; products and rotation of attention
-    back: list[Step]  # of attention: the output projection
+    front: list[Step]  # the norm; the mixer's products; attention's rotation
+    net: Net | None
+    back: list[Step]  # the output projection, behind a net's own norm
     norm: list[Step]
     mlp: list[Step]  # SwiGLU in gate's and up's product; down
     modules: list[Any]
@@ -166,25 +178,40 @@ def _known(layer: Any, key: Key) -> Known | None:
     before, behind = map(_plain, norms)
     if before is None or behind is None:
         return None
-    mixer = layer[_mixer(layer)]
-    attention, mlp = _attention(mixer, key), _mlp(layer["mlp"], key)
+    mixer, mlp = layer[_mixer(layer)], _mlp(layer["mlp"], key)
+    net, front, back = _net(mixer, key) or (None, *_attention(mixer, key))
     modules = [layer, *norms]
-    modules += mixer.modules() if attention else []
+    modules += mixer.modules() if front else []
     modules += layer["mlp"].modules() if mlp else []
-    return Known([before, *attention[:2]], attention[2:], [behind], mlp, modules)
+    return Known([before, *front], net, back, [behind], mlp, modules)
 
 
 def _mixer(layer: Any) -> str:
     return "self_attn" if "self_attn" in layer else "linear_attn"
 
 
-def _attention(module: Any, key: Key) -> list[Step]:
-    """Products, rotation and output projection, where attention is hooked and these are settled."""
-    plans, group = made_for(module) or (None, None)
-    if plans is None or group is None:
-        return []
-    found = [group.made("_together", key), plans.made(key), _product(module["o_proj"], key)]
-    return found if all(found) else []
+def _attention(module: Any, key: Key) -> tuple[list[Step], list[Step]]:
+    """Before and behind it, where attention is hooked and these steps are settled."""
+    made = made_for(module)
+    if not isinstance(made, tuple) or made[1] is None:
+        return [], []
+    plans, group = made
+    front, back = [group.made("_together", key), plans.made(key)], _product(module["o_proj"], key)
+    return (front, [back]) if back and all(front) else ([], [])
+
+
+def _net(module: Any, key: Key) -> tuple[Net, list[Step], list[Step]] | None:
+    """It, and the steps before and behind it, where a gated delta net is hooked and settled."""
+    made = made_for(module)
+    net = made(key) if isinstance(made, partial) else None
+    group = made_for(module["in_proj_qkv"]) if net else None
+    if net is None or not isinstance(group, Group):
+        return None
+    norm = type(module["norm"])
+    known = written_as(norm.__call__, GATED_NORM)
+    back = [known and _bound(module["norm"], norm), _product(module["out_proj"], key)]
+    front = group.made("_together", key)
+    return (net, [front], back) if front and all(back) else None
 
 
 def _mlp(module: Any, key: Key) -> list[Step]:
@@ -208,33 +235,61 @@ def _plain(module: Any) -> Step | None:
     kind = next((kind for kind in type(module).__mro__ if kind in _PLAIN), None)
     if kind is None or kind is not type(module) and made_for(module) is None:
         return None
+    return _bound(module, kind)
+
+
+def _bound(module: Any, kind: Any) -> Step:
+    """A module by the code of its kind, with weights that are given."""
     names = [name for name, value in module.items() if isinstance(value, mx.array)]
     bare = copy(module)
     dict.clear(bare)  # a trace is to hold no weights
 
-    def run(x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    def run(*given: Any) -> mx.array:
         whole = copy(bare)
-        dict.update(whole, zip(names, arrays, strict=True))
-        return kind.__call__(whole, x)
+        dict.update(whole, zip(names, given[-1], strict=True))
+        return kind.__call__(whole, *given[:-1])  # type: ignore[no-any-return]
 
     about = sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str))
     return Step((kind, *names, *about), [module[name] for name in names], run)
 
 
 def _front(x: mx.array, at: mx.array, steps: Sequence[Step]) -> Sequence[mx.array]:
-    """What a mixer is given: its input, or queries, keys and values for attention by a cache."""
-    norm, *attention = steps
-    if not attention:
-        return [norm(x)]
-    products, turn = attention
-    queries, keys, values = products(norm(x))
-    queries, keys = turn(queries, keys, at)
+    """What a mixer is given: its input, or what it multiplies that by.
+
+    For attention by a cache these are queries, keys, values, and a gate where it has one; for a net
+    the four products in the order of `Products`, the gate behind them, and the input.
+    """
+    norm, *mixer = steps
+    normed = norm(x)
+    if not mixer:
+        return [normed]
+    products, *turn = mixer
+    if not turn:
+        qkv, z, b, a = products(normed)
+        return [qkv, a, b, z, normed]
+    given, keys, values = products(normed)
+    queries, keys = turn[0](given, keys, at)
     values = values.reshape(*x.shape[:2], keys.shape[1], -1).transpose(0, 2, 1, 3)
-    return [queries, keys, values]
+    if given.size == queries.size:
+        return [queries, keys, values]
+    gate = given.reshape(*x.shape[:2], queries.shape[1], 2, -1)[..., 1, :]
+    return [queries, keys, values, gate.reshape(*x.shape[:2], -1)]
+
+
+def _back(given: Sequence[mx.array], steps: Sequence[Step]) -> mx.array:
+    """What a mixer returns."""
+    mixed, *gates = given
+    if len(steps) > 1:
+        mixed = steps[0](mixed, gates[0].reshape(mixed.shape))
+        return steps[1](mixed.reshape(*mixed.shape[:2], -1))  # type: ignore[no-any-return]
+    for project in steps:
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(mixed.shape[0], mixed.shape[2], -1)
+        mixed = project(mixed * mx.sigmoid(gates[0]) if gates else mixed)
+    return mixed
 
 
 def _after(  # noqa: PLR0913  # the parts of a layer
-    given: mx.array,
+    given: Sequence[mx.array],
     x: mx.array,
     at: mx.array,
     back: Sequence[Step],
@@ -243,9 +298,7 @@ def _after(  # noqa: PLR0913  # the parts of a layer
     front: Sequence[Step],
 ) -> list[mx.array]:
     """Behind attention or a mixer; up to the MLP, where that is not known."""
-    for project in back:
-        given = project(given.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
-    x = x + given
+    x = x + _back(given, back)
     normed = norm[0](x)
     return _then(mlp[1](mlp[0](normed)), x, at, front) if mlp else [x, normed]
 

@@ -20,6 +20,7 @@ from kernels_metal.delta_net import (
     Before,
     DeltaNet,
     Mixer,
+    Step,
     Tape,
     delta_net_reference,
     replayed,
@@ -48,22 +49,50 @@ class Rows:
     window: [B, before + R, C] what was convolved, of which the first came from earlier passes.
     state_behind: of the state before the pass, arrays' batch and places there, the state behind
     them. leads: where B paths of a tree are side by side, one of them that leads to each row.
-    begun: the state before the pass, where that was to be computed by it.
     """
 
     window: mx.array
     before: int
     state_behind: Callable[[Any, int, Sequence[int]], Any]
     leads: Sequence[int] | None = None
-    begun: mx.array | None = None
+    begun = None
 
     def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
         """The layer's states behind the rows on `path`; cache: those before the pass."""
         batch, places = 0, path
         if self.leads is not None:
             batch, places = self.leads[path[-1]], range(len(path))
-        kept = [*range(self.before), *(self.before + place for place in places)][-self.before :]
-        return [part(self.window, batch, kept), self.state_behind(cache[1], batch, places)]
+        convolved = _last(self.window, self.before, batch, places)
+        return [convolved, self.state_behind(cache[1], batch, places)]
+
+
+class Taped(NamedTuple):
+    """As `Rows`, of a pass by the kernels."""
+
+    step: Step
+
+    @property
+    def begun(self) -> mx.array:
+        """The state before the pass, which that has computed."""
+        return self.step.begun
+
+    @property
+    def states(self) -> list[Any]:
+        """Those behind all its rows."""
+        y, window, begun, tape = self.step
+        return [window[:, y.shape[1] :], Behind(begun, tape)]
+
+    def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
+        """As that of `Rows`."""
+        y, window, begun, tape = self.step
+        convolved = _last(window, window.shape[1] - y.shape[1], 0, path)
+        return [convolved, Behind(begun, tape._replace(path=path))]
+
+
+def _last(window: mx.array, before: int, batch: int, places: Sequence[int]) -> mx.array:
+    """What the next rows are convolved with."""
+    kept = [*range(before), *(before + place for place in places)][-before:]
+    return part(window, batch, kept)
 
 
 def part(x: mx.array, batch: int, rows: Sequence[int]) -> mx.array:
@@ -71,6 +100,22 @@ def part(x: mx.array, batch: int, rows: Sequence[int]) -> mx.array:
     first, end = rows[0], rows[-1] + 1
     x = x[batch : batch + 1]
     return x[:, first:end] if len(rows) == end - first else x[:, mx.array(list(rows))]
+
+
+class Net(NamedTuple):
+    """A gated delta net whose passes of one shape are settled: all but products and what follows.
+
+    keep: what makes a call to be run again, of the net's input, what its rows leave, and the layer.
+    """
+
+    kernels: DeltaKernels
+    weights: Mixer
+    dtype: mx.Dtype
+    keep: Callable[[mx.array, Taped, int], Any]
+
+    def of(self, rows: int) -> DeltaNet | None:
+        """For so many rows, None where that is not settled."""
+        return self.kernels.made(rows, self.dtype, self.weights)
 
 
 class DeltaKernels:
@@ -83,43 +128,58 @@ class DeltaKernels:
     def run(self) -> bool:
         return self._plans.kernels.active
 
+    def made(self, rows: int, dtype: mx.Dtype, weights: Mixer) -> DeltaNet | None:
+        return self._plans.made((rows, dtype, weights.weight.shape))
+
     def __call__(
         self, net: Any, x: mx.array, cache: Sequence[Any], parents: Sequence[int]
-    ) -> tuple[mx.array, Rows, list[Any]] | None:
-        """What a net returns for x [1, R, d], what it leaves, and its states behind all rows.
-
-        cache: its states before them. parents: of the rows, -1 for what was before.
-        """
-        mixer = Mixer(net.conv1d["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
-        convolved, state = cache
-        if state is None:
-            (channels, taps, _), heads = mixer.weight.shape, mixer.rates.size
-            convolved = mx.zeros((1, taps - 1, channels), mixer.weight.dtype)
-            state = mx.zeros((1, heads, mixer.dim, mixer.dim))
-        before = Before(convolved, *(state if isinstance(state, Behind) else (state,)))
+    ) -> tuple[mx.array, Taped] | None:
+        """What a net returns for x [1, R, d], and what it leaves; see `follow`."""
+        weights = weights_of(net)
 
         def products() -> list[mx.array]:
             return [net[f"in_proj_{name}"](x) for name in ("qkv", "a", "b", "z")]
 
         def settle() -> DeltaNet | None:
-            given = products()[:3]
-            chain = given, mixer, before._replace(tape=None), range(-1, x.shape[1] - 1)
+            given, before = products()[:3], _before(cache, weights)._replace(tape=None)
+            chain = given, weights, before, range(-1, x.shape[1] - 1)
             chosen = self._plans.kernels.chosen(raced(), chain)
-            return None if chosen is None else DeltaNet(given, mixer)
+            return None if chosen is None else DeltaNet(given, weights)
 
-        run = self._plans.find((x.shape, x.dtype, mixer.weight.shape), settle)
+        run = self._plans.find((x.shape[1], x.dtype, weights.weight.shape), settle)
         if run is None:
             return None
         *given, z = products()
-        step = run(given, mixer, before, parents)
-        y = net.norm(step.y, z.reshape(step.y.shape))
-        out, kept = net.out_proj(y.reshape(*x.shape[:2], -1)), convolved.shape[1]
+        taped = follow(run, given, weights, cache, parents)
+        y = net.norm(taped.step.y, z.reshape(taped.step.y.shape))
+        return net.out_proj(y.reshape(*x.shape[:2], -1)), taped
 
-        def behind(_: Any, batch: int, path: Sequence[int]) -> Behind:
-            return Behind(step.begun, step.tape._replace(path=path))
 
-        rows = Rows(step.window, kept, behind, begun=step.begun)
-        return out, rows, [step.window[:, -kept:], Behind(step.begun, step.tape)]
+def weights_of(net: Any) -> Mixer:
+    """Of a net as Qwen3.5's."""
+    return Mixer(net["conv1d"]["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
+
+
+def follow(
+    run: DeltaNet,
+    products: Sequence[mx.array],
+    weights: Mixer,
+    cache: Sequence[Any],
+    parents: Sequence[int],
+) -> Taped:
+    """Rows of a net, each behind one of `parents`, -1 for what was before: `cache`."""
+    return Taped(run(products, weights, _before(cache, weights), parents))
+
+
+def _before(cache: Sequence[Any], weights: Mixer) -> Before:
+    convolved, state = cache
+    if isinstance(state, Behind):
+        return Before(convolved, *state)
+    if state is None:
+        (channels, taps, _), heads = weights.weight.shape, weights.rates.size
+        convolved = mx.zeros((1, taps - 1, channels), weights.weight.dtype)
+        state = mx.zeros((1, heads, weights.dim, weights.dim))
+    return Before(convolved, state)
 
 
 def raced() -> Any:

@@ -251,7 +251,7 @@ def test_sequences_side_by_side_replay_what_stays_of_their_own(target):
     "fault", ["nothing", "one row too many", "another's tape", "saved before", "not put back"]
 )
 def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
-    after, settled = tape.Rows.after, tape.settled
+    after, settled = tape.Taped.after, tape.settled
     rows, others = prompt_of(4, 5), []
 
     def stays(layers_rows, cache, path):
@@ -263,7 +263,7 @@ def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
             behind = Behind(behind.state, others[-1 - NETS]._replace(path=path))
         return [window, behind]
 
-    monkeypatch.setattr(tape.Rows, "after", stays)
+    monkeypatch.setattr(tape.Taped, "after", stays)
     if fault == "saved before":
         early = lambda state: state.state if isinstance(state, Behind) else settled(state)  # noqa: E731
         monkeypatch.setattr("dflash_mlx.verifier.recurrent.settled", early)
