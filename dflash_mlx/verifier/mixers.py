@@ -23,7 +23,16 @@ from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.verifier.fusion import made_for, source_of
 from dflash_mlx.verifier.hooks import Hooks
 from dflash_mlx.verifier.routing import Kernels, Key
-from dflash_mlx.verifier.tape import DeltaKernels, Net, Rows, Taped, part, settled, weights_of
+from dflash_mlx.verifier.tape import (
+    Behind,
+    DeltaKernels,
+    Net,
+    Rows,
+    Taped,
+    part,
+    settled,
+    weights_of,
+)
 from kernels_metal.delta_net import MAX_ROWS
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
@@ -137,14 +146,15 @@ class Products:
 
     def net(self, net: Any, key: Key) -> Net | None:
         """How it computes passes of one key, None where that is not settled."""
-        (batch, rows), dtype = key
+        weights = weights_of(net)
+        run = self._kernels.made(weights, key)
+        if run is None or net.sharding_group is not None:
+            return None
 
         def keep(x: mx.array, taped: Taped, layer: int) -> Call:
             return Call(net, type(net).__call__, (x, None, STATE), {}, self, layer, {}, [taped])
 
-        found = Net(self._kernels, weights_of(net), dtype, keep)
-        takes = batch == 1 and net.sharding_group is None
-        return found if takes and found.of(rows) else None
+        return Net(run, weights, keep)
 
     def by_kernels(self, call: Call, layer: Any) -> Any:
         """A net's output by kernels, for a chain or a tree; None where no kernel takes the call."""
@@ -154,12 +164,12 @@ class Products:
         if call.args[1:2] != (None,) or call.args[0].shape[1] > MAX_ROWS:  # the mask
             return None
         made = self._kernels(net, call.args[0], layer.cache, layer.running.parents)
-        call.noted.clear()  # of a pass by kernels no call is run again
         if made is None:
             return None
         out, taped = made
         call.tapes.append(taped)
-        layer.stay(taped)
+        if layer.running.tree is None:
+            layer.cache = [taped.convolved, Behind(taped.begun, taped.tape)]
         return out
 
     def update(self, stock: Callable[..., Any], *rows: Any, **how: Any) -> Any:

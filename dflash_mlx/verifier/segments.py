@@ -35,9 +35,10 @@ class Entry(NamedTuple):
     """How one layer computes passes of one key: `before`, its mixer, `after`."""
 
     before: Replay  # the norm; of a mixer that is settled what it multiplies its input by, too
-    net: Net | None  # between `before` and `after`, where they know a gated delta net
     after: Replay
     then: Replay | None  # behind the MLP, where that is called as it is
+    net: Net | None  # a gated delta net, with which `whole` stands for `before` and `after`
+    whole: Replay | None
 
 
 class Settled(NamedTuple):
@@ -106,11 +107,14 @@ class Segments:
         return Settled(entries, MadeOf(chain(*(each.modules for each in known if each))))
 
     def _entry(self, here: Known, following: Known | None) -> Entry:
-        front = [] if following is None else following.front
+        front = [] if following is None or following.net else following.front
         before = self._traced(_front, here.front)
         after = self._traced(_after, here.back, here.norm, here.mlp, front if here.mlp else [])
         then = None if here.mlp else self._traced(_then, front)
-        return Entry(before, here.net, after, then)
+        if here.net is None:
+            return Entry(before, after, then, None, None)
+        steps = here.front, here.steps, here.norm, here.mlp, front if here.mlp else []
+        return Entry(before, after, then, here.net, self._traced(_whole, *steps))
 
     def _traced(self, run: Callable[..., Any], *steps: Sequence[Step]) -> Replay:
         """`run(*given, *steps)` as a graph that all of one form share."""
@@ -138,21 +142,19 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
         entry, given = segments.entry(i, x)
         if entry is None:
             return stock(self, x, mask, cache)
-        at = segments.at
-        given = given or entry.before(x, at)
-        if entry.net is not None:
-            products, gate, normed = given[:3], given[3], given[4]
-            mixed = cache.follow(entry.net, products, normed) if mask is None else None
-            if mixed is None:
-                return stock(self, x, mask, cache)
-            mixed = [mixed, gate]
-        elif len(given) > 1:
-            queries, keys, values, *gates = given
-            mixed = cache.extend_and_attend(queries, keys, values, self[name].scale, mask)
-            mixed = [mixed, *gates]
+        at, net = segments.at, entry.net
+        if net is not None and mask is None and hasattr(cache, "given"):
+            left, out, *rest = entry.whole(cache.given(net), x, at)  # type: ignore[misc]
+            cache.follow(net, left)
         else:
-            mixed = [self[name](given[0], mask, cache)]
-        out, *rest = entry.after(mixed, x, at)
+            given = given or entry.before(x, at)
+            if len(given) > 1:
+                queries, keys, values, *gates = given
+                mixed = cache.extend_and_attend(queries, keys, values, self[name].scale, mask)
+                given = mixed, *gates
+            else:
+                given = (self[name](given[0], mask, cache),)
+            out, *rest = entry.after(given, x, at)
         if entry.then is not None:
             out, *rest = entry.then(self.mlp(rest[0]), out, at)
         segments.held = out, rest
@@ -164,9 +166,10 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
 class Known(NamedTuple):
     """The steps of one layer for passes of one key, and the modules whose they are."""
 
-    front: list[Step]  # the norm; the mixer's products; attention's rotation
+    front: list[Step]  # the norm; products and rotation of attention
+    back: list[Step]  # of attention: the output projection
     net: Net | None
-    back: list[Step]  # the output projection, behind a net's own norm
+    steps: list[Step]  # of a gated delta net: products, kernels, norm, output projection
     norm: list[Step]
     mlp: list[Step]  # SwiGLU in gate's and up's product; down
     modules: list[Any]
@@ -179,39 +182,44 @@ def _known(layer: Any, key: Key) -> Known | None:
     if before is None or behind is None:
         return None
     mixer, mlp = layer[_mixer(layer)], _mlp(layer["mlp"], key)
-    net, front, back = _net(mixer, key) or (None, *_attention(mixer, key))
+    attention, (net, steps) = _attention(mixer, key), _net(mixer, key)
     modules = [layer, *norms]
-    modules += mixer.modules() if front else []
+    modules += mixer.modules() if attention or net else []
     modules += layer["mlp"].modules() if mlp else []
-    return Known([before, *front], net, back, [behind], mlp, modules)
+    front, back = [before, *attention[:2]], attention[2:]
+    return Known(front, back, net, steps, [behind], mlp, modules)
 
 
 def _mixer(layer: Any) -> str:
     return "self_attn" if "self_attn" in layer else "linear_attn"
 
 
-def _attention(module: Any, key: Key) -> tuple[list[Step], list[Step]]:
-    """Before and behind it, where attention is hooked and these steps are settled."""
+def _attention(module: Any, key: Key) -> list[Step]:
+    """Products, rotation and output projection, where attention is hooked and these are settled."""
     made = made_for(module)
-    if not isinstance(made, tuple) or made[1] is None:
-        return [], []
-    plans, group = made
-    front, back = [group.made("_together", key), plans.made(key)], _product(module["o_proj"], key)
-    return (front, [back]) if back and all(front) else ([], [])
+    plans, group = made if isinstance(made, tuple) else (None, None)
+    if plans is None or group is None:
+        return []
+    found = [group.made("_together", key), plans.made(key), _product(module["o_proj"], key)]
+    return found if all(found) else []
 
 
-def _net(module: Any, key: Key) -> tuple[Net, list[Step], list[Step]] | None:
-    """It, and the steps before and behind it, where a gated delta net is hooked and settled."""
+def _net(module: Any, key: Key) -> tuple[Net | None, list[Step]]:
+    """A gated delta net and its steps, where it is hooked and these are settled."""
     made = made_for(module)
-    net = made(key) if isinstance(made, partial) else None
-    group = made_for(module["in_proj_qkv"]) if net else None
-    if net is None or not isinstance(group, Group):
-        return None
-    norm = type(module["norm"])
-    known = written_as(norm.__call__, GATED_NORM)
-    back = [known and _bound(module["norm"], norm), _product(module["out_proj"], key)]
-    front = group.made("_together", key)
-    return (net, [front], back) if front and all(back) else None
+    net: Net | None = made(key) if isinstance(made, partial) else None
+    group, norm = (made_for(module["in_proj_qkv"]), module["norm"]) if net else (None, None)
+    if (
+        net is None
+        or not isinstance(group, Group)
+        or not written_as(type(norm).__call__, GATED_NORM)
+    ):
+        return None, []
+    weights, rates, biases, _ = net.weights
+    rule = Step(net.run.key, [weights, rates, biases], net.run.run)
+    behind = _bound(norm, type(norm)), _product(module["out_proj"], key)
+    found = [group.made("_together", key), rule, *behind]
+    return (net, found) if all(found) else (None, [])
 
 
 def _mlp(module: Any, key: Key) -> list[Step]:
@@ -254,21 +262,16 @@ def _bound(module: Any, kind: Any) -> Step:
 
 
 def _front(x: mx.array, at: mx.array, steps: Sequence[Step]) -> Sequence[mx.array]:
-    """What a mixer is given: its input, or what it multiplies that by.
+    """What a mixer is given: its input, or queries, keys and values for attention by a cache.
 
-    For attention by a cache these are queries, keys, values, and a gate where it has one; for a net
-    the four products in the order of `Products`, the gate behind them, and the input.
+    Behind these comes the gate of attention that has one.
     """
-    norm, *mixer = steps
-    normed = norm(x)
-    if not mixer:
-        return [normed]
-    products, *turn = mixer
-    if not turn:
-        qkv, z, b, a = products(normed)
-        return [qkv, a, b, z, normed]
-    given, keys, values = products(normed)
-    queries, keys = turn[0](given, keys, at)
+    norm, *attention = steps
+    if not attention:
+        return [norm(x)]
+    products, turn = attention
+    given, keys, values = products(norm(x))
+    queries, keys = turn(given, keys, at)
     values = values.reshape(*x.shape[:2], keys.shape[1], -1).transpose(0, 2, 1, 3)
     if given.size == queries.size:
         return [queries, keys, values]
@@ -276,16 +279,22 @@ def _front(x: mx.array, at: mx.array, steps: Sequence[Step]) -> Sequence[mx.arra
     return [queries, keys, values, gate.reshape(*x.shape[:2], -1)]
 
 
-def _back(given: Sequence[mx.array], steps: Sequence[Step]) -> mx.array:
-    """What a mixer returns."""
-    mixed, *gates = given
-    if len(steps) > 1:
-        mixed = steps[0](mixed, gates[0].reshape(mixed.shape))
-        return steps[1](mixed.reshape(*mixed.shape[:2], -1))  # type: ignore[no-any-return]
-    for project in steps:
-        mixed = mixed.transpose(0, 2, 1, 3).reshape(mixed.shape[0], mixed.shape[2], -1)
-        mixed = project(mixed * mx.sigmoid(gates[0]) if gates else mixed)
-    return mixed
+def _whole(  # noqa: PLR0913  # the parts of a layer
+    before: Sequence[mx.array],
+    x: mx.array,
+    at: mx.array,
+    front: Sequence[Step],
+    net: Sequence[Step],
+    *behind: Sequence[Step],
+) -> list[Any]:
+    """A layer with a gated delta net: what that leaves for its cache, and as `_after`."""
+    products, rule, norm, project = net
+    normed = front[0](x)
+    qkv, z, b, a = products(normed)
+    y, window, *left = rule(qkv, a, b, before)  # type: ignore[arg-type]
+    out = project(norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
+    left = [normed, window[:, x.shape[1] :], window, *left]
+    return [left, *_after([out], x, at, [], *behind)]
 
 
 def _after(  # noqa: PLR0913  # the parts of a layer
@@ -298,7 +307,11 @@ def _after(  # noqa: PLR0913  # the parts of a layer
     front: Sequence[Step],
 ) -> list[mx.array]:
     """Behind attention or a mixer; up to the MLP, where that is not known."""
-    x = x + _back(given, back)
+    mixed, *gates = given
+    for project in back:
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        mixed = project(mixed * mx.sigmoid(gates[0]) if gates else mixed)
+    x = x + mixed
     normed = norm[0](x)
     return _then(mlp[1](mlp[0](normed)), x, at, front) if mlp else [x, normed]
 

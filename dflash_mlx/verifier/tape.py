@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dflash_mlx.verifier.routing import Kernels, Plans
+from dflash_mlx.verifier.routing import Kernels, Key, Plans
 from kernels_metal.delta_net import (
     DELTA_NET,
     Before,
     DeltaNet,
     Mixer,
-    Step,
     Tape,
     delta_net_reference,
     replayed,
@@ -69,24 +68,15 @@ class Rows:
 class Taped(NamedTuple):
     """As `Rows`, of a pass by the kernels."""
 
-    step: Step
+    convolved: mx.array  # the last rows of the window, with which the next ones are
+    window: mx.array
+    begun: mx.array  # the state before the pass, which that has computed
+    tape: Tape
 
-    @property
-    def begun(self) -> mx.array:
-        """The state before the pass, which that has computed."""
-        return self.step.begun
-
-    @property
-    def states(self) -> list[Any]:
-        """Those behind all its rows."""
-        y, window, begun, tape = self.step
-        return [window[:, y.shape[1] :], Behind(begun, tape)]
-
-    def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
+    def after(self, _: Sequence[Any], path: Sequence[int]) -> list[Any]:
         """As that of `Rows`."""
-        y, window, begun, tape = self.step
-        convolved = _last(window, window.shape[1] - y.shape[1], 0, path)
-        return [convolved, Behind(begun, tape._replace(path=path))]
+        behind = Behind(self.begun, self.tape._replace(path=path))
+        return [_last(self.window, self.convolved.shape[1], 0, path), behind]
 
 
 def _last(window: mx.array, before: int, batch: int, places: Sequence[int]) -> mx.array:
@@ -102,22 +92,6 @@ def part(x: mx.array, batch: int, rows: Sequence[int]) -> mx.array:
     return x[:, first:end] if len(rows) == end - first else x[:, mx.array(list(rows))]
 
 
-class Net(NamedTuple):
-    """A gated delta net whose passes of one shape are settled: all but products and what follows.
-
-    keep: what makes a call to be run again, of the net's input, what its rows leave, and the layer.
-    """
-
-    kernels: DeltaKernels
-    weights: Mixer
-    dtype: mx.Dtype
-    keep: Callable[[mx.array, Taped, int], Any]
-
-    def of(self, rows: int) -> DeltaNet | None:
-        """For so many rows, None where that is not settled."""
-        return self.kernels.made(rows, self.dtype, self.weights)
-
-
 class DeltaKernels:
     """The kernels in the place of all that Qwen3.5's nets do between products, if chosen."""
 
@@ -128,31 +102,52 @@ class DeltaKernels:
     def run(self) -> bool:
         return self._plans.kernels.active
 
-    def made(self, rows: int, dtype: mx.Dtype, weights: Mixer) -> DeltaNet | None:
-        return self._plans.made((rows, dtype, weights.weight.shape))
+    def made(self, weights: Mixer, key: Key) -> DeltaNet | None:
+        """For passes of one key, None where it is not settled."""
+        return self._plans.made((key, weights.weight.shape))
 
     def __call__(
         self, net: Any, x: mx.array, cache: Sequence[Any], parents: Sequence[int]
     ) -> tuple[mx.array, Taped] | None:
-        """What a net returns for x [1, R, d], and what it leaves; see `follow`."""
+        """What a net returns for x [1, R, d], and what it leaves.
+
+        cache: its states before them. parents: of the rows, -1 for what was before.
+        """
         weights = weights_of(net)
+        before = before_of(cache, weights)
 
         def products() -> list[mx.array]:
             return [net[f"in_proj_{name}"](x) for name in ("qkv", "a", "b", "z")]
 
         def settle() -> DeltaNet | None:
-            given, before = products()[:3], _before(cache, weights)._replace(tape=None)
-            chain = given, weights, before, range(-1, x.shape[1] - 1)
+            given = products()[:3]
+            chain = given, weights, before._replace(tape=None), range(-1, x.shape[1] - 1)
             chosen = self._plans.kernels.chosen(raced(), chain)
             return None if chosen is None else DeltaNet(given, weights)
 
-        run = self._plans.find((x.shape[1], x.dtype, weights.weight.shape), settle)
+        run = self._plans.find(((x.shape[:-1], x.dtype), weights.weight.shape), settle)
         if run is None:
             return None
         *given, z = products()
-        taped = follow(run, given, weights, cache, parents)
-        y = net.norm(taped.step.y, z.reshape(taped.step.y.shape))
-        return net.out_proj(y.reshape(*x.shape[:2], -1)), taped
+        step = run(given, weights, before, parents)
+        y = net.norm(step.y, z.reshape(step.y.shape))
+        out = net.out_proj(y.reshape(*x.shape[:2], -1))
+        return out, Taped(step.window[:, x.shape[1] :], *step[1:])
+
+
+class Net(NamedTuple):
+    """A gated delta net in passes of one key, of which only arrays are to be found.
+
+    keep: what makes a call to be run again, of the net's input, what its rows leave, and the layer.
+    """
+
+    run: DeltaNet
+    weights: Mixer
+    keep: Callable[[mx.array, Taped, int], Any]
+
+    def given(self, cache: Sequence[Any], parents: Sequence[int]) -> list[mx.array]:
+        """The arrays of a pass behind `cache`."""
+        return self.run.given(before_of(cache, self.weights), parents)
 
 
 def weights_of(net: Any) -> Mixer:
@@ -160,18 +155,8 @@ def weights_of(net: Any) -> Mixer:
     return Mixer(net["conv1d"]["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
 
 
-def follow(
-    run: DeltaNet,
-    products: Sequence[mx.array],
-    weights: Mixer,
-    cache: Sequence[Any],
-    parents: Sequence[int],
-) -> Taped:
-    """Rows of a net, each behind one of `parents`, -1 for what was before: `cache`."""
-    return Taped(run(products, weights, _before(cache, weights), parents))
-
-
-def _before(cache: Sequence[Any], weights: Mixer) -> Before:
+def before_of(cache: Sequence[Any], weights: Mixer) -> Before:
+    """What a net's states stand for; zeros where there are none yet."""
     convolved, state = cache
     if isinstance(state, Behind):
         return Before(convolved, *state)

@@ -45,7 +45,7 @@ PROMPT = prompt_of(3, 12)
 
 @cache
 def made():
-    target = changed_target("qwen3_5", None, **HEADS)
+    target = changed_target("qwen3_5", 4, **HEADS)
     target.use_kernels("on")
     return target
 
