@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
-    GATED_MLP,
+    GATED_MLPS,
     MADE,
     Group,
     arrays_of,
@@ -195,7 +195,7 @@ class KernelHooks(Hooks):
                 plans = Plans(self._kernels, module)
                 made = plans, group
                 self.replace(module, "__call__", normed_attention(stock, plans, group), made)
-            elif group is not None and written_as(stock, GATED_MLP):
+            elif group is not None and written_as(stock, *GATED_MLPS):
                 self.replace(module, "__call__", gated_mlp(stock, group), group)
         for i, layer in enumerate(model.layers):
             stock = type(layer).__call__
