@@ -21,6 +21,7 @@ from dflash_mlx.models.names import DEFAULT_MODEL, registered
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
 from dflash_mlx.train import compare, selector
+from kernels_metal import sweep
 from support.serving import serving
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,7 @@ COMMANDS = {
     "dflash_mlx.train": train.parser,
     "dflash_mlx.train.compare": compare.parser,
     "dflash_mlx.train.selector": selector.parser,
+    "kernels_metal.sweep": sweep.parser,
 }
 
 
@@ -149,7 +151,7 @@ def commands() -> list[tuple[str, str, list[str]]]:
     found = []
     for page in PAGES:
         for line in shell(page):
-            if re.search(r"dflash|scripts/(chat|serve)", line) and (known := arguments(line)):
+            if re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line) and (known := arguments(line)):
                 found.append((page.name, *known))
     return found
 
