@@ -151,7 +151,9 @@ def commands() -> list[tuple[str, str, list[str]]]:
     found = []
     for page in PAGES:
         for line in shell(page):
-            if re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line) and (known := arguments(line)):
+            if re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line) and (
+                known := arguments(line)
+            ):
                 found.append((page.name, *known))
     return found
 
