@@ -11,6 +11,7 @@ from dflash_mlx.benchmark.quick import (
     save_bench,
     what_pays,
 )
+from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -55,5 +56,5 @@ from dflash_mlx.session.session import Question, Responder, Session, prefix_cach
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text
-from dflash_mlx.system.machine import available_memory
+from dflash_mlx.system.machine import available_memory, describe_machine
 from dflash_mlx.system.terminal import for_terminal

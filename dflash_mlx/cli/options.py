@@ -10,11 +10,11 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.core.config import (
     AUTO,
@@ -77,35 +77,44 @@ def add_options(
 
 
 def read_options(arguments: argparse.Namespace, settings_class: type[_Settings]) -> _Settings:
-    """The settings that the command line gave, defaults elsewhere."""
-    given = vars(arguments)
+    """The settings that the command line gave, or the user's file; defaults elsewhere."""
+    given = _given(arguments)
     names = {f.name for f in fields(settings_class)} & given.keys()  # type: ignore[arg-type]
     values = {name: given[name] for name in names}
     return settings_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
-    """Decoding and sampling settings together, and what an answer has to be."""
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {**getattr(arguments, "kept", {}), **vars(arguments)}
+
+
+def read_decode_config(arguments: argparse.Namespace, may_sample: bool = False) -> DecodeConfig:
+    """Decoding and sampling settings together, and what an answer has to be.
+
+    may_sample: whether a temperature that was not given may come from the model.
+    """
+    given = _given(arguments)
     sampling = read_options(arguments, SamplingConfig)
     structure = read_options(arguments, StructureConfig)
     config = read_options(arguments, DecodeConfig)
     names = [f.name for f in fields(own_options())]
-    own = Given(tuple((n, v) for n in names if (v := getattr(arguments, n, None)) is not None))
+    own = Given(tuple((n, given[n]) for n in names if given.get(n) is not None))
     config = replace(config, sampling=sampling, structure=structure, options=own)
     check_given(config)
     check_structure(structure)
-    _check_greedy(config)
+    if not may_sample or "temperature" in vars(arguments):
+        _check_greedy(config, vars(arguments))
     return config
 
 
-def _check_greedy(config: DecodeConfig) -> None:
+def _check_greedy(config: DecodeConfig, typed: Collection[str]) -> None:
     if config.sampling.temperature > 0:
         return
     given = values_given(config.sampling)
     if config.acceptance == "reject":
         given["acceptance"] = "reject"
     for name in ("top_p", "top_k", "min_p", "acceptance"):
-        if name in given:
+        if name in given and name in typed:
             what = f"{name} is {given[name]}, but at temperature 0 nothing is sampled"
             raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
 
@@ -122,7 +131,7 @@ def open_pair(
     config = read_pair_config(arguments)
     check_given(config, *(use.method for use in uses))
     pair = load_pair(config, *uses, reader=reader)
-    notes = list(pair.notes)
+    notes = [*filter(None, [getattr(arguments, "problem", "")]), *pair.notes]
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
     notes += [why for use in uses if (why := why_auto(use, pair.capabilities))]

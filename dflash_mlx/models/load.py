@@ -44,6 +44,7 @@ from dflash_mlx.models.names import (
 from dflash_mlx.models.read import (
     WHOLE,
     TargetReader,
+    advised_generation,
     draft_size,
     fit_drafter,
     fit_target,
@@ -66,11 +67,11 @@ _IF_NOT = "drafts are checked, so answers are right; if few are accepted, name a
 def load(model: str | Path | PairConfig | None = None, drafter: str | Path | None = None) -> Pair:
     """Load a target and its drafter.
 
-    model: a Hugging Face id, a local folder, the folder of a converted pair, or a GGUF file; the
-    default model without one; or a `PairConfig` with further settings. drafter: an id or a folder;
-    by default the one that models.toml knows for the target. Where it knows none, or that one is
-    not available, `Pair.undrafted` says so and the pair drafts by prompt lookup. Raises DFlashError
-    for what cannot be found or read, and for a drafter that was asked for and does not fit.
+    model: a Hugging Face id, a local folder or a GGUF file; the default model without one; or a
+    `PairConfig` with further settings. drafter: an id or a folder; by default the one that
+    models.toml knows for the target. Where it knows none, or that one is not available,
+    `Pair.undrafted` says so and the pair drafts by prompt lookup. Raises DFlashError for what
+    cannot be found or read, and for a drafter that was asked for and does not fit.
     """
     drafter = str(drafter) if isinstance(drafter, Path) else drafter
     if not isinstance(model, PairConfig):
@@ -121,6 +122,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
         partial(bench.read_family, left),
         (*(d.name for d in drafters), *(name for _, name in left)),
         speeds,
+        advised=advised_generation(facts),
     )
 
 
@@ -332,7 +334,7 @@ def _on_drafters(names: Names, used: Sequence[str]) -> Iterator[Finding]:
             yield Finding("note", said, "name another one with --drafter")
     if names.headless and not used:
         yield Finding("note", names.headless, "give that folder with --drafter")
-    entry = registered(names.made_from or names.shown)
+    entry = registered(names.shown)
     if entry is None or names.drafter is None:
         return
     if entry.drafter in used and not entry.verified:

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.user_config import FaceConfig, parse
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.downloads import check_memory
@@ -30,7 +31,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
-    arguments = parser().parse_args(argv)
+    arguments = parse(parser(), argv)
     check_installed()
     config = cli.read_decode_config(arguments)
     serve = read_serve_config(arguments)
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "may ask for other sampling and lengths than the options say.",
     )
     result.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    cli.add_options(result, FaceConfig, without=("system", "theme"))
     cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
     return result
 

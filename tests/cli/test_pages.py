@@ -20,7 +20,7 @@ from dflash_mlx.models.downloads import stored_bytes, weights_of
 from dflash_mlx.models.names import DEFAULT_MODEL, registered
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
-from dflash_mlx.train import compare, selector
+from dflash_mlx.train import selector
 from kernels_metal import sweep
 from support.serving import serving
 
@@ -38,7 +38,6 @@ COMMANDS = {
     "dflash_mlx.corpus": corpus.parser,
     "dflash_mlx.serve": serve.parser,
     "dflash_mlx.train": train.parser,
-    "dflash_mlx.train.compare": compare.parser,
     "dflash_mlx.train.selector": selector.parser,
     "kernels_metal.sweep": sweep.parser,
 }
@@ -151,9 +150,8 @@ def commands() -> list[tuple[str, str, list[str]]]:
     found = []
     for page in PAGES:
         for line in shell(page):
-            if re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line) and (
-                known := arguments(line)
-            ):
+            ours = re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line)
+            if ours and (known := arguments(line)):
                 found.append((page.name, *known))
     return found
 

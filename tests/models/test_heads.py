@@ -94,22 +94,6 @@ def test_a_head_is_taken_out_and_drafts_nearly_what_it_did(tmp_path, options):
     assert apart < {"": 1e-5, "8": 0.2, "4": 2}[bits.partition(" ")[0]]
 
 
-def test_a_target_is_converted_with_its_own_head_as_a_pair(tmp_path):
-    folder = str(write_target(tmp_path / "target"))
-    options = ["--bits", "8", "--group-size", "32", "--drafter-bits", "8"]
-    main([folder, str(tmp_path / "pair"), "--pair", folder, *options])
-    pair = load_pair(PairConfig(str(tmp_path / "pair")))
-    assert [drafter.family for drafter in pair.drafters] == ["mtp"]
-    assert len(set(answers(pair, *USES[:3]))) == 1
-
-
-def test_a_head_is_taken_of_a_target_alone(tmp_path):
-    folder = str(write_target(tmp_path / "target"))
-    for more in (["--pair", folder], ["--mode", "mxfp4"]):
-        with pytest.raises(DFlashError, match="--mtp is for a target alone|are for targets"):
-            main([folder, str(tmp_path / "head"), "--mtp", *more])
-
-
 def test_of_a_published_target_only_the_files_of_the_head_are_fetched(tmp_path):
     folder = write_target(tmp_path / "target")
     with serve({"owner/model": folder}, tmp_path / "cache") as hub:

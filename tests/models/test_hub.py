@@ -263,10 +263,9 @@ REFUSED: dict[str, tuple[str, Damage, str | None, str]] = {
 def test_what_does_not_serve_is_refused_before_any_weight_is_fetched(hub, tmp_path, case):
     damaged, damage, drafter, value = REFUSED[case]
     damage(hub.repositories[f"owner/{damaged}"])
-    pair = ["--pair", drafter] if drafter else []
-    for more in ([], ["--check"]):
+    for more in [] if drafter else ([], ["--check"]):
         with pytest.raises(DFlashError, match=value):
-            convert(["owner/model", str(tmp_path / "dst"), *pair, *more])
+            convert(["owner/model", str(tmp_path / "dst"), *more])
     assert not (tmp_path / "dst").exists()
     if case != "no tokenizer":  # which is seen when it is loaded
         with pytest.raises(DFlashError, match=value):
