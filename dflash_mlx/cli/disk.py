@@ -47,7 +47,7 @@ def models(argv: Sequence[str]) -> None:
             parser.error("--download needs a name")
         _print(_everything(Path()))
         return
-    config = PairConfig(None if arguments.name == DEFAULT_MODEL else arguments.name)
+    config = PairConfig(arguments.name)
     if arguments.download:
         download(config)
     else:
