@@ -8,14 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from textual.binding import Binding
+
 from dflash_chat.aside import aside
 from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
-from dflash_chat.commands import Call, help_rows
-from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
+from dflash_chat.commands import COMMANDS, Call
+from dflash_chat.conversation import LONGEST_TITLE, UNFINISHED, Conversation, code_blocks
+from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.figures import MEANINGS, counted, statistics_rows
 from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
@@ -90,7 +94,9 @@ class CommandRunner:
         await app.say(f"The system prompt is: {app.system}" if app.system else "No system prompt.")
 
     async def _settings(self, _: str) -> None:
-        self._app.push_screen(SettingsScreen(self._app.config), when_given(self._app.set_config))
+        app = self._app
+        keep = when_given(partial(app.set_config, keep=True))
+        app.push_screen(SettingsScreen(app.config, app.user.origins), keep)
 
     async def _race(self, text: str) -> None:
         app = self._app
@@ -145,6 +151,13 @@ class CommandRunner:
 
         self._branch(ask)
 
+    async def _continue(self, _: str) -> None:
+        self._need_idle()
+        last = self._app.conversation.turns[-1:]
+        if not last or last[0].ending not in ("stopped", "length", UNFINISHED):
+            raise DFlashError("no answer was cut", "ask something, or type /retry")
+        await self._app.go_on()
+
     async def _edit(self, _: str) -> None:
         app, old = self._app, self._app.conversation
 
@@ -177,6 +190,8 @@ class CommandRunner:
         if answer is None:
             raise DFlashError("there is no answer yet", "ask something first")
         blocks = {str(n): text for n, text in enumerate(code_blocks(answer), start=1)}
+        if number == "code" and blocks:
+            number = str(len(blocks))
         if number not in ("", *blocks):
             count = counted(len(blocks), "code block")
             way = "type /copy 1 for the first, or" if blocks else "type"
@@ -256,10 +271,18 @@ class CommandRunner:
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
-        self._app.theme = THEMES["light" if dark else "dark"].name
+        name = "light" if dark else "dark"
+        self._app.theme = THEMES[name].name
+        self._app.keep({"theme": name})
 
     async def _help(self, _: str) -> None:
-        self._app.push_screen(RowsScreen("dflash-chat", help_rows()))
+        app = self._app
+        rows = [*((command.usage, command.help) for command in COMMANDS), ("", "")]
+        for bound in [*Prompt.BINDINGS, *app.BINDINGS, *DraftPanel.BINDINGS]:
+            if isinstance(bound, Binding) and (does := bound.tooltip or bound.description):
+                first = replace(bound, key=bound.key.partition(",")[0])
+                rows.append((app.get_key_display(first), does))
+        app.push_screen(RowsScreen("dflash-chat", rows))
 
     async def _quit(self, _: str) -> None:
         await self._app.action_quit()

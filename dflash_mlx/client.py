@@ -11,6 +11,7 @@ from dflash_mlx.benchmark.quick import (
     save_bench,
     what_pays,
 )
+from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -22,7 +23,7 @@ from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, label_in_words, values_given
 from dflash_mlx.core.statistics import Observer, Statistics
-from dflash_mlx.core.text import amount
+from dflash_mlx.core.text import amount, counted
 from dflash_mlx.drafters.methods import (
     check_given,
     family_wanted,

@@ -44,6 +44,7 @@ class BenchStep:
     of: int  # in all
     prompts: int = 0  # finished by all methods
     report: Report = field(default_factory=dict)  # over those prompts, {} before the first
+    prompt: str = ""  # the one that is being answered
 
 
 def bench(
@@ -57,16 +58,19 @@ def bench(
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)
     settled = settle_all(named, pair.capabilities)
-    asked = questions(pair.tokenizer, read_prompts(PROMPTS), (), (), pair.template)
+    rows = read_prompts(PROMPTS)
+    texts = [*(row["messages"][-1]["content"] for row in rows), ""]
+    asked = questions(pair.tokenizer, rows, (), (), pair.template)
     report = describe(pair, config)
     given = {"prompts_file": PROMPTS.name, "limit": None}
     report["settings"] = given | settings(asked, settled, base.sampling)
-    step, runs = BenchStep(0, len(asked) * len(settled)), list[Run]()
+    step, runs = BenchStep(0, len(asked) * len(settled), prompt=texts[0]), list[Run]()
     for some in run_all(pair, asked, settled):
         runs += some or []
         if some:
             told = report | summarise(runs)
-            step = replace(step, prompts=step.prompts + 1, report=told)
+            done = step.prompts + 1
+            step = replace(step, prompts=done, report=told, prompt=texts[done])
         elif some is not None:
             step = replace(step, answers=step.answers + 1)
         yield step

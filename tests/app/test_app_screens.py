@@ -60,7 +60,7 @@ async def test_settings_show_every_option_and_apply_together(chat, app):
     assert "choose from this many of the likeliest" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await chat.press("ctrl+s")
-    wanted = "Longest answer is 'many'; type a whole number"
+    wanted = "Longest answer is 'many'; choose a whole number"
     await chat.shows(wanted)
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"

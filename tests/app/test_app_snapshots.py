@@ -18,7 +18,6 @@ from xml.etree import ElementTree
 import pytest
 from pictures import moving, picture
 
-from dflash_chat.prompt import placeholder
 from dflash_chat.race_screen import RaceScreen
 from dflash_mlx.client import DFlashError, RaceResult
 from support.app_scripts import ANSWER, ScriptedBackend, drive, race_of
@@ -123,6 +122,7 @@ async def settled_picture(chat, expected: str | None) -> str:
 @pytest.mark.parametrize(("name", "size", "steps", "theme"), CASES)
 def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dflash_chat.chat_app.MAC", False)
     file = PICTURES / f"{name}.svg"
     writes = os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write"
     expected = None if writes else file.read_text(encoding="utf-8")
@@ -130,7 +130,6 @@ def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, 
 
     async def take(chat, app):
         app.prompt.cursor_blink = False
-        app.prompt.placeholder = placeholder("linux")
         await steps(chat)
         pictures.append(await settled_picture(chat, expected))
         await app.action_stop()

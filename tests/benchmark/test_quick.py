@@ -58,6 +58,8 @@ def test_every_pass_is_a_step_and_finished_prompts_have_figures(steps):
     assert list(dict.fromkeys(counted))[:5] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1)]
     assert steps[counted.index((2, 0))].report == {}
     assert list(steps[counted.index((2, 1))].report["methods"]) == ["none", "dflash:4"]
+    asked = [row["prompt"] for row in read_prompts(quick.PROMPTS)]
+    assert [step.prompt for step in steps] == [[*asked, ""][step.prompts] for step in steps]
     report = steps[-1].report
     assert steps[-1].prompts == report["settings"]["prompts"] == 12
     assert list(report["categories"]) == ["math", "code", "chat"]
@@ -126,7 +128,7 @@ def test_a_race_decodes_both_ways_from_one_seed_and_compares_every_token(pair, s
 @pytest.mark.parametrize(
     ("settings", "step"),
     [
-        ({"method": "none"}, "--method"),
+        ({"method": "none"}, "choose another method="),
         ({"sampling": SamplingConfig(0.9), "acceptance": "reject"}, "--acceptance"),
     ],
 )

@@ -127,12 +127,17 @@ def statistics_of(tokens, rounds, prompt, reused):
     )
 
 
-def pair_of(name="M", capabilities=None, fallback=""):
+def pair_of(name="M", capabilities=None, fallback="", advised=None):
     """What the chat reads of a loaded pair."""
     target = SimpleNamespace(name=name, context_length=8192)
     capabilities = capabilities or Capabilities(("dflash",) * 2)
     return SimpleNamespace(
-        target=target, capabilities=capabilities, fallback=fallback, notes=(), tokenizer=WORDS
+        target=target,
+        capabilities=capabilities,
+        fallback=fallback,
+        notes=(),
+        tokenizer=WORDS,
+        advised=advised or {},
     )
 
 
@@ -157,6 +162,7 @@ class ScriptedBackend:
     loaded: list[PairConfig] = field(default_factory=list)
     capabilities: Capabilities = Capabilities(("dflash",) * 2)
     fallback: str = ""
+    advised: dict[str, Any] = field(default_factory=dict)
     rounds_run: int = 0
     forgotten: int = 0
 
@@ -176,7 +182,7 @@ class ScriptedBackend:
         if isinstance(result, BaseException):
             raise result
         name = config.model or "SmolLM2-135M-Instruct"
-        yield Loaded(pair_of(name, self.capabilities, self.fallback))
+        yield Loaded(pair_of(name, self.capabilities, self.fallback, self.advised))
 
     def measure(self, again):
         self._wait_in("measure")
