@@ -16,11 +16,12 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import Static
 
-from dflash_chat.aside import Asks
+from dflash_chat.aside import Asks, aside
 from dflash_chat.backend import Backend
 from dflash_chat.clipboard import copied
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.fields import as_typed
 from dflash_chat.figures import Figures, read_figures
@@ -29,9 +30,11 @@ from dflash_chat.listener import Listener
 from dflash_chat.naming import pair_line
 from dflash_chat.options import ChatConfig
 from dflash_chat.outbox import Outbox
+from dflash_chat.picker_screen import first_offer
 from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
+from dflash_chat.screens import when_given
 from dflash_chat.speeds import SpeedLog
 from dflash_chat.status import Progress, Status, read_progress
 from dflash_chat.store import Opened, Store, newest
@@ -40,6 +43,7 @@ from dflash_chat.themes import THEMES
 from dflash_chat.transcript import Transcript
 from dflash_mlx.client import (
     DEFAULT_MODEL,
+    AvailableModel,
     DecodeConfig,
     DFlashError,
     News,
@@ -47,8 +51,10 @@ from dflash_mlx.client import (
     PairConfig,
     Question,
     Worker,
+    amount,
     check_prompt,
     for_terminal,
+    installed_memory,
 )
 
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
@@ -208,6 +214,24 @@ class ChatApp(Asks, App[None]):
         """Keep nothing of what the model has read; a conversation was deleted for good."""
         self.worker.run(lambda job: self.backend.forget())
 
+    def offer(self, read_speed: float) -> None:
+        """Where nobody has talked yet: tell once of a better model than the default one."""
+
+        def tell(best: AvailableModel | None) -> None:
+            if best is not None:
+                memory, size = installed_memory() / 2**30, amount(best.download)
+                told = f"recommended for {memory:.0f} GB of memory ({size} to download)"
+                told = f"Ctrl+O fetches and starts {best.short}, {told}; later: /model"
+                self.transcript.welcome.offer(told)
+                self.bind("ctrl+o", f"fetch('{best.name}')", description=f"Get {best.short}")
+
+        if self.transcript.welcome.display:
+            self.hear(aside(lambda: first_offer(self.store.folder, read_speed)), tell)
+
+    def action_fetch(self, name: str) -> None:
+        """Fetch and load a model."""
+        self.push_screen(DownloadScreen(PairConfig(name), start=True), when_given(self.load))
+
     async def action_stop(self) -> None:
         await self.listener.stop()
 
@@ -280,7 +304,7 @@ class ChatApp(Asks, App[None]):
         """What the library and the programs it runs print: progress of what takes long."""
         progress = read_progress(event.text)
         if progress is not None and self.listener.waiting and self.screen_stack:
-            self.status.progress(progress)
+            self.listener.progress(progress)
 
     def read_output(self, text: str) -> None:
         """Take in what was written to file descriptor 2; may be called from any thread."""

@@ -20,7 +20,14 @@ from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
-from dflash_mlx.client import DFlashError, PairConfig, check_given, method_choices, settle
+from dflash_mlx.client import (
+    DFlashError,
+    PairConfig,
+    check_given,
+    method_choices,
+    read_speed,
+    settle,
+)
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 
@@ -44,7 +51,8 @@ class CommandRunner:
         if name:
             self._app.load(PairConfig(model=name))
         else:
-            self._app.push_screen(PickerScreen(), when_given(self._app.load))
+            picker = PickerScreen(self._app.worker.call(read_speed))
+            self._app.push_screen(picker, when_given(self._app.load))
 
     async def _drafter(self, name: str) -> None:
         self._app.load(replace(self._app.pair_config, drafter=name))

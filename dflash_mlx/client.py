@@ -36,16 +36,19 @@ from dflash_mlx.engine.delta import Delta, SplitText, split_thinking
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.downloads import (
+    FEWEST_BITS,
     AvailableModel,
     Download,
     check_memory,
     download_plans,
-    memory_needed,
+    memory_here,
 )
 from dflash_mlx.models.library import (
+    GROUPS,
     CacheEntry,
     available_models,
     cache_entries,
+    grouped,
     near_names,
     remove_entry,
 )
@@ -55,5 +58,5 @@ from dflash_mlx.session.session import Question, Responder, Session, prefix_cach
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text
-from dflash_mlx.system.machine import available_memory
+from dflash_mlx.system.machine import installed_memory, read_speed
 from dflash_mlx.system.terminal import for_terminal
