@@ -263,6 +263,7 @@ def test_a_better_model_is_offered_once_to_who_has_never_talked(downloads, monke
     assert first_offer(folder, 100.0 * GB) is None
 
     async def take(chat) -> None:
+        monkeypatch.setattr("dflash_chat.chat_app.first_offer", first_offer)
         chat.app.offer(100.0 * GB)
         await chat.shows("Ctrl+O fetches and starts model, recommended for 16 GB of memory (3.00")
         await chat.press("ctrl+o")
