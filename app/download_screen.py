@@ -12,7 +12,6 @@ from dflash_chat.problems import describe
 from dflash_chat.screens import Dialog
 from dflash_mlx.client import (
     DEFAULT_MODEL,
-    FEWEST_BITS,
     AvailableModel,
     Download,
     PairConfig,
@@ -81,7 +80,7 @@ class DownloadScreen(Dialog[PairConfig | None]):
             options.add_option(Option(told, disabled=bool(offer.problem)))
             if options.highlighted is None and not offer.problem:
                 options.highlighted = options.option_count - 1
-            if self._start and not offer.problem and FEWEST_BITS <= offer.bits < 16:
+            if self._start and not offer.problem and 4 <= offer.bits < 16:
                 self._start, options.highlighted = False, options.option_count - 1
                 options.action_select()
             self._ask()

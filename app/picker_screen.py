@@ -29,10 +29,7 @@ from dflash_mlx.client import (
     remove_entry,
 )
 
-_GROUP = (
-    "Enter folds or unfolds a group. tok/s is computed from the memory, for decoding without "
-    "drafts; these come on top. ! is too large for this machine."
-)
+_GROUP = "Enter folds. tok/s is computed from memory; drafts come on top. ! is too large for here."
 _COLUMNS = {"model": None, "download": 9, "memory": 11, "drafts": 12, "tok/s": 7}  # widths
 
 
@@ -55,12 +52,13 @@ class PickerScreen(Dialog[PairConfig | None]):
         self._rows: list[AvailableModel | str] = []  # a group's name, or a model of it
         self._folded = {GROUPS[-1]}
         self._future, self._read_speed = read_speed, 0.0
+        self.table = DataTable[Text](cursor_type="row", cell_padding=0)
 
     def compose(self) -> ComposeResult:
         keys = "Enter fetches and starts, v quantisations, d removes, Tab a name, Esc"
         with self.frame("Models", keys):
             yield self.problem_line()
-            yield DataTable[Text](cursor_type="row", cell_padding=0)
+            yield self.table
             yield Static(id="about", markup=False)
             yield TextField(
                 placeholder="a Hugging Face id like owner/name, or a folder", compact=True
@@ -68,29 +66,24 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def on_mount(self) -> None:
         for name, width in _COLUMNS.items():
-            self._table.add_column(name, width=width)
+            self.table.add_column(name, width=width)
         self._fill()
         self.hear(self._future, self._measured)
 
-    @property
-    def _table(self) -> DataTable[Text]:
-        return self.query_one(DataTable)
-
     def _fill(self) -> None:
-        self._table.loading = True
+        self.table.loading = True
         self.hear(aside(lambda: (available_models(Path()), memory_here())), self._filled)
 
     def _filled(self, found: tuple[list[AvailableModel], str]) -> None:
         self._models, memory = found
         self.query_one(".dialog").border_title = f"Models for {memory}"
-        self._table.loading = False
+        self.table.loading = False
         first = not self._rows
         self._draw()
         if first:
-            at = next((i for i, row in enumerate(self._rows) if row is self._best), 1)
-            self._table.move_cursor(row=at)
+            self.table.move_cursor(row=self._rows.index(self._best) if self._best else 1)
         if self.is_active:
-            self._table.focus()
+            self.table.focus()
 
     def _measured(self, read_speed: float) -> None:
         self._read_speed = read_speed
@@ -98,7 +91,7 @@ class PickerScreen(Dialog[PairConfig | None]):
 
     def _draw(self) -> None:
         """All rows anew; the cursor stays where it is."""
-        table, at, installed = self._table, self._table.cursor_row, installed_memory()
+        table, at, installed = self.table, self.table.cursor_row, installed_memory()
         groups, self._best = grouped(self._models, installed, self._read_speed)
         table.clear()
         self._rows = []
@@ -114,7 +107,7 @@ class PickerScreen(Dialog[PairConfig | None]):
         table.move_cursor(row=min(at, len(self._rows) - 1))
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
-        row = self._rows[event.cursor_row] if self._rows else ""
+        row = self._rows[event.cursor_row] if event.cursor_row < len(self._rows) else ""
         told = about(row, row is self._best) if isinstance(row, AvailableModel) else _GROUP
         self.query_one("#about", Static).update(told)
 
@@ -163,7 +156,7 @@ class PickerScreen(Dialog[PairConfig | None]):
         self.app.push_screen(DownloadScreen(config, everything, start), chosen)
 
     def _chosen(self) -> AvailableModel | None:
-        row = self._rows[self._table.cursor_row] if self._rows else None
+        row = self._rows[self.table.cursor_row] if self._rows else None
         return row if isinstance(row, AvailableModel) else None
 
 

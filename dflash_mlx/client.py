@@ -36,7 +36,6 @@ from dflash_mlx.engine.delta import Delta, SplitText, split_thinking
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.models.downloads import (
-    FEWEST_BITS,
     AvailableModel,
     Download,
     check_memory,

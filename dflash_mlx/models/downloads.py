@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +190,6 @@ class AvailableModel:
     def bits(self) -> float:
         """Of a weight, as its name says."""
         return bits_of(self.name)
-
-    @property
-    def best_from(self) -> float:
-        """Bytes of memory from which it is the one to recommend."""
-        return self.entry.best_from * 1e9 or inf
 
     def fits(self, installed: int) -> bool:
         """Whether a machine with so many bytes of memory can hold it beside all else."""

@@ -104,9 +104,9 @@ def grouped(
 
     installed: bytes of memory of the machine; read_speed: bytes per second, 0 for unknown.
     """
-    fit = [model for model in models if model.fits(installed) and model.best_from <= installed]
+    fit = [m for m in models if m.fits(installed) and 0 < m.entry.best_from * 1e9 <= installed]
     quick = [m for m in fit if not read_speed or m.speed(read_speed) >= _READABLE]
-    best = max(quick, key=lambda model: model.best_from, default=None)
+    best = max(quick, key=lambda model: model.entry.best_from, default=None)
     groups: dict[str, list[AvailableModel]] = {group: [] for group in GROUPS}
     for model in sorted(models, key=lambda m: (not m.here, m is not best, not m.here and m.needs)):
         groups[GROUPS[0 if model.here else 1 if model.fits(installed) else 2]].append(model)
