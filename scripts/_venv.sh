@@ -90,20 +90,18 @@ venv_pip() {
     venv_run "$venv/bin/python" -m pip install --no-input --disable-pip-version-check "$@"
 }
 
-# A command whose output goes to the log, with a line a minute of how long it has run. Ctrl+C ends
-# both: without job control background commands of a script ignore it.
+# A command whose output goes to the log, with a line a minute while it runs.
 venv_run() {
     printf '\n%s\n' "$ $*" >> "$log"
-    "$@" >> "$log" 2>&1 < /dev/null &
-    running=$!
-    trap 'kill $running $clock 2>/dev/null; exit 130' INT TERM
-    (minutes=0; while sleep 60; do minutes=$((minutes + 1)); say "still at it after $minutes min"; done) &
+    (minutes=0; while sleep 60 > /dev/null 2>&1; do
+        minutes=$((minutes + 1)); say "still at it after $minutes min"; done) &
     clock=$!
+    trap 'kill $clock; exit 130' INT TERM # which do not end what is in the background
     status=0
-    wait "$running" || status=$?
-    kill "$clock" 2>/dev/null
+    "$@" >> "$log" 2>&1 < /dev/null || status=$?
+    kill $clock
     trap - INT TERM
-    return "$status"
+    return $status
 }
 
 venv_failed() {
