@@ -54,7 +54,6 @@ from dflash_mlx.client import (
     amount,
     check_prompt,
     for_terminal,
-    installed_memory,
 )
 
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
@@ -219,10 +218,8 @@ class ChatApp(Asks, App[None]):
 
         def tell(best: AvailableModel | None) -> None:
             if best is not None:
-                memory, size = installed_memory() / 2**30, amount(best.download)
-                told = f"recommended for {memory:.0f} GB of memory ({size} to download)"
-                told = f"Ctrl+O fetches and starts {best.short}, {told}; later: /model"
-                self.transcript.welcome.offer(told)
+                what = f"{best.short}, recommended for this machine ({amount(best.download)})"
+                self.transcript.welcome.offer(f"Ctrl+O fetches and starts {what}; later: /model")
                 self.bind("ctrl+o", f"fetch('{best.name}')", description=f"Get {best.short}")
 
         if self.transcript.welcome.display:
