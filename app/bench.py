@@ -22,10 +22,8 @@ from dflash_mlx.client import (
     what_pays,
 )
 
-_LABEL, _FIGURES = (
-    26,
-    "{tokens_per_second:7.1f} {mean_accepted:13.2f} {parity:7.0%} {speedup:8.2f} ",
-)
+_LABEL = 26
+_FIGURES = "{tokens_per_second:7.1f} {mean_accepted:13.2f} {parity:7.0%} {speedup:8.2f} "
 _HEAD = f"{'':<{_LABEL}}  tok/s  tokens/round    same  x plain"
 
 

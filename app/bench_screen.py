@@ -19,7 +19,7 @@ class BenchScreen(Comparison):
         self._means = Capabilities() if pair is None else pair.capabilities
         self._step = BenchStep(0, 1)
         self._done = Static("warming up", markup=False)
-        self._bar = ProgressBar(total=1.0, show_eta=False)
+        self._bar = ProgressBar(total=1.0)  # which tells the time left
         self._table = Static(markup=False)
 
     def compose(self) -> ComposeResult:
@@ -44,7 +44,8 @@ class BenchScreen(Comparison):
         step, self._done.display, self._bar.display = self._step, not self.over, not self.over
         if step.answers:
             done = f"answer {step.answers} of {step.of}, {step.prompts} prompts finished"
-            self._done.update(f"{done}; the methods take turns")
+            asked = " ".join(step.prompt.split())
+            self._done.update(f"{done}; the methods take turns at:\n{asked[:120]}")
             self._bar.update(total=1.0, progress=step.answers / step.of)
         if step.report and (width := self._table.size.width):
             self._table.update("\n".join(table(step.report, self._means, width)))

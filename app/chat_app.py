@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,14 +15,13 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.filter import LineFilter
 from textual.screen import Screen
-from textual.widgets import Static
+from textual.widgets import Footer, Static
 
-from dflash_chat.aside import Asks, aside
+from dflash_chat.aside import Asks
 from dflash_chat.backend import Backend
 from dflash_chat.clipboard import copied
 from dflash_chat.commands import COMMANDS, Call, Command, parse
 from dflash_chat.conversation import Conversation, Turn
-from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.fields import as_typed
 from dflash_chat.figures import Figures, read_figures
@@ -30,38 +30,40 @@ from dflash_chat.listener import Listener
 from dflash_chat.naming import pair_line
 from dflash_chat.options import ChatConfig
 from dflash_chat.outbox import Outbox
-from dflash_chat.picker_screen import first_offer
 from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
-from dflash_chat.screens import when_given
+from dflash_chat.settings_screen import changes
 from dflash_chat.speeds import SpeedLog
 from dflash_chat.status import Progress, Status, read_progress
 from dflash_chat.store import Opened, Store, newest
 from dflash_chat.terminal import Harmless, when_hung_up
-from dflash_chat.themes import THEMES
+from dflash_chat.themes import DARK, THEMES
 from dflash_chat.transcript import Transcript
 from dflash_mlx.client import (
     DEFAULT_MODEL,
-    AvailableModel,
+    HERE,
     DecodeConfig,
     DFlashError,
     News,
     Pair,
     PairConfig,
     Question,
+    UserConfig,
     Worker,
-    amount,
     check_prompt,
     for_terminal,
 )
 
+MAC = sys.platform == "darwin"
+_COPIES = "stop, or copy what the mouse selected; Fn or Option selects as the terminal does"
+_NUMBERS = {"ctrl+t": "F2", "ctrl+g": "F3", "ctrl+r": "F4"}
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
 _SAVE = 2.0  # seconds that a folder may take then
 
 
-class ChatApp(Asks, App[None]):
+class ChatApp(Asks, App[None], inherit_bindings=False):
     """The chat, as the command line asked for it. `run` returns when the user leaves.
 
     clean: whether the worker ended, too. left: a sentence about what could not be saved, "" for
@@ -74,11 +76,13 @@ class ChatApp(Asks, App[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall"), (28, "-roomy")]
     ENABLE_COMMAND_PALETTE = True
     BINDINGS = [
-        Binding("escape", "stop", "Stop", show=False),
-        Binding("ctrl+c", "stop_or_copy", "Stop", show=False, priority=True),
-        Binding("f2,ctrl+t", "call('draft')", "Draft view", show=False),
-        Binding("f3,ctrl+g", "call('stats')", "Figures", show=False),
-        Binding("f4,ctrl+r", "call('race')", "Race", show=False),
+        Binding("escape", "stop", "stop", tooltip="stop the answer, keeping what was said"),
+        Binding("ctrl+c", "stop_or_copy", _COPIES, show=False, priority=True),
+        Binding("ctrl+t,f2", "call('draft')", "who guessed", id="draft"),
+        Binding("ctrl+g,f3", "call('stats')", "figures", id="stats"),
+        Binding("ctrl+o", "call('copy', 'code')", "copy code", id="copy"),
+        Binding("ctrl+q", "quit", "leave", priority=True),
+        Binding("ctrl+r,f4", "call('race')", "race", id="race"),
     ]
 
     def __init__(
@@ -93,13 +97,13 @@ class ChatApp(Asks, App[None]):
         self.pair: Pair | None = None
         self.clean, self.interrupted, self.left, self.saved_as = True, False, "", ""
         self._harmless = Harmless()
-        self.first = ""  # a question to begin with
+        self.first, self.user = "", UserConfig()  # a question to begin with, and where choices go
         self.surely_copied = False  # the last copy, by a program of this machine
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
         for theme in THEMES.values():
             self.register_theme(theme)
-        self.theme = THEMES[chat.theme].name
+        self.theme = THEMES.get(chat.theme, DARK).name
 
     def compose(self) -> ComposeResult:
         self.header = Static(id="header", markup=False)
@@ -112,7 +116,9 @@ class ChatApp(Asks, App[None]):
         with Vertical(id="bottom"):
             yield self.status
             yield self.prompt.hint
+            yield self.prompt.choices
             yield self.prompt
+        yield Footer(compact=True)
 
     async def on_mount(self) -> None:
         self.screen.set_focus(self.prompt)  # at once, so that no key is lost
@@ -126,6 +132,8 @@ class ChatApp(Asks, App[None]):
         self.set_interval(REFRESH, self.listener.tick)
         self.show_header()
         await self.transcript.show(self.conversation.turns)
+        if self.user.problem:
+            await self.refuse(self.user.problem)
         self.load(self.pair_config)
         if self.first:
             self.prompt.put(self.first)
@@ -183,11 +191,20 @@ class ChatApp(Asks, App[None]):
         check_prompt(text, self.system, raw=False)
         self.prompt.questions.add(self.prompt.pastes.shorten(text))
         self.conversation.turns.append(Turn("user", text))
+        await self._answer(self.request())
+
+    async def go_on(self) -> None:
+        """Let the model write on where its last answer ends."""
+        request = Question((*self.conversation.messages,), self.system, self.config)
+        said = self.conversation.turns.pop().content
+        await self.transcript.show(self.conversation.turns)
+        await self._answer(request, said)
+
+    async def _answer(self, request: Question, said: str = "") -> None:
         self.status.clear()
-        self.draft.begin()
-        await self.transcript.begin()
-        request = self.request()
-        self.listener.answer(self.worker.run(lambda job: self.backend.answer(request, job)))
+        self.draft.begin(said)
+        await self.transcript.begin(said)
+        self.listener.answer(self.worker.run(lambda job: self.backend.answer(request, job)), said)
         self.save()
 
     def request(self, extra: str | None = None) -> Question:
@@ -213,21 +230,26 @@ class ChatApp(Asks, App[None]):
         """Keep nothing of what the model has read; a conversation was deleted for good."""
         self.worker.run(lambda job: self.backend.forget())
 
-    def offer(self, read_speed: float) -> None:
-        """Where nobody has talked yet: tell once of a better model than the default one."""
-
-        def tell(best: AvailableModel | None) -> None:
-            if best is not None:
-                what = f"{best.short}, recommended for this machine ({amount(best.download)})"
-                self.transcript.welcome.offer(f"Ctrl+O fetches and starts {what}; later: /model")
-                self.bind("ctrl+o", f"fetch('{best.name}')", description=f"Get {best.short}")
-
-        if self.transcript.welcome.display:
-            self.hear(aside(lambda: first_offer(self.store.folder, read_speed)), tell)
-
     def action_fetch(self, name: str) -> None:
-        """Fetch and load a model."""
-        self.push_screen(DownloadScreen(PairConfig(name), start=True), when_given(self.load))
+        self.commands.fetch(name)
+
+    def get_key_display(self, binding: Binding) -> str:
+        """What the footer calls a key: letters alone on a MacBook, which keeps F2 to F4."""
+        letter, number = super().get_key_display(binding), _NUMBERS.get(binding.key)
+        return f"{number}/{letter}" if number and not MAC else letter
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What Textual asks before it runs an action or names its key below."""
+        match parameters[0] if action == "call" else action:
+            case "stop":
+                return self.listener.job is not None
+            case "stats":
+                return self.status.figures is not None
+            case "race":
+                return self.listener.job is None and bool(self.conversation.turns)
+            case "copy":
+                return "```" in (self.conversation.last_answer or "")
+        return True
 
     async def action_stop(self) -> None:
         await self.listener.stop()
@@ -250,14 +272,11 @@ class ChatApp(Asks, App[None]):
         else:
             self.notify("Ctrl+Q or /quit leaves.")
 
-    async def action_call(self, name: str) -> None:
-        await self.call(next(command for command in COMMANDS if command.name == name))
+    async def action_call(self, name: str, argument: str = "") -> None:
+        await self.call(next(each for each in COMMANDS if each.name == name), argument)
 
-    def action_page(self, direction: int) -> None:
-        if direction < 0:
-            self.transcript.scroll_page_up(animate=False)
-        else:
-            self.transcript.scroll_page_down(animate=False)
+    def action_page(self, way: str) -> None:
+        getattr(self.transcript, f"scroll_page_{way}")(animate=False)
 
     async def action_quit(self) -> None:
         """Leave, as soon as all is saved, or without that where a folder hangs."""
@@ -278,15 +297,16 @@ class ChatApp(Asks, App[None]):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
             run = partial(self.call_later, self.call, command)
-            yield SystemCommand(command.usage, command.help, run)
+            shown = command.name != "bench"  # it takes minutes, and is found by its name
+            yield SystemCommand(command.usage, command.help, run, shown)
 
-    async def call(self, command: Command) -> None:
+    async def call(self, command: Command, argument: str = "") -> None:
         """Run a command from a key or the palette; one that needs more goes to the input line."""
         if command.needs_argument:
             self.prompt.put(f"/{command.name} ")
             return
         try:
-            await self.commands.run(Call(command, ""))
+            await self.commands.run(Call(command, argument))
         except DFlashError as error:
             await self.complain(error)
 
@@ -361,10 +381,19 @@ class ChatApp(Asks, App[None]):
         if opened is not None and not self.conversation.turns:
             await self.show_conversation(opened.conversation, opened.problem)
 
-    def set_config(self, config: DecodeConfig) -> None:
-        """Decode otherwise from the next answer on."""
+    def set_config(self, config: DecodeConfig, keep: bool = False) -> None:
+        """Decode otherwise from the next answer on. keep: and from the next start on."""
+        changed = changes(self.config, config)
+        self.user.origins |= dict.fromkeys(changed, HERE)
         self.config = config
         self.show_header()
+        if keep:
+            self.keep(changed)
+
+    def keep(self, changed: Mapping[str, object]) -> None:
+        """Write choices into the user's file, and say so; aside, because disks are slow."""
+        kept = self.keeper.ask(lambda _: self.user.keep(changed))
+        self.hear(kept, lambda said: self.say(said) if said else None)
 
     def show_header(self) -> None:
         """The model and how it drafts; the title, unless it is the question that stands below."""
@@ -372,6 +401,7 @@ class ChatApp(Asks, App[None]):
         title = talk.shown_title if talk.title or talk.turns[2:] else ""
         line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
         self.header.update(line)
+        self.refresh_bindings()
         self.transcript.welcome.tell(self.pair, self.config, self.speeds)
 
     def log_speed(self, figures: Figures) -> None:

@@ -18,11 +18,11 @@ LONGEST_TITLE = 200  # characters of one that the user gives; lists read them wh
 UNTITLED = "New conversation"
 UNFINISHED = "unfinished"  # the ending of an answer that is saved while it is written
 ENDINGS = {
-    "stopped": "stopped here",
-    "length": f"cut: raise “{label_of('max_tokens')}” in /settings",
+    "stopped": "stopped here; /continue goes on",
+    "length": f"cut: /continue goes on; raise “{label_of('max_tokens')}” in /settings",
     "context": "cut: the context is full; /new starts over",
     "failed": "stopped by an error",
-    UNFINISHED: "stopped here; /retry answers again",
+    UNFINISHED: "stopped here; /retry answers again, /continue goes on",
 }
 
 

@@ -33,9 +33,10 @@ from dflash_chat.tree_view import (
 from dflash_mlx.client import Delta, find_method
 
 SHOWN = 2000  # tokens of an answer
+KNOWN = 10_000  # tokens of an answer, for its picture
 ANSWERS = 50  # whose tokens are known
 KEPT = 1000  # rounds that one can go back to
-_TEXT_LINES = 6  # of the panel: a head line, gaps, and ends of lines that words do not fill
+_ROUNDS = Binding.Group("other rounds", compact=True)
 STYLES = {
     ACCEPTED: "bold $text-success",
     REJECTED: "$text-error",
@@ -46,44 +47,45 @@ STYLES = {
 class Origins:
     """The last tokens of an answer and where they came from; made into text when it is asked for.
 
-    tokenizer: of the model that answers.
+    tokenizer: of the model that answers. said: of the answer, by nobody knows whom.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, said: str = "") -> None:
         self._tokenizer = tokenizer
         self._detokenizer: Any = None
-        self._unread: deque[tuple[int, str]] = deque(maxlen=SHOWN)
-        self._pieces: deque[Segment] = deque(maxlen=SHOWN)
+        self._unread: deque[tuple[int, str]] = deque(maxlen=KNOWN)
+        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
         """One more round."""
         self._unread.extend(sources(delta))
 
-    def content(self, shapes: bool) -> Content:
-        """The tokens in their colours. shapes: as `styled`."""
+    def pieces(self) -> list[Segment]:
+        """The tokens as text, each with its source."""
         detokenizer = self._detokenizer = self._detokenizer or self._tokenizer.detokenizer
         while self._unread:
             token, source = self._unread.popleft()
             detokenizer.add_token(token)
             text = detokenizer.last_segment
             self._pieces.append((_sign(self._tokenizer, token, text) or text, source))
-        return styled([tint(self._pieces)], shapes)
+        return list(self._pieces)
 
 
 class DraftPanel(Vertical, can_focus=True):
     """Keeps the rounds of the answer, and the tokens of those before; draws while it is shown."""
 
     BINDINGS = [
-        Binding("left", "step(-1)", "Round before", show=False),
-        Binding("right", "step(1)", "Round after", show=False),
-        Binding("home", "step(-1000)", "First round", show=False),
-        Binding("end", "step(1000)", "Newest round", show=False),
-        Binding("escape", "leave", "Back to the question", show=False),
+        Binding("left", "step(-1)", "round before", group=_ROUNDS),
+        Binding("right", "step(1)", "round after", group=_ROUNDS),
+        Binding("home", "step(-1000)", "first round", show=False),
+        Binding("end", "step(1000)", "newest round", show=False),
+        Binding("escape", "leave", "back to the question"),
     ]
 
     def __init__(self) -> None:
         super().__init__(id="draft")
         self._origins: Origins | None = None  # of the answer in the making
+        self._said = ""  # before its first token
         self._answers: dict[str, Origins] = {}  # by their text, the newest last
         self._rounds: deque[Delta] = deque(maxlen=KEPT)
         self._heard = 0  # rounds in all
@@ -93,22 +95,14 @@ class DraftPanel(Vertical, can_focus=True):
 
     def compose(self) -> ComposeResult:
         yield Static(id="legend")
-        yield Static(id="round", markup=False)
         yield Static(id="tree")
         yield Static(id="why", markup=False)
 
     def on_mount(self) -> None:
         self.display = False
-        self.border_title = "The large model decides on every token"
-        self.border_subtitle = "F2 hides"
+        self.border_subtitle = "the large model decides on every token"
 
     def on_resize(self) -> None:
-        self.draw()
-
-    def on_focus(self) -> None:
-        self.draw()
-
-    def on_blur(self) -> None:
         self.draw()
 
     def action_step(self, rounds: int) -> None:
@@ -123,11 +117,12 @@ class DraftPanel(Vertical, can_focus=True):
         """The round whose tree is drawn, None before the first."""
         return self._rounds[-1 - self._back] if self._rounds else None
 
-    def begin(self) -> None:
-        """An answer begins."""
+    def begin(self, said: str = "") -> None:
+        """An answer begins, or one of which so much was said goes on."""
         self._rounds.clear()
         self._texts.clear()
-        self._origins, self._heard, self._back = None, 0, 0
+        self._origins, self._said = self._answers.pop(said, None), said
+        self._heard = self._back = 0
         self.draw()
 
     def end(self, text: str) -> None:
@@ -142,7 +137,8 @@ class DraftPanel(Vertical, can_focus=True):
     def take(self, delta: Delta, tokenizer: Any) -> None:
         """A round; shown by the next `draw`. tokenizer: turns its tokens into text."""
         if self._origins is None:
-            self._origins, self._tokenizer = Origins(tokenizer), tokenizer
+            self._origins = Origins(tokenizer, self._said)
+        self._tokenizer = tokenizer
         self._origins.add(delta)
         self._rounds.append(delta)
         self._heard += 1
@@ -155,34 +151,43 @@ class DraftPanel(Vertical, can_focus=True):
         text: of the answer, None for the one in the making.
         """
         origins = self._origins if text is None else self._answers.get(text)
-        return None if origins is None else origins.content(self.app.no_color)
+        if origins is None:
+            return None
+        return styled([tint(origins.pieces()[-SHOWN:])], self.app.no_color)
+
+    def pieces_of(self, text: str) -> list[Segment]:
+        """The tokens of an answer with their sources, none where not all are known."""
+        pieces = self._answers[text].pieces() if text in self._answers else []
+        return pieces if len(pieces) < KNOWN else []
 
     def draw(self) -> None:
         """Bring the panel up to date."""
         if not self.display or not self.is_mounted:
             return
         tree, why = self.query_one("#tree", Static), self.query_one("#why", Static)
-        tree.display = why.display = bool(self._rounds)
+        tree.display, why.display = bool(self._rounds), True
+        self.border_title = self._heading()
         if (delta := self.shown) is None:
-            self.query_one("#round", Static).update("Ask something: its rounds are drawn here.")
+            why.update("Ask something: its rounds are drawn here.")
             return
-        self.query_one("#legend", Static).update(styled(_legend(delta), self.app.no_color))
-        said, width = " ".join([round_sentence(delta), delta.proposal.reason]), self.size.width
-        taken = self.query_one("#legend").size.height + len(said) // max(width, 1) + _TEXT_LINES
-        lines = max(4, self.size.height - taken)
-        drawn = draw(DrawnTree.of(delta, self._text_of), lines, max(width, 20))
+        legend, width = self.query_one("#legend", Static), max(self.size.width, 20)
+        legend.update(styled(_legend(delta), self.app.no_color))
+        room = self.size.height - legend.size.height - tree.styles.margin.height
+        drawn = draw(DrawnTree.of(delta, self._text_of), max(4, room), width)
         tree.update(styled(drawn, self.app.no_color))
-        self.query_one("#round", Static).update(self._heading())
-        why.update(said.strip())
+        said = f"{round_sentence(delta)} {delta.proposal.reason}".strip()
+        why.update(said)
+        why.display = len(drawn) + len(said) // width + 2 <= room  # the tree comes first
 
     def _heading(self) -> str:
         """Which round this is, and how to get to others; the first token has none of its own."""
+        if not self._rounds:
+            return ""
         opening = self._heard > len(self._rounds) or len(self._rounds[0].accepted.tree) == 1
         newest = self._heard - opening
         at = newest - self._back
         which = f"Round {at} of {newest}" if at else "Reading the question"
-        keys = "← → others" if self.has_focus else "Tab, then ← → others"
-        return f"{which}   {keys}"
+        return f"{which}, Tab and ← → show others"
 
     def _text_of(self, token: int) -> str:
         """A token alone, remembered: a round's tree has dozens."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_mlx.client import NO_DRAFTS, DFlashError, Statistics, amount, find_method
+from dflash_mlx.client import counted as counted
 
 _ABSURD = 1e15  # no figure of an answer is as large, and figures are multiplied
 
@@ -139,7 +140,7 @@ def pressing(figures: Figures) -> list[str]:
     full = _context(figures) / (figures["context_length"] or math.inf)
     if full > _NEARLY_FULL:
         return [f"context {full:.0%} full"]
-    return [f"{figures['generated_tokens']} tokens"]
+    return [counted(figures["generated_tokens"], "token")]
 
 
 def bars(figures: Figures, width: int) -> list[str]:
@@ -176,11 +177,6 @@ def position_parts(figures: Figures) -> list[str]:
     shares = figures["accepted_by_position"]
     parts = [f"{i} {bar(share)} {share:.0%}" for i, share in enumerate(shares, start=1)]
     return [f"accepted by position  {parts[0]}", *parts[1:]] if parts else []
-
-
-def counted(number: int, what: str) -> str:
-    """A number with its noun."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def statistics_rows(figures: Figures) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash_chat.aside import aside
@@ -49,6 +50,7 @@ class Listener:
         self.waiting: set[Job] = set()
         self.dirty = False
         self._loads: dict[Job, PairConfig] = {}
+        self._first: Job | None = None  # that loads what the chat starts with
         self._last: Delta | None = None  # of the answer that is being written
         self._said: list[str] = []  # its text, by rounds
         self._saved, self._saved_at = 0, 0.0  # characters of it on disk, and since when
@@ -56,14 +58,15 @@ class Listener:
 
     def expect(self, config: PairConfig, job: Job) -> None:
         """A pair is being loaded."""
+        self._first = self._first or job
         self._loads[job] = config
         self.waiting.add(job)
         self._rest()
 
-    def answer(self, job: Job) -> None:
-        """An answer is asked for."""
+    def answer(self, job: Job, said: str = "") -> None:
+        """An answer is asked for. said: what there is of it already."""
         self.job, self._last = job, None
-        self._said, self._saved, self._saved_at = [], 0, time.monotonic()
+        self._said, self._saved, self._saved_at = [said], len(said), time.monotonic()
         self._rest()
 
     async def stop(self) -> None:
@@ -182,6 +185,10 @@ class Listener:
         app = self._app
         app.pair_config = self._loads.pop(job, app.pair_config)
         app.pair = pair
+        if job is not self._first:
+            names = ("model", "drafter", "second_drafter")
+            app.keep({name: lasting(getattr(app.pair_config, name)) for name in names})
+        app.config = app.user.advise(app.config, pair.advised)
         self._done_waiting(job)
         again = app.config.recalibrate
         self.waiting.add(app.worker.run(lambda job: app.backend.measure(again), idle=True))
@@ -193,7 +200,7 @@ class Listener:
         for note in pair.notes:
             await app.say(f"{note}.")
         if pair.target.name == DEFAULT_MODEL:
-            app.hear(app.worker.call(read_speed), app.offer)
+            app.hear(app.worker.call(read_speed), app.commands.offer)
         app.show_header()
 
     def _done_waiting(self, job: Job) -> None:
@@ -207,6 +214,7 @@ class Listener:
         stopping = self.job is not None and self.job.cancelled.is_set()
         what = "stopping…" if stopping else what
         self.progress(None if what is None else Progress(what))
+        self._app.refresh_bindings()
 
     def progress(self, progress: Progress | None) -> None:
         """Show what is under way, and where a question waits for it."""
@@ -247,3 +255,9 @@ class Listener:
         if waiting or not app.prompt.text:
             app.prompt.give_back(question, *waiting)
         app.save()
+
+
+def lasting(name: str | None) -> str | None:
+    """The name of a model as it is known from any folder."""
+    here = Path(name).expanduser() if name else None
+    return str(here.resolve()) if here is not None and here.exists() else name

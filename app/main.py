@@ -24,6 +24,7 @@ from dflash_mlx.client import (
     Session,
     check_given,
     check_prompt,
+    parse,
     prefix_cache,
     prompt_tokens,
 )
@@ -44,14 +45,15 @@ def run(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
 
         {"models": disk.models, "clean": disk.clean}[argv[0]](argv[1:])
         return
-    arguments = _parser().parse_args(argv)
-    config = cli.read_decode_config(arguments)
+    arguments = parse(_parser(), argv)
+    pair = cli.read_pair_config(arguments)
+    # what the default model's makers advise is known: greedy decoding
+    config = cli.read_decode_config(arguments, may_sample=pair.model is not None)
     chat = cli.read_options(arguments, ChatConfig)
     prefixes = cli.read_options(arguments, PrefixConfig)
     prompt = _one_prompt(arguments)
     if prompt is None:
-        pair, question = cli.read_pair_config(arguments), arguments.question or ""
-        _talk(pair, config, chat, prefixes, question)
+        _talk(pair, config, chat, prefixes, arguments)
     else:
         _check_one_prompt(arguments)
         _answer(arguments, config, chat, prompt, reader)
@@ -91,7 +93,7 @@ def _one_prompt(arguments: argparse.Namespace) -> str | None:
 def _check_one_prompt(arguments: argparse.Namespace) -> None:
     """Raise DFlashError for an option of the screen, where there will be none."""
     for name in (f.name for c in (ChatConfig, PrefixConfig) for f in fields(c)):
-        if name != "system" and name in vars(arguments):
+        if name not in ("system", "config") and name in vars(arguments):
             what = f"{name} is for the chat on a terminal, and this is a single answer"
             raise DFlashError(what, "leave it out, or start without --prompt and a pipe", name)
 
@@ -105,6 +107,7 @@ def _answer(
 ) -> None:
     check_prompt(prompt, chat.system, raw=False)
     pair = cli.open_pair(arguments, config, reader=reader)
+    config = arguments.user.advise(config, pair.advised)
     tokens = prompt_tokens(pair.tokenizer, prompt, chat.system, template=pair.template)
     cli.print_stream(Session(pair, config).stream(tokens))
 
@@ -114,9 +117,9 @@ def _talk(
     config: DecodeConfig,
     chat: ChatConfig,
     prefixes: PrefixConfig,
-    question: str = "",
+    arguments: argparse.Namespace,
 ) -> None:
-    if question:
+    if question := arguments.question or "":
         check_prompt(question, chat.system, raw=False)
     check_given(pair_config, config.method)
     cli.check_alone("the chat on a terminal")
@@ -131,12 +134,16 @@ def _talk(
         raise DFlashError(what, "give a question with --prompt, or start in another terminal")
     from dflash_chat.backend import Backend
     from dflash_chat.chat_app import ChatApp
-    from dflash_chat.terminal import caught_stderr
+    from dflash_chat.keymap import rebind
+    from dflash_chat.terminal import caught_stderr, follow_background
 
     backend = Backend(partial(prefix_cache, prefixes))
     app, output = ChatApp(pair_config, config, chat, backend), deque[str](maxlen=200)
-
-    app.first = question
+    app.first, app.user = question, arguments.user
+    with app.user.telling():
+        rebind(app, chat.keys)
+    if chat.theme == "auto":
+        follow_background(app, os.environ.get("COLORFGBG", ""))
 
     def read(text: str) -> None:
         output.append(text)

@@ -41,9 +41,8 @@ def legend() -> list[tuple[str, str]]:
     return [*((source.label, source.name) for source in token_sources()), (ALONE, TARGET)]
 
 
-def target_name(pair: Pair) -> str:
-    """The target for people; of a folder only its own name."""
-    name = pair.target.name
+def short_name(name: str) -> str:
+    """A target for people; of a folder only its own name."""
     return Path(name).name if name.startswith(("/", ".", "~")) else name
 
 
@@ -52,4 +51,4 @@ def pair_line(pair: Pair | None, config: DecodeConfig) -> str:
     if pair is None:
         return ""
     method = settle(config, pair.capabilities).method
-    return f"{target_name(pair)} <- {method_name(method, pair.capabilities)}"
+    return f"{short_name(pair.target.name)} <- {method_name(method, pair.capabilities)}"

@@ -58,7 +58,7 @@ class OpenScreen(Dialog[Path | None]):
         self._fill()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._entries[event.option_index].file)
+        self.dismiss(self._entries[int(event.option.id or 0)].file)
 
     def action_leave(self) -> None:
         if self._renaming:
@@ -123,8 +123,8 @@ class OpenScreen(Dialog[Path | None]):
         self.hear(self._keeper.ask(change), lambda _: self._fill(), undo)
 
     def _chosen(self) -> Entry | None:
-        at = self.query_one(OptionList).highlighted
-        return self._entries[at] if at is not None else None
+        option = self.query_one(OptionList).highlighted_option
+        return None if option is None else self._entries[int(option.id or 0)]
 
     def _fill(self) -> None:
         self.hear(self._keeper.ask(Store.entries), self._filled)
@@ -163,26 +163,31 @@ class OpenScreen(Dialog[Path | None]):
         return [e for e in entries if all(word in texts[e.file] for word in words)]
 
     def _show(self, entries: Sequence[Entry], opens: bool) -> None:
-        options, self._entries = self.query_one(OptionList), [*entries]
-        at = options.highlighted or 0
+        options, chosen = self.query_one(OptionList), self._chosen()
+        at = self._entries.index(chosen) if chosen else 0
+        self._entries, day = [*entries], ""
         options.clear_options()
-        options.add_options([Option(_line(entry)) for entry in entries])
+        for i, entry in enumerate(entries):
+            before, (day, time) = day, when(entry.modified)
+            options.add_options([Option(day, disabled=True)] if day != before else ())
+            options.add_option(Option(_line(entry, time), str(i)))
         if entries:
-            options.highlighted = min(at, len(entries) - 1)
+            options.highlighted = options.get_option_index(str(min(at, len(entries) - 1)))
         elif self._all:
             self.say("No conversation has all these words.")
-        if opens and (entry := self._chosen()) is not None:
-            self.dismiss(entry.file)
+        if opens and (found := self._chosen()) is not None:
+            self.dismiss(found.file)
 
 
-def _line(entry: Entry) -> str:
+def _line(entry: Entry, time: str) -> str:
     damaged = "  (damaged; opening reads what can be read)" if entry.damaged else ""
-    return f"{when(entry.modified)}  {entry.title}{damaged}"
+    return f"  {time:<10}  {entry.title}{damaged}"
 
 
-def when(modified: float) -> str:
-    """The last change, by which the list is sorted: in seconds since 1970, here in words."""
+def when(modified: float) -> tuple[str, str]:
+    """Group and time of a last change, by which the list is sorted; in seconds since 1970."""
     then = datetime.fromtimestamp(modified)
     ago = (date.today() - then.date()).days
-    day = {0: "today", 1: "yesterday"}.get(ago, then.date().isoformat())
-    return f"{day:<10} {then:%H:%M}"
+    if ago < 2:
+        return "yesterday" if ago == 1 else "today", f"{then:%H:%M}"
+    return "the last seven days" if ago < 7 else "earlier", then.date().isoformat()

@@ -8,25 +8,17 @@ from pathlib import Path
 import platformdirs
 
 from dflash_mlx.cli.options import option
-from dflash_mlx.client import DFlashError
-
-THEMES = ("dark", "light")
+from dflash_mlx.client import DFlashError, FaceConfig
 
 
 @dataclass(frozen=True)
-class ChatConfig:
+class ChatConfig(FaceConfig):
     """How the chat starts; DFlashError for a theme that is not known."""
 
-    system: str | None = option(None, "system prompt")
     resume: bool = option(False, "open the newest conversation", action="store_true")
     conversations: Path | None = option(
         None, "folder of the conversations (default: the user's data folder)", type=Path
     )
-    theme: str = option("dark", "colours", choices=THEMES)
-
-    def __post_init__(self) -> None:
-        if self.theme not in THEMES:
-            raise DFlashError(f"theme is {self.theme!r}", f"choose {' or '.join(THEMES)}", "theme")
 
     @property
     def folder(self) -> Path:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
-from textual.widgets import Static, TextArea
+from textual.reactive import reactive
+from textual.widgets import OptionList, Static, TextArea
 
-from dflash_chat.commands import Command, completions
+from dflash_chat.aside import Asks, aside
+from dflash_chat.completions import COMMAND, Choice, complete
 from dflash_chat.fields import own_keys
+from dflash_chat.terminal import assembled
 
-PROMISE = "drafts are guesses: the large model decides on every token"
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
-
-
-def placeholder(platform: str) -> str:
-    """The empty line's text. A MacBook keeps F2 to F4 for itself; narrow screens cut the end."""
-    keys = ("Ctrl+T", "Ctrl+G", "Ctrl+R") if platform == "darwin" else ("F2", "F3", "F4")
-    return "Ask anything · /help · Esc stops · {} who guessed it · {} figures · {} race".format(
-        *keys
-    )
+_MOMENT = 0.02  # seconds that a key may wait for the disk to say what would complete it
 
 
 class History:
@@ -84,38 +78,27 @@ class Pastes:
         return line if len(line) < LARGE_PASTE else self.label(line)
 
 
-SHOWN = 40  # characters of a waiting question that are shown
-
-
-class Hint(Static):
-    """The line above the prompt: commands that would complete it, or what waits to be sent."""
-
-    DEFAULT_CSS = "Hint { height: auto; max-height: 3; padding: 0 1; color: $text-muted; }"
-
-    def __init__(self) -> None:
-        super().__init__(id="hint", markup=False)
-        self.display, self._said = False, ""
-
-    def say(self, text: str) -> None:
-        """Show one line; "" takes none."""
-        if text != self._said:  # laying the screen out again has its price
-            self._said, self.display = text, bool(text)
-            self.update(text)
-
-
-class Prompt(TextArea):
+class Prompt(Asks, TextArea):
     """The input line. Posts Prompt.Sent; up and down walk through the history.
 
-    hint: a widget of its own, to be shown above it. waiting: questions that are sent when the
-    answer before them ends.
+    choices, hint: widgets of their own, to be shown above it: what would complete the word at the
+    cursor, and what waits. waiting: questions that are sent when the answer before them ends.
     """
 
     BINDINGS = [
-        Binding("pageup", "app.page(-1)", "Scroll up", show=False),
-        Binding("pagedown", "app.page(1)", "Scroll down", show=False),
-        Binding("ctrl+z", "app.suspend_process", "Suspend", show=False),
-        Binding("ctrl+underscore", "undo", "Undo", show=False),
+        Binding("tab", "complete", "complete", tooltip="complete a command, a model or a file"),
+        Binding("enter", "send", "send"),
+        Binding("ctrl+j,shift+enter", "newline", "new line"),
+        Binding("escape", "close", "close", tooltip="close the list"),
+        Binding("up", "go(-1)", "earlier questions, first those that wait", show=False),
+        Binding("down", "go(1)", "later questions", show=False),
+        Binding("pageup", "app.page('up')", "scroll up", show=False),
+        Binding("pagedown", "app.page('down')", "scroll down", show=False),
+        Binding("ctrl+z", "app.suspend_process", "suspend; fg goes on", show=False),
+        Binding("ctrl+underscore", "undo", "undo what was typed", show=False),
     ]
+    typed = reactive(False, bindings=True)  # anything at all
+    offering = reactive(False, bindings=True)
 
     @dataclass
     class Sent(Message):
@@ -131,11 +114,14 @@ class Prompt(TextArea):
             id="prompt",
             compact=True,
             highlight_cursor_line=False,
-            placeholder=placeholder(sys.platform),
+            placeholder="Ask anything · / for commands · @ for a file",
         )
-        self.questions = History()
-        self.pastes, self.hint = Pastes(), Hint()
-        self.border_subtitle = PROMISE
+        self.questions, self.pastes = History(), Pastes()
+        self.hint = Static(id="hint", markup=False)
+        self.choices = OptionList(id="choices", compact=True)
+        self.choices.can_focus = self.choices.display = self.hint.display = False
+        self._line = self._word = ""  # up to the cursor
+        self._choices: list[Choice] = []
         self.waiting: list[str] = []
 
     def put(self, text: str) -> None:
@@ -154,74 +140,102 @@ class Prompt(TextArea):
     def wait(self, question: str) -> None:
         """Keep a question until the answer before it ends."""
         self.waiting.append(question)
-        self.update_suggestion()
+        self._show_waiting()
 
     def no_longer_waiting(self, count: int | None = None) -> list[str]:
         """Remove and return the first `count` of the questions that wait, or all."""
         taken, self.waiting[:count] = self.waiting[:count], []
-        self.update_suggestion()
+        self._show_waiting()
         return taken
 
     def update_suggestion(self) -> None:
-        """Textual calls it after every change: show what would complete a command."""
-        found = completions(self.text)
-        at_end = self.cursor_location == self.document.end
-        self.suggestion = found[0].name[len(self.text) - 1 :] if found and at_end else ""
-        self.hint.say(self._hint_for(found))
+        """Textual calls it after every change: offer what would complete the word."""
+        self.typed = self.document.end != (0, 0)
+        row, column = self.cursor_location
+        if (line := self.document.get_line(row)[:column]) == self._line:
+            return
+        self._line = line
+        if "@" in line or line.startswith("/model "):
+            found = aside(lambda: complete(line))
+            at_once = wait((found,), _MOMENT).done and not found.exception()
+            self._offer(found.result() if at_once else ("", []), line)
+            self.hear(found, lambda found: self._offer(found, line))
+        else:
+            self._offer(complete(line) if self.document.line_count == 1 else ("", []), line)
 
     def on_text_area_selection_changed(self) -> None:
         self.update_suggestion()
 
-    def _hint_for(self, found: Sequence[Command]) -> str:
-        if len(found) == 1:
-            return f"{found[0].usage}  {found[0].help}"
-        if found:
-            return "Tab completes  " + "  ".join(f"/{command.name}" for command in found)
-        if not self.waiting:
-            return ""
-        first = " ".join(self.pastes.shorten(self.waiting[0]).split())
-        first = first if len(first) <= SHOWN else first[: SHOWN - 1] + "…"
-        more = f" and {len(self.waiting) - 1} more" if self.waiting[1:] else ""
-        return f"waiting: {first}{more}  (Up takes it back)"
+    def _offer(self, found: tuple[str, list[Choice]], line: str) -> None:
+        """Offer what `line` may go on with; Enter takes the first of a command's half a name."""
+        if line != self._line:
+            return
+        self._word, choices = found
+        if choices != self._choices:
+            self._choices, self.choices.display = choices, bool(choices)
+            wide = max((len(text) for text, _ in choices), default=0) + 2
+            rows = ([(f"{text:<{wide}}", "bold"), (told, "$text-muted")] for text, told in choices)
+            self.choices.set_options(map(assembled, rows))
+            if COMMAND.fullmatch(line) and choices and choices[0][0].strip() != line:
+                self.choices.highlighted = 0
+            self.offering = bool(choices)
+
+    def _show_waiting(self) -> None:
+        self.hint.display = bool(self.waiting)
+        questions = " · ".join(map(self.pastes.shorten, self.waiting))
+        self.hint.update(f"waiting, up takes back: {questions}")
 
     def _write(self, text: str) -> None:
         self.text = text
         self.move_cursor(self.document.end)
+        self._line = text.rpartition("\n")[2]  # whatever stands there is offered nothing
 
     # Textual calls the handlers of all classes, this one first; preventing the default stops it.
 
     async def _on_key(self, event: events.Key) -> None:
-        handled = True
-        if event.key == "enter":
-            self.post_message(self.Sent(self.pastes.expand(self.text), self.text))
-        elif event.key == "tab" and (found := completions(self.text)):
-            self._write(f"/{found[0].name} " if found[0].needs_argument else f"/{found[0].name}")
-        elif event.key in ("shift+enter", "ctrl+j"):
-            self.insert("\n")
-        elif event.key == "up" and self.cursor_location[0] == 0:
-            self._go_back()
-        elif event.key == "down" and self.cursor_location[0] == self.document.line_count - 1:
-            self._show(self.questions.move(1, self.text))
-        elif event.key in self._KEYS:
-            await self.run_action(self._KEYS[event.key])
-        else:
-            handled = False
-        if handled:
+        action = self._KEYS.get(event.key)
+        if action and (await self.app.run_action(action, self) or event.key == "enter"):
             event.stop()
             event.prevent_default()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What Textual asks before it runs an action or names its key below."""
+        typing, choosing = action in ("send", "newline"), action in ("complete", "close")
+        return self.typed >= typing and self.offering >= choosing
+
+    def action_send(self) -> None:
+        taken = "" if self.choices.highlighted is None else self.action_complete()
+        if not taken.endswith((" ", "/")):  # which are to be gone on with
+            self.post_message(self.Sent(self.pastes.expand(self.text), self.text))
+
+    def action_complete(self) -> str:
+        """Put the chosen one of what completes the word, or else the first, in its place."""
+        text, _ = self._choices[self.choices.highlighted or 0]
+        row, column = self.cursor_location
+        start = row, column - len(self._word)
+        self.replace(text, start, (row, column), maintain_selection_offset=False)
+        return text
+
+    def action_close(self) -> None:
+        self._offer(("", []), self._line)
+
+    def action_newline(self) -> None:
+        self.insert("\n")
+
+    def action_go(self, step: int) -> None:
+        """Up (-1) or down (1): in the list above, in the text, or to another question."""
+        at_edge = self.cursor_location[0] == (0 if step < 0 else self.document.line_count - 1)
+        if self.offering:
+            self.choices.action_cursor_up() if step < 0 else self.choices.action_cursor_down()
+        elif not at_edge:
+            self.action_cursor_up() if step < 0 else self.action_cursor_down()
+        elif step < 0 and self.waiting:
+            self.give_back(*self.no_longer_waiting())
+        elif (line := self.questions.move(step, self.text)) is not None:
+            self.put(line)
 
     async def _on_paste(self, event: events.Paste) -> None:
         if len(event.text) >= LARGE_PASTE:
             event.stop()
             event.prevent_default()
             self.insert(self.pastes.label(event.text))
-
-    def _go_back(self) -> None:
-        if self.waiting:
-            self.give_back(*self.no_longer_waiting())
-        else:
-            self._show(self.questions.move(-1, self.text))
-
-    def _show(self, line: str | None) -> None:
-        if line is not None:
-            self.put(line)

@@ -2,95 +2,95 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
+
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.widgets import Static
+from textual.widgets import Digits, ProgressBar, Static
 
 from dflash_chat.screens import Comparison
+from dflash_chat.terminal import assembled
 from dflash_mlx.client import RACE_SIDES, Job, RaceResult, RaceStep
 
-TITLES = dict(
-    zip(
-        RACE_SIDES,
-        ("plain decoding, a pass for every token", "with drafts, several tokens in a pass"),
-        strict=True,
-    )
-)
+TITLES = "plain: one token a pass", "drafts: several a pass"
 
 
 class Side(Vertical):
-    """One of the two texts with its own clock."""
+    """One of the two texts with its own clock, and a bar that fills with its tokens."""
 
-    def __init__(self, side: str) -> None:
+    def __init__(self, side: str, title: str) -> None:
         super().__init__(id=side, classes="side")
-        self.border_title = TITLES[side]
+        self.border_title = title
         self._clock = Static("waiting", classes="clock", markup=False)
-        self._words = Static(classes="text", markup=False)
-        self._scroll = VerticalScroll(self._words, can_focus=False)
-        self._text, self._drawn = "", ""
-        self._last: RaceStep | None = None
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second so far."""
-        return self._last.tokens / self._last.seconds if self._last and self._last.seconds else 0.0
+        self._bar = ProgressBar(show_percentage=False, show_eta=False)
+        self.words = Static(classes="text", markup=False)
+        self.scroll = VerticalScroll(self.words, can_focus=False)
+        self.text, self._drawn = "", ""
+        self.last: RaceStep | None = None
 
     def compose(self) -> ComposeResult:
         yield self._clock
-        yield self._scroll
+        yield self._bar
+        yield self.scroll
 
-    def take(self, step: RaceStep) -> None:
-        """What this side decoded; shown by the next `draw`."""
-        self._text += step.text
-        self._last = step
-
-    @property
-    def width(self) -> int:
-        """Columns that its text has."""
-        return self._scroll.scrollable_content_region.width
-
-    def draw(self, width: int) -> None:
-        """Bring the side up to date. width: of its text, the same for both, so that lines agree."""
-        self._words.styles.max_width = max(width, 1)
-        shown = clock(self._last) if self._last is not None else ""
+    def draw(self, total: int) -> None:
+        """Bring the side up to date. total: tokens that fill its bar."""
+        if (step := self.last) is None:
+            return
+        self._bar.update(total=total, progress=total if step.finished else step.tokens)
+        speed = f"{step.tokens / step.seconds:.1f} tok/s  " if step.seconds > 0 else ""
+        shown = f"{speed}{step.tokens} tokens  {step.seconds:.1f} s"
+        if step.finished:
+            shown += "  done"
         if shown != self._drawn:
             self._drawn = shown
             self._clock.update(shown)
-            self._words.update(self._text)
-            self._scroll.scroll_end(animate=False)
+            self.words.update(self.text)
+            self.scroll.scroll_end(animate=False)
 
 
 class RaceScreen(Comparison):
-    """Shows a race that is under way."""
+    """Shows a race that is under way. expected: tokens that the answer may have."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, expected: int) -> None:
         super().__init__(job)
-        self._sides = {side: Side(side) for side in RACE_SIDES}
+        self._expected = expected
+        self._sides = [Side(*named) for named in zip(RACE_SIDES, TITLES, strict=True)]
+        self._ratio = Digits(id="times")
         self.verdict.update("Each side's clock runs only while it decodes.")
 
     def compose(self) -> ComposeResult:
         with self.frame("Race: the same question, twice", "Esc goes back", name="race"):
-            yield Horizontal(*self._sides.values(), id="sides")
-            yield self.verdict
+            yield Horizontal(*self._sides, id="sides")
+            yield Horizontal(self._ratio, self.verdict, id="outcome")
 
     def take(self, event: object) -> None:
         if isinstance(event, RaceStep):
-            self._sides[event.side].take(event)
+            side = self._sides[RACE_SIDES.index(event.side)]
+            side.text, side.last = side.text + event.text, event
         elif isinstance(event, RaceResult):
             self.end(event.text, "equal" if event.equal else "unequal")
-            if event.equal:
-                fastest = max(self._sides.values(), key=lambda side: side.speed)
-                fastest.add_class("faster")
-                fastest.border_subtitle = "faster"
+            self._judge(event)
+
+    def _judge(self, result: RaceResult) -> None:
+        """Mark what differs, and the faster side; its ratio in large digits."""
+        same = len(commonprefix([side.text for side in self._sides]))
+        for side in self._sides:
+            side.border_subtitle = "✓ same answer" if result.equal else ""
+            parts = (side.text[:same], ""), (side.text[same:], "$text-warning underline")
+            side.words.update(assembled(parts))
+        if result.ratio:
+            self._ratio.display = True
+            self._ratio.update(f"{result.ratio:.1f}x")
+            faster = self._sides[result.ratio > 1]
+            faster.add_class("faster")
+            faster.border_subtitle = f"faster {faster.border_subtitle}".strip()
 
     def draw(self) -> None:
-        width = min(side.width for side in self._sides.values())
-        for side in self._sides.values():
-            side.draw(width)
-
-
-def clock(step: RaceStep) -> str:
-    """Tokens, seconds and speed of one side."""
-    speed = f"{step.tokens / step.seconds:.1f} tok/s" if step.seconds > 0 else ""
-    done = "  done" if step.finished else ""
-    return f"{step.tokens} tokens  {step.seconds:.1f} s  {speed}{done}"
+        steps = [side.last for side in self._sides if side.last is not None]
+        ends = [step.tokens for step in steps if step.finished]
+        total = max(ends or [self._expected, *(step.tokens for step in steps)])
+        width = min(side.scroll.scrollable_content_region.width for side in self._sides)
+        for side in self._sides:
+            side.words.styles.max_width = max(width, 1)  # of both, so that lines agree
+            side.draw(total)

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from textual.binding import Binding
 
 from dflash_chat.aside import aside
 from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
-from dflash_chat.commands import Call, help_rows
-from dflash_chat.conversation import LONGEST_TITLE, Conversation, code_blocks
+from dflash_chat.commands import COMMANDS, Call
+from dflash_chat.conversation import LONGEST_TITLE, UNFINISHED, Conversation, code_blocks
+from dflash_chat.download_screen import DownloadScreen
+from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.figures import MEANINGS, counted, statistics_rows
 from dflash_chat.open_screen import OpenScreen
-from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.picker_screen import PickerScreen, first_offer
+from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen
+from dflash_chat.share import card, share
 from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
 from dflash_mlx.client import (
+    AvailableModel,
     DFlashError,
     PairConfig,
+    amount,
     check_given,
     method_choices,
     read_speed,
@@ -53,6 +62,24 @@ class CommandRunner:
         else:
             picker = PickerScreen(self._app.worker.call(read_speed))
             self._app.push_screen(picker, when_given(self._app.load))
+
+    def offer(self, read_speed: float) -> None:
+        """Where nobody has talked yet: tell once of a better model than the default one."""
+        app = self._app
+
+        def tell(best: AvailableModel | None) -> None:
+            if best is not None:
+                what = f"{best.short}, recommended for this machine ({amount(best.download)})"
+                app.transcript.welcome.offer(f"Ctrl+N fetches and starts {what}; later: /model")
+                app.bind("ctrl+n", f"fetch('{best.name}')", description=f"get {best.short}")
+
+        if app.transcript.welcome.display and app.pair_config.model is None:
+            app.hear(aside(lambda: first_offer(app.store.folder, read_speed)), tell)
+
+    def fetch(self, name: str) -> None:
+        """Download a model and load it."""
+        screen = DownloadScreen(PairConfig(name), start=True)
+        self._app.push_screen(screen, when_given(self._app.load))
 
     async def _drafter(self, name: str) -> None:
         self._app.load(replace(self._app.pair_config, drafter=name))
@@ -96,13 +123,18 @@ class CommandRunner:
         await app.say(f"The system prompt is: {app.system}" if app.system else "No system prompt.")
 
     async def _settings(self, _: str) -> None:
-        self._app.push_screen(SettingsScreen(self._app.config), when_given(self._app.set_config))
+        app = self._app
+        keep = when_given(partial(app.set_config, keep=True))
+        app.push_screen(SettingsScreen(app.config, app.user.origins), keep)
 
     async def _race(self, text: str) -> None:
         app = self._app
         self._need_no_comparison()
         request = app.request(text or None)
-        self._compare(RaceScreen(app.worker.run(lambda job: app.backend.race(request))))
+        job = app.worker.run(lambda job: app.backend.race(request))
+        earlier = None if text else app.status.figures
+        expected = earlier["generated_tokens"] if earlier else request.config.max_tokens
+        self._compare(RaceScreen(job, expected))
 
     async def _bench(self, methods: str) -> None:
         app = self._app
@@ -148,6 +180,13 @@ class CommandRunner:
 
         self._branch(ask)
 
+    async def _continue(self, _: str) -> None:
+        self._need_idle()
+        last = self._app.conversation.turns[-1:]
+        if not last or last[0].ending not in ("stopped", "length", UNFINISHED):
+            raise DFlashError("no answer was cut", "ask something, or type /retry")
+        await self._app.go_on()
+
     async def _edit(self, _: str) -> None:
         app, old = self._app, self._app.conversation
 
@@ -180,6 +219,8 @@ class CommandRunner:
         if answer is None:
             raise DFlashError("there is no answer yet", "ask something first")
         blocks = {str(n): text for n, text in enumerate(code_blocks(answer), start=1)}
+        if number == "code" and blocks:
+            number = str(len(blocks))
         if number not in ("", *blocks):
             count = counted(len(blocks), "code block")
             way = "type /copy 1 for the first, or" if blocks else "type"
@@ -246,12 +287,31 @@ class CommandRunner:
         written = aside(lambda: export(conversation, name))
         app.hear(written, lambda file: app.say(f"Written to {file}."))
 
+    async def _share(self, name: str) -> None:
+        app, talk = self._app, self._app.conversation
+        last = max((i for i, turn in enumerate(talk.turns) if turn.role != "user"), default=None)
+        if last is None:
+            raise DFlashError("there is no answer yet", "ask something first")
+        question, answer, model = talk.turns[last - 1].content, talk.turns[last], talk.model
+        tokens, colours = app.draft.pieces_of(answer.content), dict(app.theme_variables)
+        draw = partial(share, name=name, title=talk.shown_title, colours=colours)
+        drawn = aside(lambda: draw(card(question, answer, tokens, model)))
+        app.hear(drawn, app.say)
+
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
-        self._app.theme = THEMES["light" if dark else "dark"].name
+        name = "light" if dark else "dark"
+        self._app.theme = THEMES[name].name
+        self._app.keep({"theme": name})
 
     async def _help(self, _: str) -> None:
-        self._app.push_screen(RowsScreen("dflash-chat", help_rows()))
+        app = self._app
+        rows = [*((command.usage, command.help) for command in COMMANDS), ("", "")]
+        for bound in [*Prompt.BINDINGS, *app.BINDINGS, *DraftPanel.BINDINGS]:
+            if isinstance(bound, Binding) and (does := bound.tooltip or bound.description):
+                first = replace(bound, key=bound.key.partition(",")[0])
+                rows.append((app.get_key_display(first), does))
+        app.push_screen(RowsScreen("dflash-chat", rows))
 
     async def _quit(self, _: str) -> None:
         await self._app.action_quit()

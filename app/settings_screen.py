@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
@@ -21,10 +21,13 @@ from dflash_mlx.client import (
     Given,
     SamplingConfig,
     check_given,
+    checked,
     method_choices,
     own_options,
     values_given,
 )
+
+_FOR_OPTIONS = re.compile(r"; may be repeated$| \(default: (.*)\)$")  # in a help text
 
 
 def settings_of(config: Any) -> Iterator[Field[Any]]:
@@ -41,16 +44,20 @@ def shown(value: Any) -> str:
 
 def parse(field: Field[Any], typed: str) -> Any:
     """What was typed for `field`; DFlashError when it is not of the field's type."""
-    keywords = field.metadata["argparse"]
-    if keywords.get("action") == "append":
+    typed = typed.strip()
+    if field.default == ():
         return tuple(part.strip() for part in typed.split(",") if part.strip())
-    if not typed.strip():
-        return field.default
-    try:
-        return keywords.get("type", str)(typed.strip())
-    except (ValueError, ArgumentTypeError):
-        kind = "a number" if keywords["type"] is float else "a whole number"
-        raise DFlashError(f"{field.name} is {typed!r}", f"type {kind}", field.name) from None
+    return checked(field.name, typed) if typed else field.default
+
+
+def changes(before: DecodeConfig, after: DecodeConfig) -> dict[str, Any]:
+    """The settings that differ, as they are after; None for an option that is gone."""
+    old, new = (
+        {f.name: getattr(c, f.name) for c in (config, config.sampling) for f in settings_of(c)}
+        | values_given(config.options)
+        for config in (before, after)
+    )
+    return {n: new.get(n) for n in old | new if old.get(n) != new.get(n) and n != "recalibrate"}
 
 
 class SettingsScreen(Dialog[DecodeConfig | None]):
@@ -58,9 +65,9 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
 
     BINDINGS = [("escape", "leave", "Leave"), ("ctrl+s", "save", "Save")]
 
-    def __init__(self, config: DecodeConfig) -> None:
+    def __init__(self, config: DecodeConfig, origins: Mapping[str, str]) -> None:
         super().__init__()
-        self._config = config
+        self._config, self._origins = config, origins
         both = (config, config.sampling)
         self._fields = {f.name: (f, getattr(c, f.name)) for c in both for f in settings_of(c)}
         own = values_given(config.options)
@@ -75,8 +82,10 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
                     yield Static(title, classes="group", markup=False)
                     for name in names:
                         field, value = self._fields[name]
-                        yield Static(label_of(name), classes="label", markup=False)
-                        yield Static(field.metadata["help"], classes="help", markup=False)
+                        origin = f", from {self._origins[name]}" if name in self._origins else ""
+                        help = _FOR_OPTIONS.sub("", field.metadata["help"])
+                        yield Static(label_of(name) + origin, classes="label", markup=False)
+                        yield Static(help, classes="help", markup=False)
                         yield _control(field, value)
 
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
@@ -130,4 +139,6 @@ def _control(field: Field[Any], value: Any) -> Input | Select[str] | Switch:
         offered = method_choices() if field.name == "method" else keywords["choices"]
         choices = [(choice, choice) for choice in offered]
         return Select(choices, value=value, allow_blank=False, id=name, compact=True)
-    return TextField(shown(value), placeholder="not set", id=name, compact=True)
+    usual = _FOR_OPTIONS.search(field.metadata["help"])
+    empty = (usual and usual[1]) or "not set"
+    return TextField(shown(value), placeholder=empty, id=name, compact=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -182,17 +184,30 @@ def export(conversation: Conversation, name: str) -> Path:
 
     DFlashError where there is one of this name already, or none can be.
     """
-    file = _named_file(name) if name else _free_file(conversation.shown_title)
-    try:
-        replace_text(file, conversation.as_markdown())
-    except OSError as error:
-        raise DFlashError(
-            f"{file} cannot be written ({error.strerror or error})", "name a file elsewhere"
-        ) from None
+    stem = free_stem(conversation.shown_title, None, ("md",))
+    file = named_file(name or f"{stem}.md")
+    write_new({file: conversation.as_markdown().encode("utf-8", "replace")})
     return file.resolve()
 
 
-def _named_file(name: str) -> Path:
+def write_new(files: Mapping[Path, bytes]) -> None:
+    """Write files that do not exist yet, all or none; DFlashError where that cannot be."""
+    begun: list[Path] = []
+    try:
+        for file, content in files.items():
+            with file.open("xb") as output:
+                begun.append(file)
+                output.write(content)
+                os.fsync(output.fileno())
+    except OSError as error:
+        for half in begun:
+            half.unlink(missing_ok=True)
+        what = f"{file} cannot be written ({error.strerror or error})"
+        raise DFlashError(what, "name a file elsewhere") from None
+
+
+def named_file(name: str) -> Path:
+    """A file that does not exist yet; DFlashError for one that does, or can not."""
     try:
         file = Path(name).expanduser()
         exists = file.exists()
@@ -203,11 +218,11 @@ def _named_file(name: str) -> Path:
     return file
 
 
-def _free_file(title: str) -> Path:
-    """A Markdown file in the current folder that does not exist yet."""
+def free_stem(title: str, folder: Path | None, formats: Sequence[str]) -> Path:
+    """The title as a file that exists in none of `formats`; by default in the current folder."""
     stem = re.sub(r"\W+", "-", title.lower()).strip("-")[:40] or "conversation"
-    names = [stem, *(f"{stem}-{n}" for n in range(2, 1000))]
-    return next(file for name in names if not (file := Path(f"{name}.md")).exists())
+    stems = [(folder or Path()) / name for name in (stem, *(f"{stem}-{n}" for n in range(2, 1000)))]
+    return next(s for s in stems if not any(Path(f"{s}.{ending}").exists() for ending in formats))
 
 
 def _write(file: Path, conversation: Conversation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import termios
@@ -11,19 +12,30 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
+from textual._xterm_parser import XTermParser
+from textual.app import App
 from textual.color import Color
 from textual.content import Content
+from textual.drivers import linux_driver
 from textual.filter import LineFilter
+from textual.message import Message
 
+from dflash_chat.themes import THEMES
 from dflash_mlx.client import for_terminal
 
 Read = Callable[[str], None]
 STDERR = 2
 _PAUSE = 0.5  # seconds between looks at whether the terminal is there
 _PATIENCE = 3.0  # seconds that leaving may take when it is gone
+_BACKGROUND = re.compile(
+    r"\x1b\]11;rgba?:([0-9a-f]+)/([0-9a-f]+)/([0-9a-f]+)[^\x07\x1b]*(?:\x07|\x1b\\)", re.IGNORECASE
+)
+_BEGUN = re.compile(r"\x1b\]11(;[\w:/]*\x1b?)?\Z")
 
 
 class Harmless(LineFilter):
@@ -115,3 +127,47 @@ def _pump(main: int, read: Read) -> None:
             os.close(main)
             return
         read(data.decode("utf-8", errors="replace"))
+
+
+class _Listening(XTermParser):
+    """Takes what the terminal says of its background out of what is typed, however late it is.
+
+    ask: sends the question, once keys are no longer echoed. hear: whether it is light.
+    """
+
+    def __init__(self, ask: Read, hear: Callable[[bool], object], debug: bool) -> None:
+        super().__init__(debug)
+        self._hear, self._begun = hear, ""
+        ask("\x1b]11;?\x1b\\")
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """What was typed as messages; an answer that has only begun waits for its other half."""
+        text = self._begun + data
+        for said in _BACKGROUND.finditer(text):
+            red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in said.groups())
+            self._hear(0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5)
+        text = _BACKGROUND.sub("", text)
+        self._begun = "".join(part[0] for part in _BEGUN.finditer(text) if data)
+        text = text.removesuffix(self._begun)
+        return super().feed(text) if text or not data else ()
+
+
+def follow_background(app: App[Any], told: str) -> None:
+    """Light or dark as the terminal is, until the user chooses. told: COLORFGBG, which some set.
+
+    Textual takes an answer for keys, so its parser is replaced by one that knows it.
+    """
+    ours = app.theme
+
+    def hear(light: bool) -> None:
+        nonlocal ours
+        if app.theme == ours:
+            app.theme = ours = THEMES["light" if light else "dark"].name
+
+    def ask(text: str) -> None:
+        if app._driver is not None:
+            app._driver.write(text)
+
+    hear(told.rpartition(";")[2] in ("7", "15"))
+    parser = partial(_Listening, ask, lambda light: app.call_later(hear, light))
+    linux_driver.XTermParser = parser  # type: ignore[attr-defined,assignment]

@@ -151,9 +151,9 @@ class Transcript(VerticalScroll):
         if not self._total:
             self.scroll_home(animate=False)
 
-    async def begin(self) -> None:
-        """An answer begins behind the turns."""
-        self._live = ""
+    async def begin(self, said: str = "") -> None:
+        """An answer begins behind the turns. said: what there is of it already."""
+        self._live = said
         await self.query(".notice").remove()
         await self.follow()
 
@@ -196,8 +196,7 @@ class Transcript(VerticalScroll):
 
     async def notice(self, text: str, kind: str = "note") -> None:
         """A sentence at the end; the oldest ones go."""
-        notices = list(self.query(".notice"))
-        for old in notices[: max(0, len(notices) - MOST_NOTICES + 1)]:
+        for old in [*self.query(".notice")][: 1 - MOST_NOTICES]:
             await old.remove()
         await self.mount(Notice(text, kind))
         self.anchor()

@@ -20,11 +20,11 @@ from textual.containers import Horizontal, Vertical
 from textual.filter import LineFilter
 from textual.widgets import Digits, Footer, Static
 
-from dflash_chat.figures import counted, sparkline, speed
+from dflash_chat.figures import sparkline, speed
 from dflash_chat.terminal import Harmless, when_hung_up
 from dflash_chat.themes import DARK, LIGHT
 from dflash_mlx.cli import options as cli
-from dflash_mlx.client import amount
+from dflash_mlx.client import amount, counted
 from dflash_mlx.serve import command
 
 _ADDRESS = re.compile(r" at (http://\S+:\d+),")
@@ -209,7 +209,7 @@ def rows(look: Look) -> list[str]:
     answers, tokens = int(look.of("answers_total")), int(look.of("tokens_total"))
     shown = {
         "in the making": f"{counted(int(look.of('decoding')), 'answer')}, {waiting} waiting",
-        "done": f"{counted(answers, 'answer')}, {tokens} tokens",
+        "done": f"{counted(answers, 'answer')}, {counted(tokens, 'token')}",
         "drafts": "" if extra is None else f"{1 + extra:.2f} tokens per round",
         "accepted": "" if accepted is None else f"{accepted:.0%} of drafted positions",
         "first token": "" if first is None else f"after {first:.2f} s on average",

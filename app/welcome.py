@@ -11,7 +11,7 @@ from textual.widgets import Static
 
 from dflash_chat.aside import Asks, aside
 from dflash_chat.figures import counted, speed
-from dflash_chat.naming import method_name, target_name
+from dflash_chat.naming import method_name, short_name
 from dflash_chat.prompt import Prompt
 from dflash_chat.speeds import Earlier, SpeedLog, Timing
 from dflash_chat.terminal import assembled
@@ -90,7 +90,7 @@ class Welcome(Asks, Vertical):
             return
         name, method = pair.target.name, settle(config, pair.capabilities).method
         facts = {
-            "Model": target_name(pair),
+            "Model": short_name(pair.target.name),
             "Drafts": method_name(method, pair.capabilities),
             "Memory": f"{amount(self.memory)} in use" if self.memory else "",
             SPEED: self._facts.get(SPEED, ""),

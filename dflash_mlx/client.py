@@ -11,6 +11,7 @@ from dflash_mlx.benchmark.quick import (
     save_bench,
     what_pays,
 )
+from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
 from dflash_mlx.core.config import (
     AUTO,
     DecodeConfig,
@@ -22,7 +23,7 @@ from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, label_in_words, values_given
 from dflash_mlx.core.statistics import Observer, Statistics
-from dflash_mlx.core.text import amount
+from dflash_mlx.core.text import amount, counted
 from dflash_mlx.drafters.methods import (
     check_given,
     family_wanted,
@@ -57,5 +58,5 @@ from dflash_mlx.session.session import Question, Responder, Session, prefix_cach
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text
-from dflash_mlx.system.machine import installed_memory, read_speed
+from dflash_mlx.system.machine import describe_machine, installed_memory, read_speed
 from dflash_mlx.system.terminal import for_terminal

@@ -17,16 +17,9 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.core.config import (
-    ALL_BUT_MODEL,
-    DecodeConfig,
-    PairConfig,
-    SamplingConfig,
-)
+from dflash_mlx.core.config import ALL_BUT_MODEL, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.engine.prefix_files import weights_digest
-from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.answers import Answers, Job, TurnWriter, lot, read_openings
 from dflash_mlx.train.config import CorpusConfig
@@ -35,7 +28,6 @@ from dflash_mlx.train.rows import (
     CorpusHeader,
     CorpusRow,
     open_corpus,
-    parse,
     tokenizer_fingerprint,
 )
 
@@ -43,37 +35,22 @@ PROGRAM = "dflash_mlx.corpus"
 _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and how fast, not which
 
 
-def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
-    """Answer prompts until the file has all. Raises DFlashError for bad input.
-
-    In several processes each answers every n-th prompt of n, and the first one's file gets all.
-    """
+def main(argv: Sequence[str]) -> None:
+    """Answer prompts until the file has all. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
     config = read_config(arguments)
-    if config.self_prompt is not None:
-        cli.check_alone("--self-prompt")
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts)
-    out = arguments.out
-    if ranks is not None and ranks.rank:  # whose rows the first one's file gets in the end
-        out = out.with_name(f"{out.stem}.rank{ranks.rank}{out.suffix}")
-    with open_corpus(out) as file:
+    with open_corpus(arguments.out) as file:
         pair = cli.open_pair(arguments, DecodeConfig(config.method))
         # What is collected does not depend on what drafts, which may want arguments of its own.
         pair = replace(pair, template=cli.read_pair_config(arguments).template_arguments)
-        header = make_header(pair, config)
-        if ranks is not None:
-            asked = repr([question(pair, config, row) for row in prompts])
-            own = {"target": weights_digest(pair.target.parameters()), "prompts": _digest(asked)}
-            ranks.check_alike(own | asdict(header))
-        file.begin(header)
+        file.begin(make_header(pair, config))
         collection = Collection(pair, config, file)
-        missing, begin = collection.ask(prompts, ranks), time.perf_counter()
+        missing, begin = collection.ask(prompts), time.perf_counter()
         with tqdm(total=missing, unit="row", miniters=0) as bar:
             for rows in collection.run():
                 bar.set_postfix_str(collection.progress(time.perf_counter() - begin), refresh=False)
                 bar.update(rows)
-        if ranks is not None:
-            join_parts(ranks, file)
     print(collection.report())
 
 
@@ -125,26 +102,9 @@ def question(pair: Pair, config: CorpusConfig, row: dict[str, Any]) -> CorpusRow
     """A row of `read_prompts` as one without an answer."""
     messages = row["messages"]
     tokens = prompt_tokens(pair.tokenizer, messages, config.system, template=pair.template)
-    name = str(row.get("id", _digest(json.dumps(messages))))
+    digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()
+    name = str(row.get("id", digest[:16]))
     return CorpusRow(name, row["category"], tuple(tokens))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def join_parts(ranks: Ranks, file: CorpusFile) -> None:
-    """Append what the others have answered; only then are their files removed."""
-    own = file.path.read_text(encoding="utf-8") if ranks.rank else ""
-    known = {row.id for row in file.rows}
-    for text in ranks.gather(own):
-        for row in parse(file.path, text.encode())[1] if ranks.rank == 0 else ():
-            if row.id not in known:
-                file.append(row)
-                known.add(row.id)
-    ranks.share()  # the first has written it
-    if ranks.rank:
-        file.path.unlink()
 
 
 class Collection:
@@ -160,21 +120,21 @@ class Collection:
         self._pair, self._config, self._file = pair, config, file
         self._turns: TurnWriter | None = None  # where the model writes them itself
 
-    def ask(self, prompts: Sequence[dict[str, Any]], ranks: Ranks | None = None) -> int:
-        """Queue this rank's of the prompts that lack an answer, or user turns; returns how many.
+    def ask(self, prompts: Sequence[dict[str, Any]]) -> int:
+        """Queue the prompts that lack an answer, or user turns; returns how many.
 
         Raises DFlashError for an id that comes twice or was given to another prompt, and where no
         prompt fits the context.
         """
         if self._config.self_prompt is None:
-            jobs = [self._job(prompt) for prompt in self._missing(prompts, ranks)]
+            jobs = [self._job(prompt) for prompt in self._missing(prompts)]
         else:
             self._turns = TurnWriter(self._pair, self._config, self._file.rows)
             jobs = self._turns.start(max(self._config.self_prompt - len(self._file.rows), 0))
         self.answers.waiting.extend(jobs)
         return len(jobs)
 
-    def _missing(self, prompts: Sequence[dict[str, Any]], ranks: Ranks | None) -> list[CorpusRow]:
+    def _missing(self, prompts: Sequence[dict[str, Any]]) -> list[CorpusRow]:
         shuffled = list(prompts)
         random.Random(self._config.seed).shuffle(shuffled)
         limit = self._config.limit
@@ -197,9 +157,6 @@ class Collection:
                     f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
                     "give prompts ids of their own, or name another file with --out",
                 )
-        if ranks is not None:
-            fitting = fitting[ranks.rank :: ranks.size]
-            done |= dict.fromkeys(ranks.share([*done]), ())
         return [prompt for prompt in fitting if prompt.id not in done]
 
     def run(self) -> Iterator[int]:
@@ -248,4 +205,4 @@ class Collection:
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM, mode=cli.RankMode.ALL)
+    cli.run(main, PROGRAM)

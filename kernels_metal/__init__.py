@@ -6,6 +6,7 @@
     dispatch     kernel or reference, decided on each machine and why
     watchdog     kernels are tried in a process of their own (trial) first
     sweep        kernels against references at random shapes
+    mac          what the report from a Mac measures, and its words
     emulator     runs the kernels' source on a CPU and checks it; nothing else imports it
 
 This package knows nothing of decoding and imports nothing from `dflash_mlx`.

@@ -200,9 +200,9 @@ class Step(NamedTuple):
     arrays: Sequence[mx.array]  # weights, and sizes that a kernel reads
     run: Callable[..., Any]
 
-    def __call__(self, *given: mx.array) -> Any:
+    def __call__(self, *given: mx.array, **how: Any) -> Any:
         """What `run` gives for arrays and its own."""
-        return self.run(*given, self.arrays)
+        return self.run(*given, self.arrays, **how)
 
 
 @functools.cache

@@ -28,8 +28,8 @@ venv_ready() {
 # Nothing when .venv has no Python that runs. The folder counts because a .venv cannot be moved.
 venv_checksum() {
     python_version=$("$venv/bin/python" -c 'import sys; print(sys.version)' 2>/dev/null) || return 0
-    { printf '%s\n' "$root" "$python_version"; cat "$root/pyproject.toml" "$root/constraints.txt"; } |
-        cksum
+    { printf '%s\n' "$root" "$python_version"
+        cat "$root/pyproject.toml" "$root/constraints.txt" "$root/scripts/_venv.sh"; } | cksum
 }
 
 venv_has_extras() {
@@ -73,9 +73,17 @@ venv_install() {
         ! venv_install_reference; then
         venv_failed "the installation failed; try again when its cause is gone"
     fi
+    venv_show_types
     { venv_checksum; printf '%s\n' "$extras"; } > "$venv/stamp.new"
     mv "$venv/stamp.new" "$venv/stamp"
     say "installed"
+}
+
+# Type checkers cannot follow the import hook of an editable install; a path they can, and this one,
+# which counts from the file that holds it, leads to dflash_mlx and kernels_metal.
+venv_show_types() {
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    printf '%s\n' ../../../.. > "$site/dflash-chat-types.pth"
 }
 
 # The published DFlash, which tests compare drafters with. They need one module of it and none of

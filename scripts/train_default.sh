@@ -64,7 +64,4 @@ if [ "${SELECTOR_MINUTES:-20}" != 0 ]; then
         "$python" -m dflash_mlx.train.selector --drafter "$folder/dflash" \
             --out "$folder/selected" --minutes "${SELECTOR_MINUTES:-20}" "$@"
     fi
-    set -- "$@" --drafter "$folder/selected"
 fi
-"$python" -m dflash_mlx.train.compare --drafter "$folder/dflash" \
-    --drafter "$folder/variable-prefix" "$@"

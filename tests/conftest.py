@@ -1,5 +1,6 @@
 """Loads the fast BLAS before any test imports MLX, and keeps clocks out of what tests find."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from hypothesis import settings
 from dflash_mlx.system import blas
 
 blas.preload()
+os.environ["XDG_CONFIG_HOME"] = str(Path(__file__) / "nothing")  # nobody's own defaults
+os.environ.pop("COLORFGBG", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job, and in all
     signal.signal(signal.SIGINT, signal.default_int_handler)  # commands that tests start and end
 settings.register_profile("suite", deadline=None)  # processes side by side may have to wait

@@ -10,6 +10,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dflash_mlx.benchmark.measure import Run, run_all, summarise
+from dflash_mlx.benchmark.quick import what_pays
 from dflash_mlx.benchmark.report import (
     FINISHED,
     Report,
@@ -66,7 +67,8 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         if arguments.json is not None:
             save(arguments.json, report)
     finally:  # neither a full disk nor a reader who has left takes the other
-        print(format_report(report), flush=True)
+        pays = f"\n\n{what_pays(report, pair.capabilities)}." if len(methods) > 1 else ""
+        print(format_report(report) + pays, flush=True)
 
 
 def measure(
@@ -78,11 +80,11 @@ def measure(
     file: Path | None,
 ) -> Report:
     """The report with figures. runs: of finished prompts; file: written after every prompt."""
-    done = len(runs) // len(methods)
-    with tqdm(total=len(asked), initial=done, unit="prompt") as bar:
+    done, total = len(runs) // len(methods), len(asked) * len(methods)
+    with tqdm(total=total, initial=len(runs), unit="answer") as bar:
         for some in run_all(pair, asked, methods, done):
             runs += some or []
-            bar.update(bool(some))
+            bar.update(some == [])
             if some and file is not None:
                 save(file, report | summarise(runs), runs)
     return report | summarise(runs)

@@ -33,6 +33,7 @@ TOKENS = 48  # of each answer
 PAYS = 1.05  # times plain decoding, below which nobody would notice
 RACE_SIDES = "plain", "drafted"
 SLICE = 1.0  # seconds that one side of a race runs before the other may
+COMPARED = 20  # tokens of each side of a race, for its speeds to be compared
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class BenchStep:
     of: int  # in all
     prompts: int = 0  # finished by all methods
     report: Report = field(default_factory=dict)  # over those prompts, {} before the first
+    prompt: str = ""  # the one that is being answered
 
 
 def bench(
@@ -56,16 +58,19 @@ def bench(
     base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
     named = read_methods(",".join(methods or serving(pair.capabilities)), base)
     settled = settle_all(named, pair.capabilities)
-    asked = questions(pair.tokenizer, read_prompts(PROMPTS), (), (), pair.template)
+    rows = read_prompts(PROMPTS)
+    texts = [*(row["messages"][-1]["content"] for row in rows), ""]
+    asked = questions(pair.tokenizer, rows, (), (), pair.template)
     report = describe(pair, config)
     given = {"prompts_file": PROMPTS.name, "limit": None}
     report["settings"] = given | settings(asked, settled, base.sampling)
-    step, runs = BenchStep(0, len(asked) * len(settled)), list[Run]()
+    step, runs = BenchStep(0, len(asked) * len(settled), prompt=texts[0]), list[Run]()
     for some in run_all(pair, asked, settled):
         runs += some or []
         if some:
             told = report | summarise(runs)
-            step = replace(step, prompts=step.prompts + 1, report=told)
+            done = step.prompts + 1
+            step = replace(step, prompts=done, report=told, prompt=texts[done])
         elif some is not None:
             step = replace(step, answers=step.answers + 1)
         yield step
@@ -169,6 +174,7 @@ class RaceResult:
 
     text: str  # a sentence
     equal: bool  # whether every token is the same
+    ratio: float = 0.0  # times as fast as plain decoding; 0 where that says nothing
 
 
 def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
@@ -223,14 +229,24 @@ class Lane:
 
 def result_of(plain: Lane, drafted: Lane, difference: Difference | None) -> RaceResult:
     """Who was faster, and whether both said the same, token by token."""
-    ratio = plain.seconds / drafted.seconds * len(drafted.tokens) / len(plain.tokens)
-    speed = f"{ratio:.2f} times as fast as plain decoding on this question"
+    ratio, speed = _compared(plain, drafted)
     if difference is None:
-        return RaceResult(f"All {len(plain.tokens)} tokens are the same. {speed}.", True)
+        return RaceResult(f"All {len(plain.tokens)} tokens are the same. {speed}.", True, ratio)
     if difference.margin is None:
         why = "one answer ends there"
     elif difference.is_near_tie:
-        why = f"where two tokens are nearly tied (logits {difference.margin:.1e} apart)"
+        apart = f"logits {difference.margin:.1e} apart"
+        why = f"where two tokens are nearly tied ({apart}), and rounding picks either"
     else:
         why = f"with logits {difference.margin:.2f} apart, which is not a tie: please report it"
-    return RaceResult(f"The same up to token {difference.position}, {why}. {speed}.", False)
+    return RaceResult(f"The same up to token {difference.position}, {why}. {speed}.", False, ratio)
+
+
+def _compared(plain: Lane, drafted: Lane) -> tuple[float, str]:
+    """The ratio of both speeds, 0 where it says nothing, and a sentence."""
+    if min(len(plain.tokens), len(drafted.tokens)) < COMPARED:
+        return 0.0, f"Fewer than {COMPARED} tokens do not tell which is faster"
+    ratio = plain.seconds / drafted.seconds * len(drafted.tokens) / len(plain.tokens)
+    if 2 - PAYS < ratio < PAYS:
+        return 0.0, "With drafts it is as fast as plain decoding on this question"
+    return ratio, f"{ratio:.2f} times as fast as plain decoding on this question"

@@ -13,9 +13,9 @@ from typing import Any
 from dflash_mlx.benchmark.measure import TERMS, MethodStats, RoundSize, Run, groups
 from dflash_mlx.benchmark.selection import BenchmarkPrompt, describe_lengths
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.text import markdown
+from dflash_mlx.core.text import markdown, parse_json
 from dflash_mlx.core.tree import NearTies
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Pair
@@ -27,15 +27,23 @@ FINISHED, RUNS = "finished", "runs"
 _ANEW = "leave --resume out to measure again, or name another file with --json"
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
 _CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair
-_COLUMNS = {  # what stands below a heading
-    "tok/s": "{tokens_per_second:.1f}",
-    "speed-up": "{speedup:.2f} {intervals[speedup]}",
-    "of medians": "{ratio_of_medians:.2f}",
-    "tokens/round": "{mean_accepted:.2f} {intervals[mean_accepted]}",
-    "rows/round": "{rows_per_round:.1f}",
-    "accepted": "{acceptance_rate:.0%}",
-    "parity": "{parity:.1%}",
-    **{f"{term} ms": f"{{round_ms[{term}]:.1f}}" for term in TERMS},
+_TABLES: dict[str, dict[str, str]] = {  # what stands below a heading, in tables of 80 columns
+    "": {
+        "tok/s": "{tokens_per_second:.1f}",
+        "speed-up": "{speedup:.2f}",
+        "tokens/round": "{mean_accepted:.2f}",
+        "accepted": "{acceptance_rate:.0%}",
+        "parity": "{parity:.1%}",
+    },
+    "Intervals of 95 %, and the ratio of the medians of speeds:": {
+        "speed-up": "{intervals[speedup]}",
+        "tokens/round": "{intervals[mean_accepted]}",
+        "of medians": "{ratio_of_medians:.2f}",
+    },
+    "A round: rows, and milliseconds of its parts:": {
+        "rows": "{rows_per_round:.1f}",
+        **{term: f"{{round_ms[{term}]:.1f}}" for term in TERMS},
+    },
 }
 
 
@@ -89,11 +97,11 @@ def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:
 def read_report(file: Path) -> Report:
     """A report to continue; DFlashError for anything else."""
     try:
-        found: Report = json.loads(file.read_text(encoding="utf-8"))
+        found: Report = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DFlashError(f"there is no report {file} to continue", _ANEW) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DFlashError(f"{file} cannot be read ({error})", _ANEW) from None
+    except (OSError, ValueError) as error:
+        raise DFlashError(f"{file} cannot be read ({in_one_line(error)})", _ANEW) from None
     told = found.get("settings") if isinstance(found, dict) and FINISHED in found else None
     if not isinstance(told, dict) or not isinstance(told.get("sampling"), dict):
         raise DFlashError(f"{file} is not the report of a benchmark that can be resumed", _ANEW)
@@ -156,20 +164,18 @@ def _unpacked(raw: Report, question: BenchmarkPrompt) -> Run:
 
 def format_report(report: Report) -> str:
     """All methods by category, what the figures hold for, and rounds by tokens committed."""
-    rows = [
-        [category, name, *(cell.format(**_readable(figures)).strip() for cell in _COLUMNS.values())]
-        for category, methods in groups(report).items()
-        for name, figures in methods.items()
-    ]
+    sections = ["\n".join(_notes(report))]
+    for title, columns in _TABLES.items():
+        rows = [
+            [category, name, *(cell.format(**_readable(figures)) for cell in columns.values())]
+            for category, methods in groups(report).items()
+            for name, figures in methods.items()
+        ]
+        sections += [title, markdown(["category", "method", *columns], rows)]
     counts = {name: figures["committed"] for name, figures in report["methods"].items()}
     tokens = max(map(list, counts.values()), key=len)
     by_tokens = [[name, *(str(found.get(n, 0)) for n in tokens)] for name, found in counts.items()]
-    sections = [
-        markdown(["category", "method", *_COLUMNS], rows),
-        "\n".join(_notes(report)),
-        "Rounds by tokens committed:",
-        markdown(["method", *tokens], by_tokens),
-    ]
+    sections += ["Rounds by tokens committed:", markdown(["method", *tokens], by_tokens)]
     return "\n\n".join(section for section in sections if section)
 
 

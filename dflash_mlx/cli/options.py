@@ -6,14 +6,15 @@ import argparse
 import errno
 import io
 import os
+import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from dflash_mlx.core.config import (
     AUTO,
@@ -25,6 +26,7 @@ from dflash_mlx.core.config import (
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, values_given
+from dflash_mlx.core.text import counted
 from dflash_mlx.drafters.methods import check_given, choices, own_options, why_auto
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.grammar import check_structure
@@ -41,6 +43,7 @@ _Settings = TypeVar("_Settings")
 
 BAD_INPUT = 2
 
+_NO_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.+)")  # argparse's words
 _ENDINGS = {"length": "cut at --max-tokens", "context": "cut: the context is full"}
 
 
@@ -48,6 +51,9 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one sentence on stderr, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := _NO_NUMBER.match(message):
+            option, kind, value = wrong.groups()
+            message = f"{option} is {value}, not a {'whole ' * (kind == 'int')}number"
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
 
 
@@ -71,35 +77,44 @@ def add_options(
 
 
 def read_options(arguments: argparse.Namespace, settings_class: type[_Settings]) -> _Settings:
-    """The settings that the command line gave, defaults elsewhere."""
-    given = vars(arguments)
+    """The settings that the command line gave, or the user's file; defaults elsewhere."""
+    given = _given(arguments)
     names = {f.name for f in fields(settings_class)} & given.keys()  # type: ignore[arg-type]
     values = {name: given[name] for name in names}
     return settings_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-def read_decode_config(arguments: argparse.Namespace) -> DecodeConfig:
-    """Decoding and sampling settings together, and what an answer has to be."""
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {**getattr(arguments, "kept", {}), **vars(arguments)}
+
+
+def read_decode_config(arguments: argparse.Namespace, may_sample: bool = False) -> DecodeConfig:
+    """Decoding and sampling settings together, and what an answer has to be.
+
+    may_sample: whether a temperature that was not given may come from the model.
+    """
+    given = _given(arguments)
     sampling = read_options(arguments, SamplingConfig)
     structure = read_options(arguments, StructureConfig)
     config = read_options(arguments, DecodeConfig)
     names = [f.name for f in fields(own_options())]
-    own = Given(tuple((n, v) for n in names if (v := getattr(arguments, n, None)) is not None))
+    own = Given(tuple((n, given[n]) for n in names if given.get(n) is not None))
     config = replace(config, sampling=sampling, structure=structure, options=own)
     check_given(config)
     check_structure(structure)
-    _check_greedy(config)
+    if not may_sample or "temperature" in vars(arguments):
+        _check_greedy(config, vars(arguments))
     return config
 
 
-def _check_greedy(config: DecodeConfig) -> None:
+def _check_greedy(config: DecodeConfig, typed: Collection[str]) -> None:
     if config.sampling.temperature > 0:
         return
     given = values_given(config.sampling)
     if config.acceptance == "reject":
         given["acceptance"] = "reject"
     for name in ("top_p", "top_k", "min_p", "acceptance"):
-        if name in given:
+        if name in given and name in typed:
             what = f"{name} is {given[name]}, but at temperature 0 nothing is sampled"
             raise DFlashError(what, "leave it out, or give a --temperature above 0", name)
 
@@ -116,7 +131,7 @@ def open_pair(
     config = read_pair_config(arguments)
     check_given(config, *(use.method for use in uses))
     pair = load_pair(config, *uses, reader=reader)
-    notes = list(pair.notes)
+    notes = [*filter(None, [getattr(arguments, "problem", "")]), *pair.notes]
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
     notes += [why for use in uses if (why := why_auto(use, pair.capabilities))]
@@ -271,7 +286,7 @@ def summary(delta: Delta) -> str:
     statistics = delta.statistics
     parts = [
         f"{statistics.tokens_per_second:.1f} tok/s",
-        f"{statistics.generated_tokens} tokens in {statistics.decode_seconds:.2f} s",
+        f"{counted(statistics.generated_tokens, 'token')} in {statistics.decode_seconds:.2f} s",
         f"first after {statistics.time_to_first_token:.2f} s",
     ]
     if statistics.drafted:

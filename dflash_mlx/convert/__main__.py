@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from dflash_mlx.cli import options as cli
-from dflash_mlx.convert.conversion import ConvertConfig
-from dflash_mlx.convert.plan import ALONE, check_spaces, convert, make_plan, report
+from dflash_mlx.convert.conversion import ConvertConfig, plan
+from dflash_mlx.convert.plan import check_spaces, convert, find_part, report, resolve_destination
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.names import TARGET
-from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
 
 PROGRAM = "dflash_mlx.convert"
 
@@ -21,8 +19,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         _run(arguments)
     except DFlashError as error:  # of checks that name the options of other programs
-        given = "as SRC" if arguments.pair is None else "with --pair"
-        step = error.next_step.replace("with --drafter", given).replace("with --model", "as SRC")
+        step = error.next_step.replace("with --drafter", "as SRC").replace("with --model", "as SRC")
         raise DFlashError(
             error.what, step.replace(", or --method none", ""), error.setting
         ) from error
@@ -30,23 +27,14 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     settings = cli.read_options(arguments, ConvertConfig)
-    plan = make_plan(_names(arguments), arguments.dst, settings)
+    destination = resolve_destination(arguments.dst)
+    what = plan(find_part(arguments.src, settings.mtp), settings)
     if arguments.check:
-        print(report(plan))
-    check_spaces(plan)
+        print(report(what, destination))
+    check_spaces(what, destination)
     if not arguments.check:
-        convert(plan, settings)
-        print(f"wrote {plan.destination}")
-
-
-def _names(arguments: argparse.Namespace) -> dict[str, str]:
-    if arguments.pair is not None:
-        names = {TARGET: arguments.src, DRAFTER: arguments.pair}
-        second = arguments.second_drafter
-        return names if second is None else {**names, SECOND_DRAFTER: second}
-    if arguments.second_drafter is not None:
-        raise DFlashError("a second drafter needs a first one", "name one with --pair")
-    return {ALONE: arguments.src}
+        convert(what, destination, settings)
+        print(f"wrote {destination}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,18 +44,8 @@ def parser() -> argparse.ArgumentParser:
         description="Convert a published target or drafter to an MLX folder that --model and "
         "--drafter accept. DST is complete in the end, or absent.",
     )
-    result.add_argument(
-        "src", metavar="SRC", help="a Hugging Face id, a local folder or a GGUF file"
-    )
+    result.add_argument("src", metavar="SRC", help="a Hugging Face id or a local folder")
     result.add_argument("dst", metavar="DST", help="the folder to make; it must be absent or empty")
-    result.add_argument(
-        "--pair", metavar="DRAFTER", help="convert this drafter too; DST holds both, for --model"
-    )
-    result.add_argument(
-        "--second-drafter",
-        metavar="DRAFTER",
-        help="with --pair: d2sd's variable-prefix drafter, too",
-    )
     result.add_argument(
         "--check",
         action="store_true",

@@ -94,6 +94,8 @@ def check_values(settings: Any) -> None:
         elif _is_number(each.default) or bounds != (None, None):
             require(_is_number(value), each.name, value, "a number")
             _check_range(each.name, value, *bounds)
+        elif each.type in ("str", "str | None"):
+            require(isinstance(value, str), each.name, value, "a text")
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 
@@ -15,19 +16,27 @@ def amount(count: float) -> str:
     return f"{count / 1000:.1f} kB" if count else "0 kB"
 
 
+def counted(number: int, what: str) -> str:
+    """A number with its noun."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; rows that are shorter than the header end in empty cells."""
-    width = len(header)
-    lines = ([*cells, *[""] * (width - len(cells))] for cells in (header, ["---"] * width, *rows))
+    """A table, its columns aligned; rows that are shorter than the header end in empty cells."""
+    columns = [*zip_longest(header, ["---"] * len(header), *rows, fillvalue="")]
+    widths = [max(map(len, cells)) for cells in columns]
+    lines = (map(str.ljust, cells, widths) for cells in zip(*columns, strict=True))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def parse_json(text: str) -> Any:
-    """What `text` stands for; ValueError for anything but JSON of a bearable depth.
+    """What `text` stands for; ValueError, saying where, for anything but JSON of bearable depth.
 
     A byte order mark, as editors on Windows put before it, is no part of the text.
     """
     try:
         return json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"see line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -144,6 +144,7 @@ class Pair:
     further: Callable[[str], list[DraftModel]] = field(default=lambda _: [], repr=False)
     drafter_names: tuple[str, ...] = ()  # where all came from, and those that `further` would load
     speeds: Speeds | None = None  # of the drafters on the disk, where `auto` may take any of them
+    advised: Mapping[str, Any] = field(default_factory=dict)  # the target's generation_config.json
     # What sessions have learned about drafting; `recall` reads it.
     learned: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -35,13 +35,11 @@ from dflash_mlx.models.downloads import (
 )
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
-    PAIR_FILE,
     UNLISTED,
     Entry,
     Names,
     entries,
     find_names,
-    is_pair_folder,
     parent_of,
     registered,
     shipped_folder,
@@ -56,8 +54,7 @@ KINDS = {
     "model": "models to talk to",
     "drafter": "draft models",
     "unfinished": "unfinished downloads",
-    "converted": "pairs that dflash_mlx.convert has written, in this folder",
-    "folder": "other model folders, in this folder; yours, so never removed from here",
+    "folder": "model folders, in this folder; yours, so never removed from here",
     "calibration": "how long a model's passes take on this machine, measured again when needed",
     "kernels": "which kernels are faster on this machine, measured again when needed",
     "prefixes": "conversations as models have read them, read again when needed",
@@ -92,9 +89,9 @@ def available_models(here: Path) -> list[AvailableModel]:
         for entry in entries()
         if entry not in here_already and shipped_folder(entry.drafter) is None
     ]
-    converted = [str(folder) for folder in _subfolders(here) if is_pair_folder(folder)]
-    pairs = [_pair(PairConfig(name), "converted pair") for name in converted]
-    return [_pair(PairConfig(), "built in"), *pairs, *found, *public]
+    built_in = PairConfig()
+    needs = needed_by(find_names(built_in))
+    return [AvailableModel(built_in, needs, place="built in", drafts="here"), *found, *public]
 
 
 def grouped(
@@ -120,17 +117,12 @@ def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
     return AvailableModel(PairConfig(entry.name), needs, download, "", *told)
 
 
-def _pair(config: PairConfig, place: str) -> AvailableModel:
-    needs = 0
-    with suppress(DFlashError):  # damaged: choosing it says how
-        needs = needed_by(find_names(config))
-    return AvailableModel(config, needs, place=place, drafts="here")
-
-
 def on_this_machine(
     model: Source, drafters: Sequence[Source], others: Sequence[Source] = ()
 ) -> AvailableModel:
-    """The model with the registry's drafter, or else the first of `drafters` that fits it.
+    """The model with the registry's drafter, or else the first downloaded one that fits it.
+
+    One in a folder may be somebody's trial, so it is taken only by its name.
 
     others: models, small ones of which the registry has as drafters.
     """
@@ -143,7 +135,7 @@ def on_this_machine(
             there = Source.of(folder)
         drafts = "here" if there else TO_DOWNLOAD
     else:
-        there = next((d for d in drafters if _fits(d, model)), None)
+        there = next((d for d in drafters if d.name != str(d.folder) and _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
         has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
         drafter, drafts = (there.name, "here") if there else ("", "lookup")
@@ -219,8 +211,6 @@ def cache_entries(here: Path, cache: Path | None = None) -> list[CacheEntry]:
     found = list(_repositories())
     for kind, name, pattern in _OURS:
         found += [_of(kind, name or model_of(each), each) for each in cache.glob(pattern)]
-    pairs = filter(is_pair_folder, _subfolders(here))
-    found += [_of("converted", str(folder), folder) for folder in pairs]
     found += [_of(YOURS, source.name, source.here) for source in local_folders(here)]
     order = list(KINDS)
     return sorted(found, key=lambda each: (order.index(each.kind), each.name.lower(), each.path))
@@ -318,7 +308,7 @@ def remove_entry(kept: CacheEntry) -> None:
             _remove_repository(kept)
         elif kept.path.is_symlink() or kept.path.is_file():
             kept.path.unlink()
-        elif kept.kind != "converted" or (kept.path / PAIR_FILE).is_file():
+        else:
             shutil.rmtree(kept.path)
     except FileNotFoundError:
         return  # another program was quicker

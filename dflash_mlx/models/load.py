@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
@@ -43,6 +44,7 @@ from dflash_mlx.models.names import (
 from dflash_mlx.models.read import (
     WHOLE,
     TargetReader,
+    advised_generation,
     draft_size,
     fit_drafter,
     fit_target,
@@ -62,16 +64,19 @@ _LEFT_OUT = "name another one with --drafter, or use the pair as it is"
 _IF_NOT = "drafts are checked, so answers are right; if few are accepted, name another --drafter"
 
 
-def load(model: str | None = None, drafter: str | None = None) -> Pair:
+def load(model: str | Path | PairConfig | None = None, drafter: str | Path | None = None) -> Pair:
     """Load a target and its drafter.
 
-    model: a Hugging Face id, a local folder, the folder of a converted pair, or a GGUF file; the
-    embedded target by default. drafter: an id or a folder; by default the one that models.toml
-    knows for the target. Where it knows none, or that one cannot be had, `Pair.undrafted` says so
-    and the pair drafts by prompt lookup. Raises DFlashError for what cannot be found or read, and
-    for a drafter that was asked for and does not fit.
+    model: a Hugging Face id, a local folder or a GGUF file; the default model without one; or a
+    `PairConfig` with further settings. drafter: an id or a folder; by default the one that
+    models.toml knows for the target. Where it knows none, or that one is not available,
+    `Pair.undrafted` says so and the pair drafts by prompt lookup. Raises DFlashError for what
+    cannot be found or read, and for a drafter that was asked for and does not fit.
     """
-    return load_pair(PairConfig(model, drafter))
+    drafter = str(drafter) if isinstance(drafter, Path) else drafter
+    if not isinstance(model, PairConfig):
+        model = PairConfig(str(model) if isinstance(model, Path) else model)
+    return load_pair(model if drafter is None else replace(model, drafter=drafter))
 
 
 def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WHOLE) -> Pair:
@@ -117,6 +122,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
         partial(bench.read_family, left),
         (*(d.name for d in drafters), *(name for _, name in left)),
         speeds,
+        advised=advised_generation(facts),
     )
 
 
@@ -201,8 +207,8 @@ def _check_settings(
 
 def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str, ...]:
     return tuple(
-        f"the drafter {drafter.name} is packed in {packed.bits} bits already and stays so, "
-        "whatever --drafter-bits says"
+        f"the drafter {drafter.name} is packed in {packed.bits} bits already and stays so, not in "
+        f"the {config.drafter_bits} that were asked for"
         for drafter in drafters
         if (packed := drafter.config.quantization) is not None
         and config.drafter_bits not in (None, packed.bits)
@@ -223,11 +229,11 @@ def _draft_size(config: PairConfig, drafter: ModelFacts) -> int:
 def _on_template(tokenizer: Any, name: str, config: PairConfig, preset: Preset) -> Iterator[str]:
     asked = config.template_arguments
     for key in unread_arguments(tokenizer, asked):
-        yield f"the chat template of {name} does not read {key}, so --template changes nothing"
+        yield f"the chat template of {name} does not read {key}, so giving it changes nothing"
     for key, value in preset.template:
         if key not in asked:
-            said = f"the drafter was trained with {key}={json.dumps(value)}"
-            yield f"{said}, so answers begin that way; --template {key}=... changes it"
+            said = f"the drafter was trained with the template's {key}={json.dumps(value)}"
+            yield f"{said}, so answers begin that way; template {key}=... changes it"
 
 
 # Which drafters
@@ -328,7 +334,7 @@ def _on_drafters(names: Names, used: Sequence[str]) -> Iterator[Finding]:
             yield Finding("note", said, "name another one with --drafter")
     if names.headless and not used:
         yield Finding("note", names.headless, "give that folder with --drafter")
-    entry = registered(names.made_from or names.shown)
+    entry = registered(names.shown)
     if entry is None or names.drafter is None:
         return
     if entry.drafter in used and not entry.verified:

@@ -1,13 +1,10 @@
-"""From what a user names to parts of a pair: pair folders, the registry, shipped ones, ids.
+"""From what a user names to parts of a pair: the registry, shipped ones, folders, ids.
 
-The registry, models.toml, has the public pairs: which drafter goes with which target. A pair folder
-has target/, drafter/, where there is one second-drafter/, and pair.json.
+The registry, models.toml, has the public pairs: which drafter goes with which target.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -42,9 +39,6 @@ from dflash_mlx.models.source import (
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 SHIPPED = Path(__file__).parents[1] / "data"  # drafters that come with the package
-TARGET = "target"  # the folder of a pair's target; the drafters' are called as their options
-PAIR_FILE = "pair.json"
-VERSION = 1  # of a pair folder's layout
 
 _FILE = Path(__file__).parent / "models.toml"
 _CACHED = re.compile(r"^models--.+--(?P<name>.+)$")  # a repository in the Hugging Face cache
@@ -53,9 +47,8 @@ _FLOATS = r"b?float(?:16|32)|bf16|fp\d+|unquantized"
 _BLOCKS = r"(?:q\d(?:[-_][01])?|(?:mx|nv)fp\d)(?:[-_]k(?:[-_](?:xl|[sml]))?)?|mixed[-_]\d[-_]\d"
 _RECIPES = r"mlx|gs?\d+|dwq(?:-(?:\d{6}|\d{8}|v\d))?|awq|gptq|optiq|qat|ud"
 _HEAD = r"mtp|mtplx(?:-optimized-[a-z]+)?"  # a target whose folder has its head for drafts as well
-_QUANTISED = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
-_OF_TARGET = re.compile(rf"(?:-(?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")
-_CONVERT_AGAIN = "convert the pair again with python -m dflash_mlx.convert"
+_QUANTISED = re.compile(rf"(?:[-.](?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}))+$")
+_OF_TARGET = re.compile(rf"(?:[-.](?:{_BITS}|{_FLOATS}|{_BLOCKS}|{_RECIPES}|{_HEAD}))+$")
 _MAX_CARD = 2**20  # bytes
 _RELATIONS = ("finetune", "merge", "quantized", "adapter", None)  # to a base model
 
@@ -137,18 +130,11 @@ def without_quantisation(name: str) -> str:
     return re.sub(_QUANTISED.pattern, "", name.rpartition("/")[2], flags=re.IGNORECASE)
 
 
-def preset_for(target: str, drafter: str) -> Preset:
-    """What the registry advises for this pair; nothing where it does not know the two together."""
-    entry = registered(target)
-    is_its = entry is not None and _normalised(entry.drafter) == _normalised(drafter)
-    return entry.preset if entry is not None and is_its else Preset()
-
-
 def _normalised(name: str, endings: re.Pattern[str] = _QUANTISED) -> str:
     parts = [part for part in re.split(r"[/\\]", name) if part]
     cached = next((found["name"] for part in parts if (found := _CACHED.match(part))), None)
     last = cached or (parts[-1] if parts else "")
-    return endings.sub("", last.lower().replace("_", "-"))
+    return endings.sub("", last.lower().replace("_", "-").removesuffix(".gguf"))
 
 
 # The parts of a pair
@@ -166,7 +152,6 @@ class Names:
     preset: Preset = Preset()
     asks_first: bool = False  # whether a drafter, or none, was named, and not the registry's
     asks_second: bool = False
-    made_from: str = ""  # the name of a pair folder's target before it was converted
     lineage: str = ""  # a sentence, where the drafters are those of what the target was made from
     headless: str = ""  # a sentence, where the target's files lack the head that it was made with
     speeds: Speeds | None = None  # where drafters of several families are on the disk
@@ -181,14 +166,15 @@ class Names:
 def find_names(config: PairConfig) -> Names:
     """The parts of the pair that `config` asks for; nothing is downloaded.
 
-    Drafters that it does not name come from the pair folder or the registry. Raises DFlashError for
+    Drafters that it does not name come from the registry. Raises DFlashError for
     folders that are not there or damaged, and for a second drafter without a first one.
     """
     found = target_names(config.model)
     if config.drafter == PLAIN:
         found = replace(found, drafter=None, second_drafter=None, others=(), asks_first=True)
     elif config.drafter is not None:
-        preset = preset_for(found.made_from or found.shown, config.drafter)
+        is_its = found.drafter is not None and same_weights(found.drafter, config.drafter)
+        preset = found.preset if is_its else Preset()
         found = replace(found, drafter=config.drafter, others=(), asks_first=True, preset=preset)
     second = config.second_drafter
     if second == PLAIN:
@@ -208,13 +194,8 @@ def target_names(model: str | None) -> Names:
     """A target, the embedded one without a name, with the drafters that are known for it."""
     shown = model or DEFAULT_MODEL
     is_file = model is not None and gguf_file(model) is not None
-    folder = None if model is None or is_file else local_folder(model)  # before any download
-    if folder is not None and is_pair_folder(folder):
-        made_from = read_pair(folder)
-        parts = {part: str(folder / part) for part in made_from}
-        preset = preset_for(made_from[TARGET], made_from[DRAFTER])
-        drafters = parts[DRAFTER], parts.get(SECOND_DRAFTER)
-        return Names(parts[TARGET], shown, *drafters, (), preset, True, True, made_from[TARGET])
+    if model is not None and not is_file:
+        local_folder(model)  # before any download
     entry = registered(shown)
     if entry is None:
         return Names(model, shown)
@@ -344,34 +325,3 @@ def _known_parents(model: Source) -> Iterator[tuple[str, Entry]]:
         for parent in base_models(model.path(CARD)) if has_card else []:
             if (entry := registered(parent)) is not None:
                 yield parent, entry
-
-
-# Pair folders
-
-
-def is_pair_folder(folder: Path) -> bool:
-    """Whether `folder` holds a pair, readable or not; a folder that cannot be entered does not."""
-    return os.path.isfile(folder / PAIR_FILE)  # where `Path.is_file` would raise
-
-
-def read_pair(folder: Path) -> dict[str, str]:
-    """What each of a pair's models was made from, by its folder; DFlashError for a damaged pair."""
-    file = folder / PAIR_FILE
-    raw = Source.of(folder).read_json(PAIR_FILE, _CONVERT_AGAIN)
-    version, names = raw.get("version"), raw.get("made_from")
-    if version != VERSION:
-        shown = repr(version)[:80]
-        raise DFlashError(f"{file} has version {shown}, supported is {VERSION}", _CONVERT_AGAIN)
-    known, needed = {TARGET, DRAFTER, SECOND_DRAFTER}, {TARGET, DRAFTER}
-    if not isinstance(names, dict) or not needed <= names.keys() <= known:
-        raise DFlashError(f"made_from in {file} is {repr(names)[:200]}", _CONVERT_AGAIN)
-    for part in names:
-        if not os.path.isdir(folder / part):
-            raise DFlashError(f"{folder} lacks the folder {part}", _CONVERT_AGAIN)
-    return {part: str(name) for part, name in names.items()}
-
-
-def write_pair(folder: Path, names: dict[str, str], made_with: dict[str, str]) -> None:
-    """Write pair.json. names: what each folder was made from; made_with: versions of packages."""
-    text = json.dumps({"version": VERSION, "made_from": names, "made_with": made_with}, indent=2)
-    (folder / PAIR_FILE).write_text(text + "\n", encoding="utf-8")

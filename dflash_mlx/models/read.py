@@ -7,6 +7,7 @@ Then the target answers nonsense, or its drafter is never right, so it is cast t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,13 @@ def target_facts(names: Names, update: bool = True) -> ModelFacts:
     if names.model is not None:
         return check_target(find_source(names.model, update=update), names.shown)
     return describe_target(DEFAULT_CONFIG, names.shown)
+
+
+def advised_generation(facts: ModelFacts) -> dict[str, Any]:
+    """The generation_config.json that a model's makers wrote, nothing where it cannot be read."""
+    with suppress(DFlashError):
+        return {} if facts.source is None else facts.source.read_json("generation_config.json")
+    return {}
 
 
 class TargetReader:

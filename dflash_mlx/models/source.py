@@ -7,7 +7,6 @@ downloaded: none that can run.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
 from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import Collector, DFlashError, Finding, in_one_line
+from dflash_mlx.core.text import parse_json
 from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
@@ -129,11 +129,11 @@ class Source:
         try:
             if (size := self.files[file]) > _MAX_JSON:
                 raise ValueError(f"it has {size} bytes, at most {_MAX_JSON} are read")
-            found: Any = json.loads(self.path(file).read_text(encoding="utf-8"))
+            found: Any = parse_json(self.path(file).read_text(encoding="utf-8"))
             if not isinstance(found, dict):
                 raise ValueError(f"it is a JSON {type(found).__name__}, not an object")
-        except (OSError, ValueError, RecursionError) as error:
-            what = f"{self.place(file)} cannot be read ({error})"
+        except (OSError, ValueError) as error:
+            what = f"{self.place(file)} cannot be read ({in_one_line(error)})"
             raise DFlashError(what, next_step) from None
         return found
 
@@ -203,7 +203,9 @@ class Source:
 
     def _refused(self, error: Exception) -> DFlashError:
         """What the hub's client says, in a sentence; behind its first line come links."""
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = in_one_line(re.sub(r".*\(Got: (.*)\)", r"\1", said))
+        reason = "HF_HUB_OFFLINE is set" if "'HF_HUB_OFFLINE=0'" in said else reason
         step = how_to_name(self.option)
         if isinstance(error, GatedRepoError):  # which the next one includes
             what = f"{self.name} is open only to those who have accepted its licence"

@@ -19,7 +19,6 @@ class RankMode(Enum):
 
     ALONE = "it takes one process"
     FOLLOW = "the first does it, the others compute their parts of its target's passes"
-    ALL = "all do the same, each on its part of the data"
 
 
 class RanksLost(RuntimeError):

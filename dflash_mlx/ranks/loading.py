@@ -39,7 +39,7 @@ _ONE_MACHINE = "run it on one machine, or choose another model"
 def take_part(
     main: Callable[..., None], program: str, mode: RankMode
 ) -> Callable[[Sequence[str]], None]:
-    """`main` as one of several ranks does it, given also the ranks or what reads a split target."""
+    """`main` as one of several ranks does it, given also what reads a split target."""
 
     def work(argv: Sequence[str]) -> None:
         ranks = join()
@@ -48,24 +48,22 @@ def take_part(
         if mode is RankMode.ALONE:
             check_alone(program)
         try:
-            _work(ranks, main, argv, mode)
+            _work(ranks, main, argv)
         except RanksDiffer:
             raise
         except BaseException as error:
             if isinstance(error, Exception):
                 end_if_lost(error)
-            _tell_failure(ranks, error, mode)
+            _tell_failure(ranks, error)
             raise
 
     return work
 
 
-def _work(ranks: Ranks, main: Callable[..., None], argv: Sequence[str], mode: RankMode) -> None:
+def _work(ranks: Ranks, main: Callable[..., None], argv: Sequence[str]) -> None:
     versions = describe_versions()
     ranks.check_alike({package: versions.get(package) for package in _PACKAGES})
-    if mode is RankMode.ALL:
-        main(argv, ranks)
-    elif ranks.rank:
+    if ranks.rank:
         follow(ranks)
     else:
         main(argv, SplitTarget(ranks))
@@ -78,13 +76,13 @@ def _be_silent() -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for good
 
 
-def _tell_failure(ranks: Ranks, error: BaseException, mode: RankMode) -> None:
+def _tell_failure(ranks: Ranks, error: BaseException) -> None:
     """Let the others know: by an order where they wait for one, by a sentence where they do not."""
     if ranks.rank:
         if isinstance(error, Exception):
             what = f"rank {ranks.rank} of {ranks.size} failed: {in_one_line(error)}"
             print(what, file=sys.__stderr__, flush=True)
-    elif mode is RankMode.FOLLOW:
+    else:
         ranks.end()
 
 

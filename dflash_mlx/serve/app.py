@@ -124,8 +124,7 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"{field} is not known to this server; leave it out", field)
     if not field:
-        why = problem.get("ctx", {}).get("error", problem["msg"])
-        return ApiError(400, f"the request is not a JSON object ({str(why)[:200]})")
+        return ApiError(400, "the request is not a JSON object; correct it")
     said = str(problem["msg"])[:300]
     told = long or problem["type"] == "missing"
     given = "" if told else f", not {reprlib.repr(problem['input'])}"

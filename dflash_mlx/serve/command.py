@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import distribution
 from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.user_config import FaceConfig, parse
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.downloads import check_memory
@@ -24,8 +31,8 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
+    arguments = parse(parser(), argv)
     check_installed()
-    arguments = parser().parse_args(argv)
     config = cli.read_decode_config(arguments)
     serve = read_serve_config(arguments)
     pair_config = cli.read_pair_config(arguments)
@@ -48,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "may ask for other sampling and lengths than the options say.",
     )
     result.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    cli.add_options(result, FaceConfig, without=("system", "theme"))
     cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
     return result
 
@@ -73,7 +81,24 @@ def check_installed() -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         what = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        raise DFlashError(what, "install dflash-chat with its extra serve, or use scripts/serve")
+        raise DFlashError(what, f"run {install_line()}")
+
+
+def install_line(prefix: Path = Path(sys.prefix)) -> str:
+    """What adds the extra `serve` to this installation: a line for uv tool, for pipx or for pip."""
+    origin = json.loads(distribution("dflash-chat").read_text("direct_url.json") or "{}")
+    kind, url = origin.get("vcs_info", {}), origin.get("url", "")
+    if origin.get("dir_info", {}).get("editable"):  # a checkout, as scripts/chat makes it
+        return shlex.join([f"{unquote(urlsplit(url).path)}/scripts/serve"])
+    place = f"{kind['vcs']}+{url}" if kind else url
+    wanted = "dflash-chat[serve]" + f" @ {place}" * bool(place)
+    if (prefix / "uv-receipt.toml").exists():
+        command = ["uv", "tool", "install", wanted]
+    elif (prefix / "pipx_metadata.json").exists():
+        command = ["pipx", "install", "--force", wanted]
+    else:
+        command = [sys.executable, "-m", "pip", "install", wanted]
+    return shlex.join(command)
 
 
 def names(pair: PairConfig, serve: ServeConfig) -> tuple[str, ...]:

@@ -150,11 +150,18 @@ class Responder:
     def answer(
         self, asked: Question, observer: Observer | None = None
     ) -> Generator[Delta, None, None]:
-        """A delta per round; a thought that the chat template opened is opened in the text."""
-        pair = self.pair
-        tokens = prompt_tokens(pair.tokenizer, asked.messages, asked.system, template=pair.template)
+        """A delta per round; a thought that the chat template opened is opened in the text.
+
+        Where the last message is the model's, it writes on where that ends.
+        """
+        pair, asked_for = self.pair, [*asked.messages]
+        said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
+        tokens = prompt_tokens(pair.tokenizer, asked_for, asked.system, template=pair.template)
         session = Session(pair, asked.config, self.prefixes, self._drafters)
         opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
+        if said:  # with its thought, which chat templates take out of messages
+            said, opening = said.removeprefix(opening), ""
+            tokens += pair.tokenizer.encode(said, add_special_tokens=False)
         for delta in session.stream(tokens, observer):
             yield replace(delta, text=opening + delta.text) if opening else delta
             opening = ""

@@ -22,11 +22,9 @@ _SHAPE = 'a JSON list of objects like {"role": "user", "content": "..."}'
 def check_prompt(prompt: Conversation, system: str | None, raw: bool) -> None:
     """Raise DFlashError for a prompt that no model could answer; needs no model."""
     if not prompt or (isinstance(prompt, str) and not prompt.strip() and not raw):
-        raise DFlashError(
-            "the prompt is empty", "give some text with --prompt or on standard input"
-        )
+        raise DFlashError("the prompt is empty", "give some text")
     if raw and (system is not None or not isinstance(prompt, str)):
-        raise DFlashError("--raw works on plain text alone", "leave --raw out")
+        raise DFlashError("raw works on plain text alone", "leave it out", "raw")
     texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
     for text in [*texts, system or ""]:
         try:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +46,13 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write `text` to `file` at once, down to the disk; OSError leaves what is there."""
+    """Write `text` to `file` at once, down to the disk; OSError leaves what is there.
+
+    Who may read a file that is there already stays as it is.
+    """
     with replacing(file) as partial, open(partial, "w", encoding="utf-8") as output:
+        if file.exists():
+            shutil.copymode(file, partial)
         output.write(text)
         output.flush()
         os.fsync(output.fileno())

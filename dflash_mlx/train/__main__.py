@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,21 +15,23 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
-from dflash_mlx.ranks.group import Ranks
-from dflash_mlx.train.compare import TRAINEES
 from dflash_mlx.train.config import DataConfig, TrainConfig
 from dflash_mlx.train.data import read_texts
-from dflash_mlx.train.run import (
-    Record,
-    TrainingRun,
-    check_out,
-    identity,
-    share_state,
-)
+from dflash_mlx.train.dflash import DFlashTrainee
+from dflash_mlx.train.paired import EagleTrainee, HeadTrainee
+from dflash_mlx.train.run import Record, TrainingRun, check_out
+from dflash_mlx.train.specdiff import SpecDiffTrainee
 from dflash_mlx.train.trainee import Trainee
-from dflash_mlx.train.trainer import Crew, Trainer
+from dflash_mlx.train.trainer import Trainer
 
 PROGRAM = "dflash_mlx.train"
+TRAINEES: dict[str, type[Trainee]] = {  # by `TrainConfig.mode`
+    "dflash": DFlashTrainee,
+    "variable-prefix": DFlashTrainee,
+    "specdiff": SpecDiffTrainee,
+    "eagle3": EagleTrainee,
+    "mtp": HeadTrainee,
+}
 # By --recipe: settings as their authors have them, for what is not given.
 RECIPES = {
     "d2sd": {  # arXiv 2606.04446 and its code, which counts the anchor as a visible token
@@ -40,32 +41,20 @@ RECIPES = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str], ranks: Ranks | None = None) -> None:
-    """Train until the time or the steps are used up. Raises DFlashError for bad input.
-
-    In several processes each has its sequences of every step, and the first one writes.
-    """
+def main(argv: Sequence[str]) -> None:
+    """Train until the time or the steps are used up. Raises DFlashError for bad input."""
     reading = parser()
     reading.set_defaults(**RECIPES.get(reading.parse_args(argv).recipe, {}))
     arguments = reading.parse_args(argv)
     data = cli.read_options(arguments, DataConfig)
-    config, crew = cli.read_options(arguments, TrainConfig), Crew(ranks)
-    if crew.rank == 0:
-        check_out(arguments.out)
+    config = cli.read_options(arguments, TrainConfig)
+    check_out(arguments.out)
     pair = load_target(cli.read_pair_config(arguments).model)
     trainee = begin(config, pair)
     texts = read_texts(data, pair, trainee.aux_layers)
     train, held_out = texts.split(config.held_out)
-    trainer = Trainer(trainee, train, config, crew)
-    if ranks is not None:
-        ranks.check_alike(asdict(config) | identity(trainer, texts.name))
-    if crew.rank:
-        share_state(trainer)
-        for _ in trainer.losses():
-            pass
-        return
+    trainer = Trainer(trainee, train, config)
     run = TrainingRun(trainer, held_out, arguments.out, texts.name)
-    share_state(trainer)
     print(trainer.vocabulary.describe(), file=sys.stderr)
     for event in trainer.show(run):
         if isinstance(event, Record):
@@ -105,4 +94,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    cli.run(main, PROGRAM, mode=cli.RankMode.ALL)
+    cli.run(main, PROGRAM)

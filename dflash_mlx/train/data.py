@@ -29,7 +29,6 @@ from dflash_mlx.core.option import require
 from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import weights_digest
-from dflash_mlx.ranks import launched
 from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import locked, remove_partial, replacing
 from dflash_mlx.train.blocks import Array, TextTokens
@@ -209,12 +208,12 @@ class FeatureCache:
         """Compute what is missing; yields the tokens of every sequence that is done.
 
         Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
-        while another process is at it; those of one start wait for each other.
+        while another process is at it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         mode = self._target.kernels.mode
         try:
-            with locked(self.folder, wait=launched()):
+            with locked(self.folder, wait=False):
                 remove_partial(self.folder)
                 self._target.tap(self._aux_layers)
                 if cpu_math.applies():  # so that NumPy computes attention; no gradient flows here

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError, in_one_line
+from dflash_mlx.core.text import parse_json
 
 _FORMAT = {"format": "dflash-corpus", "version": 1}
 _BEGIN = json.dumps(_FORMAT)[:-1].encode()  # of a header
@@ -98,7 +99,8 @@ def read_rows(path: Path, vocab_size: int | None = None, tokenizer: Any = None) 
         contents = path.read_bytes()
         contents = gzip.decompress(contents) if path.suffix == ".gz" else contents
     except (OSError, EOFError, zlib.error) as error:
-        raise DFlashError(f"{path} cannot be read ({error})", "name a corpus file") from None
+        what = f"{path} cannot be read ({in_one_line(error)})"
+        raise DFlashError(what, "name a corpus file") from None
     header, rows = parse(path, contents, vocab_size)
     if not rows:
         raise DFlashError(f"{path} holds no rows", _MAKE_ANEW)
@@ -114,7 +116,7 @@ def parse(
     lines, header, rows = contents.split(b"\n"), None, []
     for i, line in enumerate(lines, 1):
         try:
-            values = json.loads(line) if line.strip() else None
+            values = parse_json(line.decode()) if line.strip() else None
         except ValueError as error:
             if i == len(lines):
                 break

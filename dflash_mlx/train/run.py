@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import read_header
-from dflash_mlx.train.compare import in_words, measure_drafts
+from dflash_mlx.train.acceptance import in_words, measure_drafts
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.trainer import Trainer
 
@@ -162,16 +162,6 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
 
 
-def share_state(trainer: Trainer) -> None:
-    """Put every process of a crew where the first one is."""
-    if (ranks := trainer.crew.ranks) is None:
-        return
-    # What was restored comes in another order.
-    _put(trainer, trainer.crew.first(dict(sorted(_arrays(trainer).items()))))
-    place = ranks.share([trainer.step, trainer.tokens, trainer.seconds])
-    trainer.step, trainer.tokens, trainer.seconds = place
-
-
 def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
     trees: Any = tree_unflatten(list(arrays.items()))
     trainer.trainee.network.update(trees["network"])
@@ -182,8 +172,7 @@ def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
 def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
-    about = {**settings, "data": data, "processes": trainer.crew.size}
-    return _as_json(about, asdict(trainer.trainee.config))
+    return _as_json({**settings, "data": data}, asdict(trainer.trainee.config))
 
 
 def _defaults(trainer: Trainer) -> dict[str, Any]:
@@ -192,7 +181,7 @@ def _defaults(trainer: Trainer) -> dict[str, Any]:
         {each.name: each.default for each in fields(config) if each.default is not MISSING}
         for config in (trainer.config, trainer.trainee.config)
     )
-    return _as_json({"processes": 1, **settings}, drafter)
+    return _as_json(settings, drafter)
 
 
 def _as_json(run: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:

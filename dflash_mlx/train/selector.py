@@ -25,8 +25,8 @@ from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.train.acceptance import in_words, measure_drafts
 from dflash_mlx.train.blocks import Blocks
-from dflash_mlx.train.compare import in_words, measure_drafts
 from dflash_mlx.train.config import DataConfig, SelectorTraining
 from dflash_mlx.train.data import Texts, rank_in_parts, read_texts
 from dflash_mlx.train.dflash import DFlashTrainee

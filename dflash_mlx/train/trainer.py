@@ -1,4 +1,4 @@
-"""Training steps: blocks, AdamW, a schedule, several processes; and a drafter's own loss."""
+"""Training steps: blocks, AdamW, a schedule; and a drafter's own loss."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
-from mlx.utils import tree_map
 from tqdm import tqdm
 
-from dflash_mlx.ranks.group import Ranks
 from dflash_mlx.train.blocks import SAMPLERS, Blocks
 from dflash_mlx.train.config import StepConfig, TrainConfig
 from dflash_mlx.train.data import Texts
@@ -33,44 +30,6 @@ _FLOOR = 0.02  # of the peak, where the cosine ends
 _Event = TypeVar("_Event")
 
 
-class Crew:
-    """Processes that train one network, each on its part of every step's sequences."""
-
-    def __init__(self, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks  # None for a process that is alone
-        self.rank, self.size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-
-    def own(self, blocks: Blocks) -> Blocks:
-        """This process's sequences of all of a step's."""
-        each = len(blocks.rows) // self.size
-        part = slice(self.rank * each, (self.rank + 1) * each)
-        own = {name: all_[part] for name, all_ in vars(blocks).items() if all_ is not None}
-        return replace(blocks, **own)
-
-    def mean(self, tree: Any) -> Any:
-        """The mean of every array over all; no gradient flows through it."""
-        if self.ranks is None:
-            return tree
-        return tree_map(mx.stop_gradient, nn.average_gradients(tree, self.ranks.group))
-
-    def first(self, tree: Any) -> Any:
-        """The first one's arrays."""
-        if self.ranks is None:
-            return tree
-        group = self.ranks.group
-
-        def of_first(array: mx.array) -> mx.array:
-            own = array if self.rank == 0 else mx.zeros_like(array)
-            whole = mx.distributed.all_sum(own, group=group)
-            mx.eval(whole)  # one by one, so that all do it in one order
-            return whole
-
-        return tree_map(of_first, tree)
-
-
-ALONE = Crew()
-
-
 class Training(ABC):
     """Steps of AdamW, and where they are in the data: what every training has in common."""
 
@@ -82,17 +41,16 @@ class Training(ABC):
         trainee: Trainee,
         texts: Texts,
         config: StepConfig,
-        crew: Crew = ALONE,  # each of whom has `sequences` of its own
         **law: Any,  # further settings of the sampler
     ) -> None:
-        self.trainee, self.config, self.crew = trainee, config, crew
+        self.trainee, self.config = trainee, config
         self.step, self.seconds = 0, 0.0  # done, and spent in them, over all runs
         self.tokens = 0  # in their blocks, anchors included
         self._module, self._texts = module, texts
         self._sampler = SAMPLERS[config.anchor_law](
             texts.texts,
             trainee.config.block_size,
-            (crew.size * config.sequences, config.anchors),
+            (config.sequences, config.anchors),
             config.seed,
             **law,
         )
@@ -127,16 +85,14 @@ class Training(ABC):
     def train_step(self) -> float:
         started = time.perf_counter()
         blocks = self._sampler.blocks(self.step)
-        found = self._gradients(self.batch(self.crew.own(blocks)))
-        loss, gradients = self.crew.mean(found)
+        loss, gradients = self._gradients(self.batch(blocks))
         gradients, _ = optim.clip_grad_norm(gradients, self.config.clip)
         self.optimizer.learning_rate = self.learning_rate()
         self.optimizer.update(self._module, gradients)
         mx.eval(self._module.parameters(), self.optimizer.state, loss)
         self.step += 1
         self.tokens += blocks.tokens.size
-        spent = mx.array(time.perf_counter() - started)
-        self.seconds += self.crew.first(spent).item()  # so that all end at one step
+        self.seconds += time.perf_counter() - started
         return float(loss)
 
     def losses(self) -> Iterator[float]:
@@ -159,15 +115,13 @@ class Trainer(Training):
 
     config: TrainConfig
 
-    def __init__(
-        self, trainee: Trainee, texts: Texts, config: TrainConfig, crew: Crew = ALONE
-    ) -> None:
+    def __init__(self, trainee: Trainee, texts: Texts, config: TrainConfig) -> None:
         law: dict[str, Any] = {"short_share": config.short_share}
         if config.mode == "variable-prefix":
             law |= {"prefix_base": config.prefix_base, "least_prefix": config.least_prefix}
         if config.mode == "specdiff":
             law["reveal_share"] = config.reveal_share
-        super().__init__(trainee.network, trainee, texts, config, crew, **law)
+        super().__init__(trainee.network, trainee, texts, config, **law)
 
     def batch(self, blocks: Blocks) -> tuple[mx.array, ...]:
         labels = self.vocabulary.index[blocks.likely].reshape(-1, blocks.likely.shape[-1])
@@ -197,5 +151,4 @@ class Trainer(Training):
             supervised = zeros.at[places].add(1.0).reshape(shape)
             weights = dpace_weights(dense, supervised > 0, self.config.alpha)
             weights = weights.reshape(-1)[places]
-        total = self.crew.mean(weights.sum())
-        return (weights * losses).sum() / mx.maximum(total, 1e-9)  # 0 / 0 without places
+        return (weights * losses).sum() / mx.maximum(weights.sum(), 1e-9)  # 0 / 0 without places

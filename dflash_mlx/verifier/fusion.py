@@ -42,7 +42,7 @@ GROUPS = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # of gated delta nets
     ("in_proj_qkvz", "in_proj_ba"),
 )
-GATED_MLP = "qwen3.MLP"  # down(swiglu(gate(x), up(x)))
+GATED_MLPS = "qwen3.MLP", "glm4_moe.MLP"  # down(swiglu(gate(x), up(x))), at once or by a name
 GATED_ATTENTION = "qwen3_next.Qwen3NextAttention"  # which has a gate behind its queries
 _ARRAYS = ("weight", "scales", "biases")
 MADE = "_made_for_it"  # in the class of a hooked module

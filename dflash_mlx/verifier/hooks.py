@@ -17,7 +17,7 @@ import mlx.nn as nn
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
     GATED_ATTENTION,
-    GATED_MLP,
+    GATED_MLPS,
     MADE,
     Group,
     arrays_of,
@@ -197,7 +197,7 @@ class KernelHooks(Hooks):
                 gates = written_as(stock, GATED_ATTENTION)  # which segments do not know
                 made = None if gates else (plans, group)
                 self.replace(module, "__call__", normed_attention(stock, plans, group), made)
-            elif group is not None and written_as(stock, GATED_MLP):
+            elif group is not None and written_as(stock, *GATED_MLPS):
                 self.replace(module, "__call__", gated_mlp(stock, group), group)
         for i, layer in enumerate(model.layers):
             stock = type(layer).__call__

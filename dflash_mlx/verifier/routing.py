@@ -260,9 +260,10 @@ class Plans:
             self._made[key] = make()
         return self._made[key]  # type: ignore[no-any-return]
 
-    def made(self, key: Any) -> Any | None:
-        """What `find` gives for this key, None also where it was not asked before."""
-        return self._made.get(key) if self.kernels.running() is self._known else None
+    def made(self, key: Any, otherwise: Any = None) -> Any | None:
+        """What `find` gives for this key; otherwise: where it was not asked before."""
+        is_known = self.kernels.running() is self._known
+        return self._made.get(key, otherwise) if is_known else otherwise
 
 
 def kernel_choices(folder: Path | None = None) -> dict[str, dict[str, Choice]]:

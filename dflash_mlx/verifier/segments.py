@@ -3,29 +3,33 @@
 Building a graph costs the host more than MLX's own nodes do, so where kernels run, a pass's second
 and later ones replay `mx.compile`d segments: output projection, both sums, the MLP, and the next
 layer's norm, queries, keys and values. Weights and positions are inputs, so layers of one form
-share a trace, and none outlives the weights it was made with. A segment ends where a module is not
-known; it is called as it is.
+share a trace, and none outlives the weights it was made with. A module is traced by its own code,
+routers and experts as any other, if that is MLX's or mlx-lm's and does nothing but compute; where
+it is not, a segment ends and the module is called as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
-from functools import partial
-from itertools import accumulate, chain, pairwise
+from dis import get_instructions
+from functools import cache, partial
+from itertools import accumulate, chain, pairwise, repeat
+from types import CodeType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.verifier.fusion import Call, Group, made_for
+from dflash_mlx.verifier.fusion import MADE, Call, Group, made_for
 from dflash_mlx.verifier.routing import Kernels, Key, MadeOf, Plans
 from kernels_metal.factory import Step, executor, metal
 from kernels_metal.verify_qmm import MAX_ROWS
 
 # Layers that are replayed: x + mixer(norm(x)), and the MLP behind it, as mlx-lm writes them
 BLOCKS = "qwen3.TransformerBlock", "glm4_moe.DecoderLayer", "qwen3_5.DecoderLayer"
-_PLAIN = (nn.RMSNorm, nn.LayerNorm, nn.Linear, nn.QuantizedLinear)
+# What code is not traced with: it would be done once, or asks for values, which a trace has not
+_ONCE = {"STORE_ATTR", "random", "item", "tolist", "eval", "async_eval"}
 Replay = Callable[..., Any]  # a graph that is traced, bound to one layer's arrays
 
 
@@ -111,20 +115,20 @@ class Segments:
 
     def _traced(self, run: Callable[..., Any], *steps: Sequence[Step]) -> Replay:
         """`run(*given, *steps)` as a graph that all of one form share."""
-        key = run, *(tuple(step.key for step in part) for part in steps)
-        runs = [[step.run for step in part] for part in steps]
-        arrays = [step.arrays for step in chain(*steps)]
-        ends = [*accumulate(map(len, arrays), initial=0)]
+        ends = [*accumulate(map(len, steps), initial=0)]
+
+        def grouped(bound: Sequence[Step], *given: mx.array) -> Any:
+            return run(*given, *(bound[begin:end] for begin, end in pairwise(ends)))
+
+        key, arrays, call = _joined(grouped, [*chain(*steps)], (run, *ends))
 
         def whole(arrays: Sequence[mx.array], *given: mx.array) -> Any:
-            own = (arrays[begin:end] for begin, end in pairwise(ends))
-            bound = [[Step(None, next(own), each) for each in part] for part in runs]
-            return run(*given, *bound)
+            return call(*given, arrays)
 
         def trace() -> Replay:
             return mx.compile(whole) if executor() is metal else whole
 
-        return partial(self._plans.find(key, trace) or whole, [*chain(*arrays)])
+        return partial(self._plans.find(key, trace) or whole, arrays)
 
 
 def replayed(segments: Segments, i: int, stock: Call) -> Call:
@@ -156,22 +160,22 @@ class Known(NamedTuple):
     front: list[Step]  # the norm; products and rotation of attention
     back: list[Step]  # of attention: the output projection
     norm: list[Step]
-    mlp: list[Step]  # SwiGLU in gate's and up's product; down
+    mlp: list[Step]  # dense or of experts
     modules: list[Any]
 
 
 def _known(layer: Any, key: Key) -> Known | None:
     """None where a norm is not known. Attention or an MLP that is not, has no steps."""
     norms = [layer["input_layernorm"], layer["post_attention_layernorm"]]
-    before, behind = map(_plain, norms)
+    before, behind, mlp = (_step(module, key) for module in (*norms, layer["mlp"]))
     if before is None or behind is None:
         return None
     mixer = layer[_mixer(layer)]
-    attention, mlp = _attention(mixer, key), _mlp(layer["mlp"], key)
+    attention = _attention(mixer, key)
     modules = [layer, *norms]
     modules += mixer.modules() if attention else []
     modules += layer["mlp"].modules() if mlp else []
-    return Known([before, *attention[:2]], attention[2:], [behind], mlp, modules)
+    return Known([before, *attention[:2]], attention[2:], [behind], [mlp] if mlp else [], modules)
 
 
 def _mixer(layer: Any) -> str:
@@ -183,42 +187,76 @@ def _attention(module: Any, key: Key) -> list[Step]:
     plans, group = made_for(module) or (None, None)
     if plans is None or group is None:
         return []
-    found = [group.made("_together", key), plans.made(key), _product(module["o_proj"], key)]
+    found = [group.made("_together", key), plans.made(key), _step(module["o_proj"], key)]
     return found if all(found) else []
 
 
-def _mlp(module: Any, key: Key) -> list[Step]:
-    """Of a SwiGLU whose gate is part of a product."""
-    group = made_for(module)
-    if not isinstance(group, Group):
-        return []
-    found = [group.made("_gate", key), _product(module["down_proj"], key)]
-    return found if all(found) else []
+def _step(module: Any, key: Key) -> Step | None:
+    """What a module computes, by kernels where these are chosen; None where it may do more.
 
-
-def _product(module: Any, key: Key) -> Any:
-    """Of a linear module, by a kernel where that is chosen."""
-    plans = made_for(module)
-    step = plans.made(key) if isinstance(plans, Plans) and "bias" not in module else None
-    return step or _plain(module)
-
-
-def _plain(module: Any) -> Step | None:
-    """A module of MLX's own, by its own code, None for others."""
-    kind = next((kind for kind in type(module).__mro__ if kind in _PLAIN), None)
-    if kind is None or kind is not type(module) and made_for(module) is None:
+    An array, as of a module, gives itself.
+    """
+    if isinstance(module, mx.array):
+        return Step(None, [module], _itself)
+    if not isinstance(module, nn.Module):
         return None
-    names = [name for name, value in module.items() if isinstance(value, mx.array)]
-    bare = copy(module)
+    made = made_for(module)
+    if isinstance(made, Group):
+        found = [made.made("_gate", key), _step(module.get("down_proj"), key)]
+        return _joined(lambda parts, x: parts[1](parts[0](x)), found, Group) if all(found) else None
+    if not isinstance(made, Plans):
+        return _own(module, type(module), key)
+    step = made.made(key, otherwise=made)
+    if step is None:
+        kinds = type(module).__mro__
+        return _own(module, next(kind for kind in kinds if MADE not in vars(kind)), key)
+    return None if step is made or "bias" in module else step  # made: it had rows of another key
+
+
+def _itself(arrays: Sequence[mx.array]) -> mx.array:
+    return arrays[0]
+
+
+def _own(module: Any, kind: Any, key: Key) -> Step | None:
+    """What a module computes by the code of this kind, where that and all it calls is known."""
+    code = getattr(kind.__call__, "__code__", None)
+    if code is None or not _only_computes(code, kind.__call__.__module__):
+        return None
+    parts = [_step(value, key) for value in module.values()]
+    if not all(parts):
+        return None
+    names, bare = [*module], copy(module)
     dict.clear(bare)  # a trace is to hold no weights
 
-    def run(x: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    def run(parts: Sequence[Step], *given: Any, **how: Any) -> Any:
         whole = copy(bare)
-        dict.update(whole, zip(names, arrays, strict=True))
-        return kind.__call__(whole, x)
+        values = (part() if part.run is _itself else part for part in parts)
+        dict.update(whole, zip(names, values, strict=True))
+        return kind.__call__(whole, *given, **how)
 
-    about = sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str))
-    return Step((kind, *names, *about), [module[name] for name in names], run)
+    settings = {k: v for k, v in vars(module).items() if k != "_no_grad"}
+    about = [(k, v if isinstance(v, int | float | str) else id(v)) for k, v in settings.items()]
+    return _joined(run, parts, (code, kind.__module__, kind.__name__, *names, *about))  # type: ignore[arg-type]
+
+
+@cache
+def _only_computes(code: CodeType, module: str) -> bool:
+    """Whether MLX or mlx-lm has written it, without what a trace would do once or cannot."""
+    does = {*code.co_names, *(each.opname for each in get_instructions(code))}
+    return module.split(".")[0] in ("mlx", "mlx_lm") and does.isdisjoint(_ONCE)
+
+
+def _joined(run: Callable[..., Any], steps: Sequence[Step], about: Hashable) -> Step:
+    """`run(steps, *given)` as one step of all their arrays, which its graph does not hold."""
+    runs = [each.run for each in steps]
+    ends = [*accumulate((len(each.arrays) for each in steps), initial=0)]
+
+    def whole(*given: Any, **how: Any) -> Any:
+        own = (given[-1][begin:end] for begin, end in pairwise(ends))
+        return run([*map(Step, repeat(None), own, runs)], *given[:-1], **how)
+
+    arrays = [*chain(*(each.arrays for each in steps))]
+    return Step((about, *(each.key for each in steps)), arrays, whole)
 
 
 def _front(x: mx.array, at: mx.array, steps: Sequence[Step]) -> Sequence[mx.array]:
@@ -247,7 +285,7 @@ def _after(  # noqa: PLR0913  # the parts of a layer
         given = project(given.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
     x = x + given
     normed = norm[0](x)
-    return _then(mlp[1](mlp[0](normed)), x, at, front) if mlp else [x, normed]
+    return _then(mlp[0](normed), x, at, front) if mlp else [x, normed]
 
 
 def _then(given: mx.array, x: mx.array, at: mx.array, front: Sequence[Step]) -> list[mx.array]:

@@ -1,13 +1,16 @@
 """Slash commands and `@file`: completing a name, copying an answer, sending a file along."""
 
 import os
+import threading
 
 import pytest
 
-from dflash_chat.commands import COMMANDS, completions
+from dflash_chat.commands import COMMANDS
+from dflash_chat.completions import complete
 from dflash_chat.conversation import code_blocks
 from dflash_chat.mentions import attached, mentions
-from dflash_mlx import DFlashError
+from dflash_mlx import DFlashError, PairConfig
+from dflash_mlx.client import AvailableModel
 from support.app_scripts import ANSWER, ScriptedBackend, in_chat
 
 
@@ -26,9 +29,14 @@ async def test_an_answer_or_one_of_its_code_blocks_is_copied(chat, app, backend)
         await chat.say(f"/copy {wrong}")
         assert "has 2 code blocks" in chat.notices[-1]
     assert app.clipboard == "more\n"
+    await chat.say("/copy 1")
+    await chat.press("ctrl+o")
+    assert app.clipboard == "more\n", "its key copies the last one"
+    assert "copy code" in chat.text
     backend.answers = ["a\x1b[201~b\ud800"]
     await chat.answered()
     await chat.say("/copy")
+    await chat.until(lambda: "copy code" not in chat.text)
     assert app.clipboard == "a[201~b?", "it commands no terminal that it is pasted into"
 
 
@@ -44,36 +52,58 @@ def test_code_blocks_are_found_wherever_markdown_has_them():
         ("/MOD", ["model"]),
         ("/me", ["method"]),
         ("/re", ["retry", "rename"]),
-        *[(typed, []) for typed in ("", "m", "/x", "/model ", "/usr/bin", "//", "/re\n")],
+        ("/draft", ["draft", "drafter"]),
+        *[(typed, []) for typed in ("", "m", "/x", "/usr/bin", "//", "/re x")],
     ],
 )
 def test_a_beginning_is_completed_to_the_commands_that_have_it(typed, names):
-    assert [command.name for command in completions(typed)] == names
+    word, found = complete(typed)
+    assert [text.strip("/ ") for text, _ in found] == names
+    assert all(meaning for _, meaning in found) and word in (typed, "x", "")
 
 
 @in_chat()
-async def test_commands_are_offered_while_they_are_typed_and_tab_completes(chat, app):
-    await chat.press("/", "r")
-    assert "/race" in chat.text and "/rename" in chat.text
-    await chat.press("e", "n")
-    assert "/rename title  name this conversation" in chat.text
-    await chat.press("tab")
-    assert app.prompt.text == "/rename ", "and goes on to what it needs"
-    assert app.prompt.has_focus
-    app.prompt.text, before = "", app.theme
-    await chat.press(*"/the", "tab", "enter")
+async def test_commands_are_offered_with_what_they_do_and_tab_or_enter_takes_one(chat, app):
+    prompt = app.prompt
+    await chat.press("/", "r", "e")
+    assert "/retry" in chat.text and "name this conversation" in chat.text
+    await chat.press("down", "tab")
+    assert prompt.text == "/rename ", "and goes on to what it needs"
+    assert prompt.has_focus and not prompt.offering
+    prompt.text, before = "", app.theme
+    await chat.press(*"/the", "enter")
     await chat.until(lambda: app.theme != before)
-    assert app.prompt.text == ""
-    await chat.press("h", "i")
-    assert not app.prompt.suggestion
-    assert "Tab completes" not in chat.text
-    app.prompt.text = ""
-    await chat.press(*"/expo")
-    assert app.prompt.suggestion == "rt", "shown behind the cursor alone"
-    await chat.press("left")
-    await chat.until(lambda: not app.prompt.suggestion)
-    await chat.press("end", "right")
-    assert app.prompt.text == "/export"
+    assert prompt.text == "", "Enter takes half a name for the command that is chosen, and runs it"
+    await chat.press(*"/d", "up", "up", "down", "down", "enter")
+    assert prompt.text == "/drafter ", "but for one that needs more"
+    prompt.text = ""
+    await chat.press(*"/dr", "escape")
+    assert not prompt.offering and prompt.text == "/dr"
+    await chat.press("enter")
+    assert "there is no command /dr" in chat.notices[-1], "closed, the list chooses nothing"
+    prompt.text = "one\n"
+    await chat.press("ctrl+end", "/", "n")
+    assert not prompt.offering, "in a text of several lines it is a word"
+    prompt.put("/n")
+    await chat.pause()
+    assert not prompt.offering, "and what is put there was not typed"
+
+
+@in_chat()
+async def test_models_are_offered_behind_their_command(chat, app, monkeypatch):
+    models = [AvailableModel(PairConfig(name), place="here") for name in ("big/One", "small/Two")]
+    monkeypatch.setattr("dflash_chat.completions.available_models", lambda _: models)
+    loaded = []
+    monkeypatch.setattr(app, "load", lambda config: loaded.append(config.model))
+    await chat.press(*"/model tw")
+    await chat.shows("small/Two")
+    assert "big/One" not in chat.text and "on this machine" in chat.text
+    await chat.press("enter")
+    assert loaded == ["tw"], "what was typed is sent as it is where nothing was chosen"
+    await chat.press(*"/model ")
+    await chat.shows("big/One")
+    await chat.press("down", "down", "enter")
+    assert loaded == ["tw", "small/Two"]
 
 
 @pytest.fixture
@@ -90,6 +120,49 @@ def here(tmp_path, monkeypatch):
     os.mkfifo(folder / "pipe.txt")
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "texts"),
+    [
+        ("read @", ["@code.py ", "@large.txt ", '@"my notes.txt" ', "@notes.md ", "@photo.png "]),
+        ("@no", ["@notes.md "]),
+        ('@"m', ['@"my notes.txt" ']),
+        ("@su", ["@sub/"]),
+        ("@./no", ["@./notes.md "]),
+        ("@sub/.h", ["@sub/.hidden "]),
+        *[(typed, []) for typed in ("@sub/", "a@no", "@none/x", "@~no-such-user/", "@no ", "@\0/")],
+    ],
+)
+def test_a_file_is_completed_to_what_the_folder_has(here, typed, texts):
+    (here / "sub" / ".hidden").touch()
+    (here / 'a"quote').touch()
+    (here / "no\x1b[2Jcommand").touch()
+    word, found = complete(typed)
+    assert [text for text, _ in found][: len(texts)] == texts and bool(found) == bool(texts)
+    assert not found or typed.endswith(word)
+    assert not [text for text, _ in found if "quote" in text or "command" in text]
+
+
+@in_chat()
+async def test_a_file_is_taken_into_the_question_and_a_slow_disk_is_not_waited_for(
+    chat, app, here, monkeypatch
+):
+    await chat.press(*"what says @su", "tab")
+    assert app.prompt.text == "what says @sub/"
+    app.prompt.text = ""
+    await chat.press(*"what says @no")
+    await chat.until(lambda: app.prompt.offering)
+    assert "@notes.md" in chat.text and "0.0 kB" in chat.text
+    await chat.press("tab", *"now?")
+    assert app.prompt.text == "what says @notes.md now?"
+    app.prompt.text, gate, scan = "", threading.Event(), os.scandir
+    monkeypatch.setattr("os.scandir", lambda path: gate.wait(60) and scan(path))
+    await chat.press(*"@no", "t")
+    assert app.prompt.text == "@not" and not app.prompt.offering
+    gate.set()
+    await chat.until(lambda: app.prompt.offering)
+    app.prompt.text = ""
 
 
 @pytest.mark.parametrize(

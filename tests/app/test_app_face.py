@@ -4,7 +4,7 @@ import os
 import stat
 import subprocess
 import sys
-import time
+from datetime import datetime
 
 import pytest
 
@@ -13,7 +13,6 @@ from dflash_chat.commands import parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.mentions import attached, folded
 from dflash_chat.open_screen import when
-from dflash_chat.prompt import placeholder
 from dflash_chat.store import Store
 from dflash_chat.transcript import Question
 from dflash_mlx import DFlashError
@@ -83,10 +82,11 @@ def test_conversations_are_for_their_owner_alone(tmp_path):
         assert mode == [0o700, 0o600]
 
 
-def test_the_list_shows_the_last_change_by_which_it_is_sorted():
-    now = time.time()
-    assert when(now).startswith("today") and when(now - 86400).startswith("yesterday")
-    assert when(0)[:4] in ("1970", "1969")
+def test_the_list_has_groups_and_times_of_the_last_change_by_which_it_is_sorted():
+    noon = datetime.now().replace(hour=12, minute=5).timestamp()
+    days = {-1: "today", 0: "today", 1: "yesterday", 2: "the last seven days", 7: "earlier"}
+    assert {ago: when(noon - ago * 86400)[0] for ago in days} == days
+    assert when(noon)[1] == "12:05" and when(0)[1][:4] in ("1970", "1969")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,3 @@ def test_a_file_that_goes_with_a_question_is_folded_like_a_paste(tmp_path):
     assert folded(sent) == f"{line}\n[{file}, 1,799 characters]"
     assert folded(f"{line}\n\nmine:\n```\nshort\n```") == f"{line}\n\nmine:\n```\nshort\n```"
     assert "1,799 characters" in str(Question(sent).render())
-
-
-def test_a_mac_is_told_letters_and_a_narrow_screen_loses_the_race_first():
-    assert "Ctrl+T who" in placeholder("darwin") and "F2" not in placeholder("darwin")
-    assert placeholder("linux").index("/help") < placeholder("linux").index("F4")

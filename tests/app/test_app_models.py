@@ -262,10 +262,10 @@ def test_a_better_model_is_offered_once_to_who_has_never_talked(downloads, monke
     assert first_offer(folder, 100.0 * GB) is None
 
     async def take(chat) -> None:
-        monkeypatch.setattr("dflash_chat.chat_app.first_offer", first_offer)
-        chat.app.offer(100.0 * GB)
-        await chat.shows("Ctrl+O fetches and starts model, recommended for this machine (3.00 GB)")
-        await chat.press("ctrl+o")
+        monkeypatch.setattr("dflash_chat.runner.first_offer", first_offer)
+        chat.app.commands.offer(100.0 * GB)
+        await chat.shows("Ctrl+N fetches and starts model, recommended for this machine (3.00 GB)")
+        await chat.press("ctrl+n")
         await chat.until(lambda: downloads)
         assert downloads[0].config == FOUR
 

@@ -37,7 +37,7 @@ async def test_questions_asked_meanwhile_wait_and_are_sent_in_order(chat, app, b
     for command in ("/retry", "/edit"):
         await chat.say(command)
     assert all("Esc" in notice for notice in chat.notices) and len(chat.notices) == 2
-    assert "waiting: second and 1 more" in chat.text
+    assert "waiting, up takes back: second · third" in chat.text
     assert backend.asked == ["first"]
     backend.gate.release(1000)
     await chat.until(lambda: len(app.conversation.turns) == 6)
@@ -137,7 +137,7 @@ def killed(tmp_path):
 @in_chat(lambda killed: None, resume=True)
 async def test_an_answer_that_was_broken_off_says_so_and_can_be_asked_for_again(chat, app, backend):
     assert "It is" in chat.text
-    assert "stopped here; /retry" in chat.text
+    assert "stopped here; /retry answers again, /continue goes on" in chat.text
     await chat.say("/retry")
     await settled(chat, 1)
     assert backend.asked == ["one"]

@@ -3,7 +3,8 @@
 import re
 import sys
 
-from textual.widgets import Digits, Input, Static
+import pytest
+from textual.widgets import Digits, Input, ProgressBar, Static
 
 from dflash_chat.conversation import Turn
 from dflash_chat.draft_panel import ANSWERS
@@ -11,7 +12,7 @@ from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.welcome import QUESTIONS
-from dflash_mlx.client import BenchStep, DecodeConfig, DFlashError, RaceResult
+from dflash_mlx.client import BenchStep, DecodeConfig, DFlashError, RaceResult, RaceStep
 from dflash_mlx.engine.pair import Capabilities, Preset
 from support.app_scripts import ANSWER, WORDS, ScriptedBackend, in_chat, race_of, rounds_of
 from support.configs import config_with
@@ -59,7 +60,7 @@ async def test_settings_show_every_option_and_apply_together(chat, app):
     assert "choose from this many of the likeliest" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
     await chat.press("ctrl+s")
-    wanted = "Longest answer is 'many'; type a whole number"
+    wanted = "Longest answer is 'many'; choose a whole number"
     await chat.shows(wanted)
     screen.query_one("#set-max_tokens", Input).value = "7"
     screen.query_one("#set-top_p", Input).value = "3"
@@ -220,13 +221,14 @@ async def test_a_clicked_question_goes_into_the_line_and_answers_begin_at_the_to
 @in_chat(size=(120, 40))
 async def test_a_race_runs_on_the_last_question_and_can_be_stopped(chat, app, backend):
     await chat.answered("What meets?")
-    backend.race_steps = [*race_of(ANSWER, 12), RaceResult("All 12 tokens are the same.", True)]
+    backend.race_steps = [
+        *race_of(ANSWER, 12),
+        RaceResult("All 12 tokens are the same.", True, 2.0),
+    ]
     await chat.press("f4")
     await chat.until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over)
-    assert "12 tokens  0.3 s  40.0 tok/s  done" in chat.text
-    assert [side.border_title for side in app.screen.query(".faster")] == [
-        "with drafts, several tokens in a pass"
-    ]
+    assert "40.0 tok/s  12 tokens  0.3 s  done" in chat.text
+    assert [side.border_title for side in app.screen.query(".faster")] == ["drafts: several a pass"]
     assert [m["content"] for m in backend.requests[-1].messages] == ["What meets?"]
     await chat.press("escape")
     await chat.answered("on")
@@ -243,6 +245,69 @@ async def test_a_race_runs_on_the_last_question_and_can_be_stopped(chat, app, ba
     await chat.shows("choose another /method")
     await chat.press("escape")
     await chat.answered()
+
+
+def bars(app):
+    """How full the bar of each side of a race is."""
+    return [bar.percentage for bar in app.screen.query(ProgressBar)]
+
+
+async def raced(chat, app, result, steps=(), line="/race Why?"):
+    """Run a race to its end: its subtitles, and whether its ratio is shown large."""
+    chat.backend.race_steps = [*(steps or race_of(ANSWER, 12)), result]
+    await chat.say(line)
+    await chat.until(lambda: isinstance(app.screen, RaceScreen) and app.screen.over)
+    times = app.screen.query_one("#times")
+    said = [str(side.border_subtitle) for side in app.screen.query(".side")]
+    shown = times.value if times.display else ""
+    return said, shown
+
+
+@in_chat(size=(120, 40))
+async def test_a_race_ends_with_a_large_ratio_where_there_is_one(chat, app):
+    same = "✓ same answer"
+    for ratio, outcome in (
+        (2.5, ([same, f"faster {same}"], "2.5x")),
+        (0.5, ([f"faster {same}", same], "0.5x")),
+        (0.0, ([same, same], "")),
+    ):
+        assert await raced(chat, app, RaceResult("Told.", True, ratio)) == outcome
+        assert bars(app) == [1.0, 1.0]
+        assert len(app.screen.query(".faster")) == bool(ratio)
+        await chat.press("escape")
+    outcome = await raced(chat, app, RaceResult("Told.", False, 2.5))
+    assert outcome == (["", "faster"], "2.5x"), "not the same"
+
+
+@in_chat(size=(120, 40))
+async def test_where_two_answers_part_the_rest_of_both_is_marked(chat, app):
+    steps = [RaceStep("plain", "Rhine and \x1bMain.", 4, 0.4, True)]
+    steps += [RaceStep("drafted", "Rhine and Mosel.", 4, 0.2, True)]
+    await raced(chat, app, RaceResult("Told.", False), steps)
+    shown = [side.words.content for side in app.screen.query(".side")]
+    marked = [content.plain[content.spans[-1].start :] for content in shown]
+    assert marked == ["Main.", "Mosel."]
+    assert all("underline" in str(content.spans[-1].style) for content in shown)
+
+
+@in_chat(size=(120, 40))
+async def test_the_bars_of_a_race_fill_with_the_tokens_of_the_answer(chat, app, backend):
+    await chat.answered("What meets?")
+    tokens = app.status.figures["generated_tokens"]
+    backend.hold(3)
+    backend.race_steps = race_of(ANSWER, 12)
+    await chat.press("f4")
+    await chat.shows("2 tokens")
+    await chat.until(lambda: bars(app) == [pytest.approx(n / tokens) for n in (1, 2)])
+    backend.gate.release(100)
+    await chat.until(lambda: bars(app) == [1.0, 1.0])
+    await chat.press("escape")
+    backend.hold(3)
+    await chat.say("/race another question")
+    most = app.config.max_tokens
+    await chat.until(lambda: bars(app) == [pytest.approx(n / most) for n in (1, 2)])
+    await chat.press("escape")
+    backend.gate.release(100)
 
 
 @in_chat(lambda: ScriptedBackend(waits="load"))

@@ -21,7 +21,6 @@ import pytest
 from fontTools.ttLib import TTFont
 from pictures import moving, picture, with_letters
 
-from dflash_chat.prompt import placeholder
 from dflash_chat.race_screen import RaceScreen
 from dflash_mlx.client import DFlashError, RaceResult
 from support.app_scripts import ANSWER, ScriptedBackend, drive, race_of
@@ -33,7 +32,7 @@ LARGE, SMALL, TINY = (120, 40), (80, 24), (40, 12)
 QUESTION = "Which two rivers meet in Mainz? Add a Python function that lists them."
 THOUGHT = "<think>Mainz lies where the Main flows into the Rhine.</think>"
 RESULT = RaceResult(
-    "All 19 tokens are the same. 2.00 times as fast as plain decoding on this question.", True
+    "All 37 tokens are the same. 2.00 times as fast as plain decoding on this question.", True, 2.0
 )
 
 
@@ -61,7 +60,7 @@ async def draft_view(chat):
 
 
 async def race(chat):
-    chat.backend.race_steps = [*race_of(ANSWER, 19), RESULT]
+    chat.backend.race_steps = [*race_of(f"{ANSWER}\n\n{ANSWER}", 37), RESULT]
     await chat.say(f"/race {QUESTION}")
     await chat.until(lambda: isinstance(chat.app.screen, RaceScreen) and chat.app.screen.over)
 
@@ -126,6 +125,7 @@ async def settled_picture(chat, expected: str | None) -> str:
 @pytest.mark.parametrize(("name", "size", "steps", "theme"), CASES)
 def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dflash_chat.chat_app.MAC", False)
     file = PICTURES / f"{name}.svg"
     writes = os.environ.get("DFLASH_CHAT_SNAPSHOTS") == "write"
     expected = None if writes else file.read_text(encoding="utf-8")
@@ -133,7 +133,6 @@ def test_the_screen_looks_as_in_its_picture(name, size, steps, theme, tmp_path, 
 
     async def take(chat, app):
         app.prompt.cursor_blink = False
-        app.prompt.placeholder = placeholder("linux")
         await steps(chat)
         pictures.append(await settled_picture(chat, expected))
         await app.action_stop()

@@ -31,7 +31,7 @@ from support.models import write_drafter, write_endless_model
 
 ROOT = Path(__file__).parents[2]
 START = "import dflash_chat.main as m; m.main()"
-ENTER, ESCAPE, CTRL_C, CTRL_Q = "\r", "\x1b", "\x03", "\x11"
+ENTER, ESCAPE, CTRL_C, CTRL_Q, CTRL_Z = "\r", "\x1b", "\x03", "\x11", "\x1a"
 
 
 class Terminal:
@@ -57,6 +57,7 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "XDG_CACHE_HOME": str(cache)}
         for name in ("COLUMNS", "LINES"):  # pytest-xdist's processes have them; they hide the size
             environment.pop(name, None)
+        environment["XDG_CONFIG_HOME"] = str(cache / "config")
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
             stdin=side,
@@ -106,6 +107,11 @@ class Terminal:
     def text(self) -> str:
         """What is on screen."""
         return "\n".join(line.rstrip() for line in self.screen.display)
+
+    @property
+    def background(self) -> int:
+        """How much red there is behind the middle of the screen, of 255."""
+        return int(self.screen.buffer[self.screen.lines // 2][self.screen.columns // 2].bg[:2], 16)
 
     def type(self, keys: str) -> None:
         """Press keys; reads meanwhile, because a full terminal would stop the program."""
@@ -195,6 +201,29 @@ def test_a_kill_in_the_middle_of_an_answer_keeps_what_was_said_until_then(chat, 
         assert terminal.wait() == 0
 
 
+def test_the_terminal_is_given_back_when_suspended_and_a_goodbye_tells_how_to_go_on(chat):
+    with chat("--max-tokens", "5") as terminal:
+        terminal.type("a question" + ENTER)
+        terminal.until(lambda screen: "Longest answer" in screen)
+        terminal.type(CTRL_Z)
+        stops = terminal.process.pid, os.WUNTRACED | os.WNOHANG
+        terminal.until(lambda _: os.WIFSTOPPED(os.waitpid(*stops)[1]))
+        terminal.until(lambda _: b"\x1b[?1049l" in terminal.raw)  # the shell has its screen
+        terminal.process.send_signal(signal.SIGCONT)  # as `fg` does
+        terminal.type("half a")
+        terminal.until(lambda screen: "half a" in screen)
+        terminal.type(CTRL_Q)
+        assert terminal.wait() == 0
+        assert "Saved as “a question”; dflash-chat --resume goes on." in terminal.text
+    with chat("--resume") as terminal:
+        terminal.until(lambda screen: "a question" in screen and "<-" in screen)
+        terminal.type("/new" + ENTER)
+        terminal.until(lambda screen: "Try one" in screen)
+        terminal.type(CTRL_Q)
+        assert terminal.wait() == 0
+        assert "Saved as" not in terminal.text, "where nothing was said there is nothing to tell"
+
+
 def test_a_small_terminal_a_resize_a_large_paste_and_ctrl_c_do_no_harm(chat):
     with chat("--max-tokens", "50000", columns=40, lines=12) as terminal:
         terminal.until(lambda screen: "model <- DFlash" in screen)
@@ -244,6 +273,25 @@ def test_no_process_outlives_its_terminal(chat, moment):
         if moment == "leaving":  # starts Textual's input anew
             terminal.process.send_signal(signal.SIGCONT)
         assert terminal.process.wait(90) is not None
+
+
+def test_the_chat_is_light_where_the_terminal_says_so_late_and_no_key_comes_of_it(chat, tmp_path):
+    with chat() as terminal:
+        terminal.until(lambda screen: "<-" in screen)
+        assert b"\x1b]11;?" in terminal.raw
+        assert terminal.background < 0x80
+        terminal.type("ab\x1b]11;rgb:ffff/ffff/ffff\x1b\\cd")
+        screen = terminal.until(lambda screen: "abcd" in screen and terminal.background > 0x80)
+        assert "rgb" not in screen
+        terminal.type("\x15" + "/theme" + ENTER)
+        terminal.until(lambda screen: "Kept in" in screen)
+        terminal.type(CTRL_Q)
+        assert terminal.wait() == 0
+    with chat() as terminal:
+        terminal.until(lambda screen: "<-" in screen)
+        assert b"\x1b]11;?" not in terminal.raw, "the user has chosen"
+        terminal.type(CTRL_Q)
+        assert terminal.wait() == 0
 
 
 HANGS = """import threading, dflash_chat.store as store
@@ -318,6 +366,8 @@ def test_the_default_pair_from_the_first_question_to_a_resumed_conversation(tmp_
         for _ in range(3):  # the numbers move
             last = _context(terminal.text)
             terminal.until(lambda screen, n=last: _context(screen) > n, 300)
+        # An answer of 20 tokens says what drafts made of it, be it nothing.
+        terminal.until(lambda screen: "per round" in screen or "plain decoding: " in screen, 300)
         terminal.type(ESCAPE)
         at = _context(terminal.text)
         screen = terminal.until(lambda screen: "stopped here" in screen)
@@ -326,7 +376,6 @@ def test_the_default_pair_from_the_first_question_to_a_resumed_conversation(tmp_
         assert first.ending == "stopped"
         assert _context(screen) - at <= 40, "a few rounds at most between the key and the end"
         assert first.figures["generated_tokens"] < 200
-        terminal.until(lambda screen: "x plain" in screen, 300)
         terminal.type("And how long are they?" + ENTER)
         # Stopped before it says something, a question goes back to be asked anew.
         terminal.until(lambda _: stored(tmp_path)[3:] and stored(tmp_path)[3].content, 300)

@@ -102,7 +102,7 @@ def test_random_answers_of_every_method_are_the_plain_ones_with_that_seed(trees)
     settings = trees["settings"]["methods"]
     assert settings[CUT]["budget"] == 6
     assert isinstance(settings["none"]["sampling"]["seed"], int)
-    assert f"| all | {CUT} |" in trees["printed"]
+    assert f"| all      | {CUT} |" in trees["printed"]
 
 
 def test_auto_goes_by_what_it_is_with_the_pair_and_contexts_stand_side_by_side(

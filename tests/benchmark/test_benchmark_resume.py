@@ -116,7 +116,7 @@ def test_a_report_and_its_table_do_not_take_each_other(bench, tmp_path, monkeypa
     monkeypatch.setattr(benchmark, "save", refuse)
     with pytest.raises(DFlashError, match="the disk is full"):
         bench.run(tmp_path / "report.json", *SHORT)
-    assert "| all | none |" in capsys.readouterr().out
+    assert "| all      | none " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

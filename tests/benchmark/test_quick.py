@@ -58,6 +58,8 @@ def test_every_pass_is_a_step_and_finished_prompts_have_figures(steps):
     assert list(dict.fromkeys(counted))[:5] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1)]
     assert steps[counted.index((2, 0))].report == {}
     assert list(steps[counted.index((2, 1))].report["methods"]) == ["none", "dflash:4"]
+    asked = [row["prompt"] for row in read_prompts(quick.PROMPTS)]
+    assert [step.prompt for step in steps] == [[*asked, ""][step.prompts] for step in steps]
     report = steps[-1].report
     assert steps[-1].prompts == report["settings"]["prompts"] == 12
     assert list(report["categories"]) == ["math", "code", "chat"]
@@ -126,7 +128,7 @@ def test_a_race_decodes_both_ways_from_one_seed_and_compares_every_token(pair, s
 @pytest.mark.parametrize(
     ("settings", "step"),
     [
-        ({"method": "none"}, "--method"),
+        ({"method": "none"}, "choose another method="),
         ({"sampling": SamplingConfig(0.9), "acceptance": "reject"}, "--acceptance"),
     ],
 )
@@ -135,18 +137,41 @@ def test_a_race_in_which_nothing_could_be_compared_is_refused(pair, settings, st
         next(race(pair, request(**settings)))
 
 
+def lane(side, tokens, seconds):
+    return Lane(side, iter(()), list(range(tokens)), seconds, True)
+
+
+TIE, ERROR, END = (Difference(7, margin) for margin in (1e-4, 0.5, None))
+
+
 @pytest.mark.parametrize(
-    ("difference", "sentence"),
+    ("plain", "drafted", "difference", "ratio", "said"),
     [
-        (None, "All 10 tokens are the same. 2.00 times as fast"),
-        (Difference(3, 1e-5), "up to token 3, where two tokens are nearly tied (logits 1.0e-05"),
-        (Difference(3, 0.7), "with logits 0.70 apart, which is not a tie: please report it"),
-        (Difference(3, None), "one answer ends there"),
+        ((100, 5.0), (100, 2.0), None, 2.5, "All 100 tokens are the same. 2.50 times as fast as"),
+        ((100, 2.0), (100, 4.0), None, 0.5, "All 100 tokens are the same. 0.50 times as fast as"),
+        ((100, 5.1), (100, 5.0), None, 0.0, "the same. With drafts it is as fast as plain"),
+        ((100, 4.8), (100, 5.0), None, 0.0, "the same. With drafts it is as fast as plain"),
+        ((19, 5.0), (19, 2.0), None, 0.0, "All 19 tokens are the same. Fewer than 20 tokens"),
+        ((1, 0.0), (1, 0.0), None, 0.0, "All 1 tokens are the same. Fewer than 20 tokens"),
+        ((20, 5.0), (20, 2.0), None, 2.5, "All 20 tokens are the same. 2.50 times as fast as"),
+        (
+            (100, 5.0),
+            (50, 1.0),
+            TIE,
+            2.5,
+            "up to token 7, where two tokens are nearly tied (logits",
+        ),
+        ((100, 5.0), (50, 1.0), ERROR, 2.5, "up to token 7, with logits 0.50 apart, which is not"),
+        ((100, 5.0), (50, 1.0), END, 2.5, "up to token 7, one answer ends there. 2.50 times"),
+        ((100, 5.0), (7, 1.0), END, 0.0, "one answer ends there. Fewer than 20 tokens"),
     ],
 )
-def test_a_result_says_what_is_the_same_and_what_is_not(difference, sentence):
-    plain = Lane("plain", iter(()), list(range(10)), 2.0, True)
-    drafted = Lane("drafted", iter(()), list(range(10)), 1.0, True)
-    result = result_of(plain, drafted, difference)
-    assert sentence in result.text
+def test_a_race_tells_a_ratio_only_where_it_means_something(
+    plain, drafted, difference, ratio, said
+):
+    lanes = lane("plain", *plain), lane("drafted", *drafted)
+    result = result_of(*lanes, difference)
+    assert said in result.text
+    assert result.ratio == pytest.approx(ratio)
     assert result.equal == (difference is None)
+    assert ("times as fast" in result.text) == bool(ratio)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import runpy
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +21,7 @@ from dflash_mlx.train import __main__ as train
 
 ANSWERING = (generate.parser, benchmark.parser, chat._parser)
 OTHERS = (doctor.parser, serve.parser, convert.parser, train.parser, corpus.parser)
+SERVER = {serve.PROGRAM}
 SHARED = {"model", "drafter", "block_size", "max_tokens"}
 SHARED |= {"temperature", "top_p", "top_k", "min_p", "seed"}
 
@@ -35,6 +38,22 @@ def test_help_has_every_option_and_every_setting_has_one(make):
     shown = [action for action in actions.values() if action.help != argparse.SUPPRESS]
     assert [o for action in shown for o in action.option_strings if o not in text] == []
     assert "{'" not in text, "a % in a help text was filled in"
+
+
+@pytest.mark.parametrize(("option", "kind"), [("--temperature", "a"), ("--max-tokens", "a whole")])
+def test_a_word_in_place_of_a_number_is_told_without_words_of_python(option, kind, capsys):
+    with pytest.raises(SystemExit) as refused:
+        generate.parser().parse_args([option, "abc"])
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and f": {option} is 'abc', not {kind} number;" in said
+
+
+def test_the_package_says_which_commands_there_are(capsys):
+    runpy.run_module("dflash_mlx", run_name="__main__")
+    listed = re.findall(r"^(?:python -m )?(dflash\S+)", capsys.readouterr().out, re.MULTILINE)
+    modules = {name for name in listed if name.startswith("dflash_mlx.")}
+    assert modules == {make().prog for make in (*ANSWERING, *OTHERS)} - {"dflash-chat", *SERVER}
+    assert {"dflash-chat", "dflash-serve"} <= {*listed}
 
 
 def test_a_percent_sign_in_a_help_text_is_only_that():

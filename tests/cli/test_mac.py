@@ -7,8 +7,9 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx import doctor
+from dflash_mlx import mac as command
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.mac import command, items, measure, report
+from kernels_metal.mac import items, measure, report
 
 ITEMS = [
     {"name": "machine", "kind": "machine"},

@@ -6,25 +6,28 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from dflash_chat import main as chat
-from dflash_mlx import corpus, doctor
+from dflash_mlx import DecodeConfig, corpus, doctor, load
 from dflash_mlx.benchmark import __main__ as benchmark
 from dflash_mlx.cli import disk, generate
 from dflash_mlx.convert import __main__ as convert
 from dflash_mlx.models.downloads import stored_bytes, weights_of
-from dflash_mlx.models.names import registered
+from dflash_mlx.models.names import DEFAULT_MODEL, registered
 from dflash_mlx.serve import command as serve
 from dflash_mlx.train import __main__ as train
-from dflash_mlx.train import compare, selector
+from dflash_mlx.train import selector
+from kernels_metal import sweep
+from support.serving import serving
 
 ROOT = Path(__file__).parents[2]
+USUAL = "http://127.0.0.1:8080"  # where the server listens
 README, MODELS = ROOT / "README.md", ROOT / "docs" / "models.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
-PYTHON = (README, *(ROOT / "docs" / f"{name}.md" for name in ("python", "structured")))
 COMMANDS = {
     "dflash-chat": chat._parser,
     "dflash-serve": serve.parser,
@@ -35,8 +38,8 @@ COMMANDS = {
     "dflash_mlx.corpus": corpus.parser,
     "dflash_mlx.serve": serve.parser,
     "dflash_mlx.train": train.parser,
-    "dflash_mlx.train.compare": compare.parser,
     "dflash_mlx.train.selector": selector.parser,
+    "kernels_metal.sweep": sweep.parser,
 }
 
 
@@ -147,7 +150,8 @@ def commands() -> list[tuple[str, str, list[str]]]:
     found = []
     for page in PAGES:
         for line in shell(page):
-            if re.search(r"dflash|scripts/(chat|serve)", line) and (known := arguments(line)):
+            ours = re.search(r"dflash|kernels_metal|scripts/(chat|serve)", line)
+            if ours and (known := arguments(line)):
                 found.append((page.name, *known))
     return found
 
@@ -191,18 +195,29 @@ def test_what_is_to_be_pasted_has_no_placeholder_or_remark_that_a_shell_takes_fo
 # Python
 
 
+def snippets(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
+
+
 @pytest.mark.real
-@pytest.mark.parametrize("page", [*PYTHON, ROOT / "docs/compatibility.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*filter(snippets, PAGES)], ids=lambda page: page.name)
 def test_the_examples_in_python_run_and_print_their_answers(page, capsys):
-    codes = re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
-    assert codes
-    for code in codes:
-        exec(compile(code, page.name, "exec"), {})
-    printed = capsys.readouterr().out
     expected = {
         "README.md": ["sky", r"\d\.\d\d tokens per round"],
         "python.md": ["sky", r"\d\.\d\d tokens", r"\d+ tokens in the caches", r"Name a river\."],
         "structured.md": ["{'name': "],
         "compatibility.md": [r"\d{8} bytes of memory"],
+        "serve.md": [r"1\. .*\{.*'rounds': \d", r"1\. .*output_tokens=\d"],
     }
-    assert [part for part in expected[page.name] if not re.search(part, printed)] == []
+    with ExitStack() as stack:
+        if page.name == "serve.md":  # its clients ask the server that the page starts
+            usual = DecodeConfig(max_tokens=60)
+            server = stack.enter_context(serving(load(), usual, DEFAULT_MODEL))
+        for code in snippets(page):
+            if page.name == "serve.md":
+                assert code.count(USUAL) == 1
+                code = code.replace(USUAL, server.url)
+            exec(compile(code, page.name, "exec"), {})
+    printed = capsys.readouterr().out
+    wanted = expected[page.name]
+    assert [part for part in wanted if not re.search(part, printed, re.DOTALL)] == []

@@ -1,8 +1,7 @@
-"""Targets, drafters and pairs decode and draft after a conversion as before."""
+"""Targets and drafters decode and draft after a conversion as before."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,29 +13,20 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from dflash_mlx import DecodeConfig, load
+from dflash_mlx import load
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.convert.conversion import described
-from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import parameters_of, quantize_network
 from dflash_mlx.models.check import check_drafter
-from dflash_mlx.models.gguf_target import load_gguf
-from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import read_pair
 from dflash_mlx.models.read import LIKELY_TOKENS
-from dflash_mlx.session.session import generate
 from support import reference_dflash2
 from support.converted import assert_same_tensors, config, convert, tensors
 from support.drafter_formats import FORMATS, case, version_1, write_shards
 from support.families import FAMILIES, make_model
-from support.gguf_files import F32, Q4_0, Q4_1, Q8_0
-from support.gguf_files import make_model as make_gguf_model
-from support.gguf_files import write as write_gguf
 from support.hub_server import Hub, serve, use_hub
 from support.models import write_drafter, write_model
-from support.recurrent_families import RECURRENT
 from support.reference_dflash import write_drafter_folder
 
 CLOSE = 1e-4
@@ -63,8 +53,6 @@ def test_a_converted_target_gives_the_logits_and_tokens_of_the_original(tmp_path
     ("options", "bits"),
     [
         (["--bits", "8", "--group-size", "32"], {8}),
-        (["--mode", "mxfp4"], {4}),
-        (["--recipe", "mixed_3_6"], {3, 6}),
         (["--bits", "4", "--dtype", "bfloat16"], {4}),
     ],
 )
@@ -76,60 +64,26 @@ def test_a_target_is_quantised_as_asked_for_and_loads(model, tmp_path, options, 
     assert plain == {mx.bfloat16 if "bfloat16" in options else mx.float32}
 
 
-def test_the_dtype_that_the_checkpoint_names_is_taken_and_a_cast_target_names_its_new_one(tmp_path):
+def test_the_dtype_that_the_checkpoint_names_is_taken_unless_another_is_asked_for(tmp_path):
     source = write_model(tmp_path / "source", torch_dtype="bfloat16")
     for options, folder in (([], "named"), (["--dtype", "float16"], "cast")):
         convert(source, tmp_path / folder, *options)
         dtype = mx.float16 if options else mx.bfloat16
         assert {array.dtype for array in tensors(tmp_path / folder).values()} == {dtype}
-    again = convert(tmp_path / "cast", tmp_path / "again")
-    assert_same_tensors(tensors(tmp_path / "cast"), tensors(again))
 
 
-def test_a_quantised_target_is_quantised_anew_only_after_dequantising(model, tmp_path):
+def test_a_target_that_is_quantised_is_not_quantised_again(model, tmp_path):
     four = convert(model, tmp_path / "four", "--bits", "4", "--group-size", "32")
-    with pytest.raises(DFlashError, match="already quantised to 4 bits .*; add --dequantize"):
+    with pytest.raises(DFlashError, match="already quantised to 4 bits .*mlx_lm.convert"):
         convert(four, tmp_path / "eight", "--bits", "8")
-    plain = convert(four, tmp_path / "plain", "--dequantize")
-    assert "quantization" not in config(plain)
-    logits = [load_model(folder)[0](PROMPT) for folder in (plain, four)]
-    assert mx.abs(logits[0] - logits[1]).max().item() <= CLOSE
-    eight = convert(four, tmp_path / "eight", "--dequantize", "--bits", "8")
-    assert config(eight)["quantization"]["bits"] == 8
-    assert_same_tensors(tensors(convert(plain, tmp_path / "again", "--bits", "8")), tensors(eight))
-
-
-# GGUF
-
-
-@pytest.mark.parametrize("kinds", [{"": F32}, {"": Q4_0}, {"": Q4_1, "token_embd": Q8_0}])
-def test_a_converted_gguf_file_gives_the_logits_and_tokens_of_the_file(tmp_path, kinds):
-    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), kinds)
-    original, tokenizer, _ = load_gguf(file, mx.float32)
-    folder = convert(file, tmp_path / "dst", "--dtype", "float32")
-    assert mx.abs(load_model(folder)[0](PROMPT) - original(PROMPT)).max().item() <= CLOSE
-    pair = load(model=str(folder))
-    text = "hello <|im_end|> w12 é"
-    assert pair.tokenizer.encode(text) == tokenizer.encode(text)
-    assert pair.tokenizer.eos_token_ids == tokenizer.eos_token_ids
-    said = [{"role": "user", "content": "hello"}]
-    prompts = [t.apply_chat_template(said, tokenize=False) for t in (pair.tokenizer, tokenizer)]
-    assert prompts[0] == prompts[1]
-
-
-def test_a_gguf_file_stays_packed_unless_it_is_dequantised(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", make_gguf_model(), {"": Q4_0})
-    packed = convert(file, tmp_path / "packed")
-    assert config(packed)["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
-    plain = tensors(convert(file, tmp_path / "plain", "--dequantize"))
-    assert {array.dtype for array in plain.values()} == {mx.float16}
+    again = convert(four, tmp_path / "again")
+    assert_same_tensors(tensors(four), tensors(again))
 
 
 # Drafters
 
 
 WIDE = {"intermediate_size": 128}  # rows that groups of 64 divide
-DRAFTING = DecodeConfig(method="dflash", max_tokens=12)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -165,70 +119,6 @@ def test_a_quantised_drafter_is_that_which_loading_packs(tmp_path, bits, raw):
     with pytest.raises(DFlashError, match=f"already quantised to {bits} bits"):
         convert(converted, tmp_path / "again", "--bits", "4")
     assert_same_tensors(tensors(convert(converted, tmp_path / "copy")), tensors(converted))
-
-
-# Pairs
-
-
-def test_a_pair_folder_is_a_model_that_drafts_as_its_parts_did(tmp_path, model):
-    first = write_drafter(tmp_path / "first")
-    second = write_drafter_folder(tmp_path / "second", *FORMATS["version 1, variable prefix"])
-    options = ["--pair", str(first), "--second-drafter", str(second)]
-    folder = convert(model, tmp_path / "pair", *options)
-    twice = DecodeConfig(method="d2sd", budget=16, max_tokens=12)
-    named = PairConfig(str(model), str(first), str(second))
-    before, after = (
-        generate(load_pair(names, twice), "hello", twice)
-        for names in (named, PairConfig(str(folder)))
-    )
-    assert before.tokens == after.tokens
-    assert before.statistics.drafted == after.statistics.drafted
-    assert before.statistics.drafted.total() > 0
-    assert_same_tensors(tensors(folder / "second-drafter"), tensors(second))
-    names = {"target": str(model), "drafter": str(first), "second-drafter": str(second)}
-    assert read_pair(folder) == names
-    assert "mlx" in json.loads((folder / "pair.json").read_text())["made_with"]
-
-
-@pytest.mark.parametrize(
-    ("options", "target_has", "drafter_has"),
-    [
-        (["--bits", "4", "--drafter-bits", "8", "--group-size", "32"], (32, 4), (32, 8)),
-        (["--drafter-bits", "8", "--group-size", "32"], None, (32, 8)),
-    ],
-)
-def test_each_part_of_a_pair_is_quantised_in_its_way(
-    tmp_path, model, options, target_has, drafter_has
-):
-    drafter = write_drafter_folder(tmp_path / "drafter", *case(version_1(**WIDE)))
-    asked = ["--pair", str(drafter), "--dtype", "float16", *options]
-    folder = convert(model, tmp_path / "pair", *asked)
-    for part, has in (("target", target_has), ("drafter", drafter_has)):
-        packing = config(folder / part).get("quantization")
-        assert (packing and (packing["group_size"], packing["bits"])) == has
-        types = {array.dtype for array in tensors(folder / part).values()}
-        assert types == ({mx.float16} if has is None else {mx.uint32, mx.float16}), part
-
-
-def write_nested(folder: Path) -> Path:
-    """A target whose language model is a part of its config."""
-    source = write_model(folder, make_model("qwen3_5"))
-    text = {**RECURRENT["qwen3_5"], "model_type": "qwen3_5_text"}
-    nested = {"model_type": "qwen3_5", "text_config": text, "eos_token_id": 1}
-    (source / "config.json").write_text(json.dumps(nested))
-    return source
-
-
-@pytest.mark.parametrize("write_target", [write_model, write_nested])
-def test_only_a_drafter_of_the_same_target_makes_a_pair(tmp_path, write_target):
-    source = write_target(tmp_path / "model")
-    fitting, other = write_drafter(tmp_path / "drafter"), tmp_path / "other"
-    folder = convert(source, tmp_path / "pair", "--pair", str(fitting))
-    assert generate(load(str(folder)), "hello", DRAFTING).statistics.drafted.total() > 0
-    write_drafter_folder(other, *case({**version_1(), "num_target_layers": 7}))
-    with pytest.raises(DFlashError, match="layers 7, but .* has 3"):
-        convert(source, tmp_path / "none", "--pair", str(other))
-    assert not (tmp_path / "none").exists()
 
 
 # On a hub, which is on this machine
@@ -280,16 +170,6 @@ def test_a_repository_converts_as_the_folder_it_serves_once_it_is_here_without_a
     assert online == local and offline == local
     assert "consolidated.safetensors" not in local and local["LICENSE"] == b"free"
     assert [r for r in hub.requests if "consolidated" in r[1]] == []
-
-
-def test_a_pair_of_repositories_keeps_their_names_and_is_not_fetched_again(hub, tmp_path):
-    main(["owner/model", str(tmp_path / "out" / "dst"), "--pair", "owner/drafter"])
-    pair = tmp_path / "out" / "dst"
-    assert read_pair(pair) == {"target": "owner/model", "drafter": "owner/drafter"}
-    assert_same_tensors(tensors(pair / "drafter"), tensors(hub.repositories["owner/drafter"]))
-    hub.requests.clear()
-    main(["owner/model", str(tmp_path / "out" / "second"), "--pair", "owner/drafter"])
-    assert {method for method, _, _ in hub.requests} <= {"HEAD"}
 
 
 @pytest.mark.parametrize(

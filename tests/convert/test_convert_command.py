@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,7 @@ from dflash_mlx.convert import conversion, plan
 from dflash_mlx.convert.__main__ import PROGRAM, main
 from dflash_mlx.convert.plan import staged
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.names import read_pair
-from support.converted import config, convert, tensors
-from support.gguf_files import Q5_0
-from support.gguf_files import make_model as make_gguf_model
-from support.gguf_files import write as write_gguf
+from support.converted import config, tensors
 from support.models import DAMAGES, write_drafter, write_model
 
 
@@ -52,37 +49,34 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capsys
 # A dry run of what is here
 
 
-def test_a_dry_run_of_a_pair_names_both_and_what_they_need_and_reads_no_weights(tmp_path, capsys):
-    model, drafter = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
-    mx.reset_peak_memory()
-    active = mx.get_active_memory()
-    main([str(model), str(tmp_path / "dst"), "--pair", str(drafter), "--bits", "8", "--check"])
-    assert mx.get_peak_memory() - active < max(array.nbytes for array in tensors(model).values())
-    target, drafts, disk, memory = capsys.readouterr().out.splitlines()
-    assert target.startswith(f"target    {model}: llama in 8 bits, ")
-    assert drafts.startswith(f"drafter   {drafter}: DFlashDraftModel in float32, blocks of 8")
-    assert f" in {tmp_path / 'dst'}; " in disk and disk.endswith("free")
-    assert memory.startswith("memory    at most about 450.")
+def test_a_dry_run_names_the_model_and_what_it_needs_and_reads_no_weights(tmp_path, capsys):
+    models = write_model(tmp_path / "model"), write_drafter(tmp_path / "drafter")
+    said = []
+    for folder in models:
+        mx.reset_peak_memory()
+        active = mx.get_active_memory()
+        main([str(folder), str(tmp_path / "dst"), "--check"])
+        largest = max(array.nbytes for array in tensors(folder).values())
+        assert mx.get_peak_memory() - active < largest
+        model, disk, memory = capsys.readouterr().out.splitlines()
+        assert f" in {tmp_path / 'dst'}; " in disk and disk.endswith("free")
+        assert memory.startswith("memory    at most about 450.")
+        said.append(model)
+    assert said[0].startswith(f"target    {models[0]}: llama in float32, ")
+    assert said[1].startswith(f"drafter   {models[1]}: DFlashDraftModel in float32, blocks of 8")
     assert not (tmp_path / "dst").exists()
 
 
 # What is refused
 
 
-def gguf(file: str = "x.gguf", **options: Any) -> Callable[[], Path]:
-    def write() -> Path:
-        Path(file).parent.mkdir(exist_ok=True)
-        return write_gguf(Path(file), make_gguf_model(), **options)
-
-    return write
-
-
 def write(name: str, contents: bytes) -> Callable[[], int]:
     return lambda: Path(name).write_bytes(contents)
 
 
-def make_pair() -> None:
-    convert(Path("model"), Path("x"), "--pair", "drafter")
+def make_gguf_folder() -> None:
+    Path("x").mkdir()
+    Path("x/m.gguf").write_bytes(b"GGUF")
 
 
 # The source and the options, what makes it beside a model and a drafter, and what is said
@@ -91,34 +85,20 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
         case: ("model", partial(DAMAGES[case][0], Path("model")), DAMAGES[case][1])
         for case in ("damaged weights", "no tokenizer", "code of its own")
     },
-    "a GGUF file of another family": ("x.gguf", gguf(architecture="qwen2"), "'qwen2', .*'llama'"),
-    "a token outside": ("x.gguf", gguf(tokenizer__ggml__eos_token_id=9999), "9999"),
-    "an unknown type": ("x.gguf", gguf(kinds={"": Q5_0}), "F32, F16, Q4_0"),
-    "another target": ("x.gguf --pair drafter", gguf(), "vocab_size 97, but .*gguf has"),
     "a pickle": ("x.bin", write("x.bin", b"PK"), "x.bin is not read"),
-    "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors .* its folder"),
-    "no GGUF file": ("x.gguf", write("x.gguf", b"GGML"), "x.gguf .*b'GGML'"),
+    "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors is a .* folder"),
+    "a GGUF file": ("x.gguf", write("x.gguf", b"GGUF"), "x.gguf .*--model reads GGUF files"),
+    "a text": ("x.txt", write("x.txt", b"GGUF"), "x.txt is a file; give a Hugging Face id"),
     "empty": ("x", lambda: Path("x").mkdir(), "x has no config.json; give a Hugging Face id"),
-    "GGUF files": ("x", gguf("x/m.gguf"), r"no config.json; .*m\.gguf"),
-    "a pair": ("x", make_pair, "x holds a pair"),
+    "GGUF files": ("x", make_gguf_folder, r"no config.json; --model reads GGUF files"),
     **{
         options: (options, lambda: None, value)
         for options, value in (
-            ("drafter --pair model", "is a drafter, .* SRC .* --pair"),
-            ("model --pair model", "is a target, .* SRC .* --pair"),
             ("drafter --bits 3", "bits .* is 3"),
-            ("drafter --mode mxfp4", "--mode, .* SRC is a drafter"),
-            ("drafter --recipe mixed_3_6", "--recipe .* SRC is a drafter"),
-            ("drafter --dequantize", "--dequantize .* SRC is a drafter"),
             ("drafter --bits 4 --group-size 64", "rows of 96 .* groups of 64"),
-            ("drafter --drafter-bits 4", "--drafter-bits"),
-            ("drafter --second-drafter x", "second drafter .* --pair"),
             ("nowhere --bits 7", "7 .*choose from 2, 3, 4, 5, 6, 8"),  # nothing is looked at
-            ("nowhere --mode gptq", "'gptq' .*affine"),
-            ("nowhere --recipe mixed_3_6 --bits 4", "recipe mixed_3_6"),
             ("nowhere --group-size 32", "group_size is 32"),
             ("nowhere --dtype int8", "'int8' .*float16"),
-            ("nowhere --drafter-bits 6", "6 .*choose from 4, 8"),
             ("nowhere.gguf", "no file or folder 'nowhere.gguf"),
             ("a/b/c", "no file or folder 'a/b/c"),
             ("~nobody-of-this-name/x", "no file or folder '~nobody-of-this-name/x"),
@@ -147,10 +127,10 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> list[str]:
+def given(tmp_path: Path) -> list[str]:
     """The arguments of a conversion to tmp_path/dst."""
-    drafter = write_drafter(tmp_path / "drafter")
-    return [str(write_model(tmp_path / "model")), str(tmp_path / "dst"), "--pair", str(drafter)]
+    write_drafter(tmp_path / "drafter")
+    return [str(write_model(tmp_path / "model")), str(tmp_path / "dst")]
 
 
 def nothing_is_left(folder: Path) -> bool:
@@ -174,34 +154,35 @@ def fail_at(patch: pytest.MonkeyPatch, stage: str, error: BaseException) -> None
 # What is called at each stage of a conversion, and how often it may have been before
 STAGES: dict[str, tuple[Any, str, int]] = {
     "the folder is made": (plan.Path, "mkdir", 0),
-    "the target": (conversion, "_mlx_lm_convert", 0),
+    "the target": (import_module("mlx_lm.convert"), "convert", 0),
     "the target's tokenizer is copied": (conversion.shutil, "copyfile", 0),
-    "the drafter's weights": (conversion.mx, "save_safetensors", 1),
-    "pair.json": (plan, "write_pair", 0),
-    "the files are synced": (plan.os, "fsync", 5),
+    "the drafter's weights": (conversion.mx, "save_safetensors", 0),
+    "the files are synced": (plan.os, "fsync", 2),
     "the folder takes its place": (plan.os, "rename", 0),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_interruption_and_a_full_disk_leave_no_destination(pair, tmp_path, monkeypatch, stage):
+def test_an_interruption_and_a_full_disk_leave_no_destination(given, tmp_path, monkeypatch, stage):
+    if "drafter" in stage:
+        given[0] = str(tmp_path / "drafter")
     for error, expected in ((KeyboardInterrupt(), KeyboardInterrupt), (FULL, DFlashError)):
         with monkeypatch.context() as patch:
             fail_at(patch, stage, error)
             said = rf"dst .*\({FULL.strerror}\)" if error is FULL else None
             with pytest.raises(expected, match=said):
-                main(pair)
+                main(given)
         assert nothing_is_left(tmp_path)
 
 
-def test_an_empty_folder_may_be_the_destination_and_what_was_killed_is_removed(pair, tmp_path):
+def test_an_empty_folder_may_be_the_destination_and_what_was_killed_is_removed(given, tmp_path):
     (tmp_path / "dst").mkdir()
-    killed = tmp_path / ".dst.partial" / "target"
+    killed = tmp_path / ".dst.partial" / "model"
     killed.mkdir(parents=True)
     (killed / "left behind").touch()
-    main(pair)
-    assert read_pair(tmp_path / "dst") and not killed.exists()
-    assert not (tmp_path / "dst" / "target" / "left behind").exists()
+    main(given)
+    left = {file.name for file in (tmp_path / "dst").iterdir()}
+    assert "config.json" in left and "left behind" not in left and not killed.exists()
 
 
 def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alone(tmp_path):
@@ -231,28 +212,29 @@ def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alo
         ("a\0b", "cannot be DST"),
     ],
 )
-def test_what_cannot_be_a_destination_is_refused_and_kept(pair, tmp_path, name, value):
+def test_what_cannot_be_a_destination_is_refused_and_kept(given, tmp_path, name, value):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("data")
     for check in ([], ["--check"]):
         with pytest.raises(DFlashError, match=value) as failure:
-            main([pair[0], str(tmp_path / name), *check])
+            main([given[0], str(tmp_path / name), *check])
         assert "DST" in str(failure.value)
     assert (tmp_path / "full" / "precious").read_text() == "data"
     shutil.rmtree(tmp_path / "full")
     assert nothing_is_left(tmp_path)
 
 
-def test_a_disk_that_is_too_small_is_refused_with_both_values(pair, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_refused_with_both_values(given, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
-    monkeypatch.setattr(plan, "convert", None)  # nothing is written
+    monkeypatch.setattr("dflash_mlx.convert.__main__.convert", None)  # nothing is written
     with pytest.raises(DFlashError, match=r"dst needs 16\.\d MB, .* 123\.5 kB"):
-        main(pair)
+        main(given)
     assert nothing_is_left(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["model", "drafter"])
-def test_a_source_that_is_cut_off_meanwhile_is_named(pair, tmp_path, monkeypatch, part):
+def test_a_source_that_is_cut_off_meanwhile_is_named(given, tmp_path, monkeypatch, part):
+    given[0] = str(tmp_path / part)
     file = tmp_path / part / "model.safetensors"
     write = plan._write
 
@@ -262,5 +244,5 @@ def test_a_source_that_is_cut_off_meanwhile_is_named(pair, tmp_path, monkeypatch
 
     monkeypatch.setattr(plan, "_write", cut_first)
     with pytest.raises(DFlashError, match=str(tmp_path / part)):
-        main(pair)
+        main(given)
     assert nothing_is_left(tmp_path)

@@ -12,12 +12,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx import DFlashError, PairConfig, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, generate
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.assistant.checkpoint import FILES
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.drafters.networks.files import Quantization
 from dflash_mlx.models.check import check_drafter, check_pair, check_target, language_model
+from dflash_mlx.models.load import load_pair
 from support.assistant_formats import CASES, ORDERED, ROPES, text_of
 from support.assistants import (
     assistant,

@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dflash_mlx import DFlashError, PairConfig, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, generate
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.autoregressive import Chain, GrownTree
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
 from kernels_metal.emulator import emulated
 from support.configs import config_with

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dflash_mlx
-from dflash_mlx import DFlashError, PairConfig, load_pair
+from dflash_mlx import DFlashError, PairConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
 from dflash_mlx.drafters.eagle3.model import usual_layers
@@ -28,6 +28,7 @@ from dflash_mlx.drafters.networks.files import (
     save_network,
 )
 from dflash_mlx.models.check import check_drafter
+from dflash_mlx.models.load import load_pair
 from dflash_mlx.verifier.model import Target
 from support import reference_dflash2, reference_eagle3
 from support.converted import assert_same_tensors, config, convert

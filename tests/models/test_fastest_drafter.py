@@ -11,7 +11,7 @@ import pytest
 
 from dflash_chat.backend import Backend
 from dflash_chat.speeds import Timing
-from dflash_mlx import DFlashError, PairConfig, doctor, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, doctor, generate
 from dflash_mlx.benchmark import quick
 from dflash_mlx.benchmark.quick import BenchStep, comparing
 from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
@@ -21,7 +21,7 @@ from dflash_mlx.engine.pair import MARGIN, Pair, Speeds, read_speeds
 from dflash_mlx.models import choice, names
 from dflash_mlx.models import load as loading
 from dflash_mlx.models.check import check_drafter, describe_target
-from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.models.load import check_named, lines, load_pair
 from dflash_mlx.models.names import Entry, find_source
 from dflash_mlx.models.source import DRAFTER
 from dflash_mlx.serve import running
@@ -220,7 +220,7 @@ def test_a_target_that_would_have_to_be_widened_stays_as_it_is(both, file, monke
     monkeypatch.setattr(loading, "fits_target", lambda target, layers: False)
     monkeypatch.setattr(Target, "widen", lambda *_: pytest.fail("widened"))
     assert [*comparing(pair)] == [] and not file.exists()
-    with pytest.raises(DFlashError, match="start again with --drafter"):
+    with pytest.raises(DFlashError, match="start again with drafter="):
         pair.of("mtp")
 
 

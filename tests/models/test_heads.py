@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from dflash_mlx import DFlashError, PairConfig, generate, load_pair
+from dflash_mlx import DFlashError, PairConfig, generate
 from dflash_mlx.convert.__main__ import main
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.drafters.mtp.checkpoint import FILES
@@ -20,7 +20,7 @@ from dflash_mlx.models.check import check_drafter, check_target
 from dflash_mlx.models.choice import with_own_head
 from dflash_mlx.models.downloads import needed, needed_by
 from dflash_mlx.models.library import on_this_machine
-from dflash_mlx.models.load import check_named
+from dflash_mlx.models.load import check_named, load_pair
 from dflash_mlx.models.names import find_names, whole_copy
 from dflash_mlx.models.source import Source
 from dflash_mlx.verifier.model import Target
@@ -92,22 +92,6 @@ def test_a_head_is_taken_out_and_drafts_nearly_what_it_did(tmp_path, options):
         found.append(np.array(head.begin(state_with(context)).logits(mx.array([7]), [-1])))
     apart = np.abs(found[0] - found[1]).max()
     assert apart < {"": 1e-5, "8": 0.2, "4": 2}[bits.partition(" ")[0]]
-
-
-def test_a_target_is_converted_with_its_own_head_as_a_pair(tmp_path):
-    folder = str(write_target(tmp_path / "target"))
-    options = ["--bits", "8", "--group-size", "32", "--drafter-bits", "8"]
-    main([folder, str(tmp_path / "pair"), "--pair", folder, *options])
-    pair = load_pair(PairConfig(str(tmp_path / "pair")))
-    assert [drafter.family for drafter in pair.drafters] == ["mtp"]
-    assert len(set(answers(pair, *USES[:3]))) == 1
-
-
-def test_a_head_is_taken_of_a_target_alone(tmp_path):
-    folder = str(write_target(tmp_path / "target"))
-    for more in (["--pair", folder], ["--mode", "mxfp4"]):
-        with pytest.raises(DFlashError, match="--mtp is for a target alone|are for targets"):
-            main([folder, str(tmp_path / "head"), "--mtp", *more])
 
 
 def test_of_a_published_target_only_the_files_of_the_head_are_fetched(tmp_path):

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from dflash_mlx import load
@@ -94,6 +95,18 @@ def test_a_name_that_cannot_be_had_is_one_sentence(model, hub, monkeypatch, opti
     assert name in offer.problem and not offer.here
     with pytest.raises(DFlashError, match=value):
         convert([name, str(model.parent / "dst")])
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("gone (Got: ConnectError: [Errno -2] Name or service not known)", "Name or service not k"),
+        ("no snapshot. To go online, set 'HF_HUB_OFFLINE=0' as variable.", "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_what_the_client_says_is_told_without_its_numbers_and_classes(said, reason):
+    what = Source("owner/model")._refused(LocalEntryNotFoundError(said)).what
+    assert f"cannot be reached ({reason}" in what and what.count(")") == 1
 
 
 def with_head(head: bytes) -> Callable[[bytes], bytes]:
@@ -250,10 +263,9 @@ REFUSED: dict[str, tuple[str, Damage, str | None, str]] = {
 def test_what_does_not_serve_is_refused_before_any_weight_is_fetched(hub, tmp_path, case):
     damaged, damage, drafter, value = REFUSED[case]
     damage(hub.repositories[f"owner/{damaged}"])
-    pair = ["--pair", drafter] if drafter else []
-    for more in ([], ["--check"]):
+    for more in [] if drafter else ([], ["--check"]):
         with pytest.raises(DFlashError, match=value):
-            convert(["owner/model", str(tmp_path / "dst"), *pair, *more])
+            convert(["owner/model", str(tmp_path / "dst"), *more])
     assert not (tmp_path / "dst").exists()
     if case != "no tokenizer":  # which is seen when it is loaded
         with pytest.raises(DFlashError, match=value):

@@ -27,7 +27,7 @@ from dflash_mlx.models import default_model, downloads, library
 from dflash_mlx.models.default_model import FILE_NAME
 from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.library import being_written, find_entries
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Entry, entries, find_names, write_pair
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Entry, entries, find_names
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.machine import available_memory
 from support.hub_server import serve
@@ -131,17 +131,18 @@ def test_a_small_model_that_drafts_is_on_this_machine_though_it_is_a_target(
     assert candidate.needs == 2 * needed(folders["model"])
 
 
-@pytest.mark.usefixtures("cached")
-def test_local_models_are_listed_with_the_drafter_that_fits(tmp_path, folders):
+def test_local_models_are_listed_with_the_downloaded_drafter_that_fits(tmp_path, folders, cached):
     model = str(link(folders["model"], tmp_path / "models"))
     drafter = link(folders["drafter"], tmp_path)
     link(folders["wide"], tmp_path)
     (tmp_path / "no-model").mkdir()
     found = listed(tmp_path)
     assert list(found)[:2] == [DEFAULT_MODEL, model]
-    assert found[model].config == PairConfig(model, str(drafter))
-    assert found[model].needs == needed_by(found[model].config)
-    assert (found[model].drafter, found[model].drafts) == (str(drafter), "here")
+    assert found[model].config == PairConfig(model), "a folder may hold somebody's trial"
+    assert found[model].drafts == "lookup"
+    cached.append(Source("owner/drafter", drafter, "drafter"))
+    assert listed(tmp_path)[model].config == PairConfig(model, "owner/drafter")
+    assert listed(tmp_path)[model].drafts == "here"
     assert found[DEFAULT_MODEL].config == PairConfig()
     for installed, fits in ((10**6, False), (10**12, True)):
         assert found[DEFAULT_MODEL].fits(installed) == fits
@@ -217,25 +218,17 @@ def test_models_of_lm_studio_are_listed_where_this_program_can_load_them(
 
 
 @pytest.mark.usefixtures("cached")
-def test_pairs_are_listed_whole_and_unreadable_folders_never(tmp_path, folders, monkeypatch):
+def test_unreadable_folders_are_never_listed(tmp_path, folders, monkeypatch):
     """The tests may run as root, who may enter all folders, so what raises is put in place."""
-    pair = tmp_path / "models" / "pair"
-    link(folders["model"], pair, "target")
-    link(folders["drafter"], pair, "drafter")
-    write_pair(pair, {"target": "a/target", "drafter": "a/drafter"}, {})
     local = str(link(folders["model"], tmp_path))
     for name in ("a-private", "a-nested", "a-pipe"):
         (tmp_path / name).mkdir()
-    for name in ("config.json", "pair.json"):
-        (tmp_path / "a-nested" / name).write_text("[" * 100_000)
-        os.mkfifo(tmp_path / "a-pipe" / name)  # opening it would wait for ever
+    (tmp_path / "a-nested" / "config.json").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "a-pipe" / "config.json")  # opening it would wait for ever
     forbid(monkeypatch, tmp_path / "a-private")
     found = listed(tmp_path)
-    assert found[str(pair)].config == PairConfig(str(pair))
-    assert found[str(pair)].needs > needed(folders["model"])
     assert local in found
-    assert found[str(tmp_path / "a-nested")].needs == 0, "choosing it says how it is damaged"
-    assert not any("private" in name or "pipe" in name for name in found)
+    assert not any(name.startswith(str(tmp_path / "a-")) for name in found)
 
 
 def forbid(monkeypatch, folder):
@@ -305,11 +298,9 @@ def age(folder: Path) -> None:
 
 @pytest.fixture
 def here(tmp_path, folders) -> Path:
-    """A folder with a converted pair and a model of the user's own."""
+    """A folder with a model of the user's own."""
     here = tmp_path / "here"
-    for name, part in (("own", "model"), ("pair/target", "model"), ("pair/drafter", "drafter")):
-        shutil.copytree(folders[part], here / name)
-    write_pair(here / "pair", {"target": "a/b", "drafter": "a/c"}, {})
+    shutil.copytree(folders["model"], here / "own")
     return here
 
 
@@ -336,7 +327,6 @@ def test_everything_is_listed_by_kind_and_name_with_its_size(here, cache):
         ("model", DEFAULT_MODEL),
         ("drafter", DRAFTER),
         ("unfinished", DEFAULT_MODEL),
-        ("converted", str(here / "pair")),
         ("folder", str(here / "own")),
         ("calibration", TARGET),
         ("calibration", "unknown model"),
@@ -423,16 +413,6 @@ def test_all_may_be_removed_but_forks_of_the_same_revision_and_the_users_own_sta
         else:
             remove_entry(each)
     assert [each.kind for each in cache_entries(here, cache)] == ["folder"]
-    assert not (here / "pair").exists()
-
-
-def test_a_link_to_a_pair_goes_and_the_pair_stays(here, cache, tmp_path):
-    linked = link(here / "pair", tmp_path / "links")
-    kept = cache_entries(tmp_path / "links", cache)
-    (found,) = [each for each in kept if each.kind == "converted"]
-    remove_entry(found)
-    assert not os.path.lexists(linked)
-    assert (here / "pair" / "pair.json").is_file()
 
 
 def test_what_cannot_be_removed_is_named(cache, here, monkeypatch):

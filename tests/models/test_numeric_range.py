@@ -179,7 +179,7 @@ def test_what_no_type_helps_is_refused_by_name_with_a_way_to_go_on(tmp_path):
     target = make_target(1)
     network, config = make_drafter(tmp_path)
     network.fc.weight = network.fc.weight * mx.inf
-    with pytest.raises(DFlashError, match=r"the drafter for biased .*; .* or use --method ngram"):
+    with pytest.raises(DFlashError, match=r"the drafter for biased .*; .* or use method=.ngram"):
         fit(target, network, config)
     target.model.model.norm.weight = target.model.model.norm.weight * mx.nan
     with pytest.raises(DFlashError, match=r"biased computes infinite numbers.*; download"):

@@ -105,7 +105,7 @@ def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
         network = FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32, bits=4)
         assert quantization_of(network) == Quantization(group, 4)
     folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
-    expected = "down_proj has rows of 80 numbers, .* of 32 do not divide; leave out --drafter-bits"
+    expected = "down_proj has rows of 80 numbers, .* of 32 do not divide; leave out drafter_bits="
     with pytest.raises(DFlashError, match=expected):
         FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32, bits=8)
 

@@ -73,6 +73,7 @@ def test_parts_of_many_families_say_what_whole_models_say(tmp_path):
     ("words", "said", "code"),
     [
         (["-m", "dflash_mlx.convert", "a", "b"], "dflash_mlx.convert takes one process", 2),
+        (["-m", "dflash_mlx.train"], "dflash_mlx.train takes one process", 2),
         ([*GENERATE[:-1], "-"], "standard input takes one process", 0),
     ],
 )
@@ -228,6 +229,6 @@ def test_the_commands_of_the_page_are_there_and_take_what_it_gives_them(monkeypa
     given = {(getattr(each, "model", None), each.prompt) for each in parsed}
     assert given == {("NAME", "Hello"), (None, "Hello")}
     names = set(re.findall(r"dflash_mlx\.(\w+)", PAGE))
-    assert names >= {"generate", "benchmark", "serve", "train", "corpus"}
+    assert names >= {"generate", "benchmark", "serve"}
     doors = ("dflash_mlx/{}.py", "dflash_mlx/{}/__main__.py")
     assert all(any((ROOT / door.format(name)).exists() for door in doors) for name in names)

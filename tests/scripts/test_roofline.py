@@ -10,10 +10,10 @@ import roofline
 import roofline_plots
 import roofline_products
 
-from dflash_mlx.mac import report
 from kernels_metal import factory, gpu
 from kernels_metal.catalog import CATALOG
 from kernels_metal.emulator import emulated
+from kernels_metal.mac import report
 
 README = Path(__file__).parents[2] / "README.md"
 DOCUMENT = README.parent / "docs" / "roofline.md"

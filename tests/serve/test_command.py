@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +50,34 @@ def test_too_little_memory_and_packages_that_are_missing_are_named(monkeypatch, 
     assert "1.0 kB" in str(refused("--model", model, "--port", 0))
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "fastapi" else object())
     assert "fastapi" in str(refused())
+    with pytest.raises(SystemExit) as helped:  # which needs none of them
+        command.main(["--help"])
+    assert helped.value.code == 0
+
+
+GIT = {"url": "https://example.org/chat", "vcs_info": {"vcs": "git", "commit_id": "0a1b"}}
+WANTED = "'dflash-chat[serve] @ git+https://example.org/chat'"
+LINES = {  # by the file that a tool leaves beside what it installs, and where it was from
+    "uv": ("uv-receipt.toml", GIT, f"uv tool install {WANTED}"),
+    "pipx": ("pipx_metadata.json", GIT, f"pipx install --force {WANTED}"),
+    "pip": ("pyvenv.cfg", GIT, f"{sys.executable} -m pip install {WANTED}"),
+    "an index": ("uv-receipt.toml", None, "uv tool install 'dflash-chat[serve]'"),
+    "a checkout": (
+        "pyvenv.cfg",
+        {"url": "file:///my%20work/chat", "dir_info": {"editable": True}},
+        "'/my work/chat/scripts/serve'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "origin", "line"), LINES.values(), ids=[*LINES])
+def test_the_line_that_installs_the_rest_is_for_the_tool_that_installed_us(
+    file, origin, line, tmp_path, monkeypatch
+):
+    (tmp_path / file).touch()
+    found = SimpleNamespace(read_text=lambda name: json.dumps(origin) if origin else None)
+    monkeypatch.setattr(command, "distribution", lambda name: found)
+    assert command.install_line(tmp_path) == line
 
 
 def test_clients_do_not_learn_where_the_files_are(model):

@@ -80,6 +80,16 @@ def test_caches_are_kept_unless_drafting_itself_changes(responder, settings, reu
     assert third.reused_tokens > 0
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, THINKING])
+def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(tmp_path, template):
+    responder = Responder(load(str(write_model(tmp_path / "model", template=template))))
+    whole, _ = answer(responder, request("hello", method="none"))
+    half, _ = answer(responder, request("hello", method="none", max_tokens=5))
+    rest, told = answer(responder, request("hello", half, method="none", max_tokens=7))
+    assert half + rest == whole and len(rest) < len(whole)
+    assert told.reused_tokens > 0, "and little of it is read again"
+
+
 def test_a_call_that_is_given_up_and_an_idle_job_at_the_end_leave_nothing_open():
     heard, held = [], threading.Event()
     worker = Worker(heard.extend)

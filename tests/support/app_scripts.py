@@ -17,7 +17,7 @@ from textual import _wait
 from textual.pilot import Pilot
 from textual.widgets import Markdown, Static
 
-from dflash_chat import chat_app, listener
+from dflash_chat import listener, runner
 from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
@@ -33,7 +33,7 @@ from support.decoding import tree_of
 # for every key; a screen draws itself after 8 at most.
 _wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.01, 0.0005
 # What is offered at the first start depends on the machine.
-chat_app.first_offer, listener.read_speed = (lambda folder, read_speed: None), (lambda: 0.0)
+runner.first_offer, listener.read_speed = (lambda folder, read_speed: None), (lambda: 0.0)
 
 ANSWER = """Two rivers meet **here**:
 
@@ -130,12 +130,17 @@ def statistics_of(tokens, rounds, prompt, reused):
     )
 
 
-def pair_of(name="M", capabilities=None, fallback=""):
+def pair_of(name="M", capabilities=None, fallback="", advised=None):
     """What the chat reads of a loaded pair."""
     target = SimpleNamespace(name=name, context_length=8192)
     capabilities = capabilities or Capabilities(("dflash",) * 2)
     return SimpleNamespace(
-        target=target, capabilities=capabilities, fallback=fallback, notes=(), tokenizer=WORDS
+        target=target,
+        capabilities=capabilities,
+        fallback=fallback,
+        notes=(),
+        tokenizer=WORDS,
+        advised=advised or {},
     )
 
 
@@ -160,6 +165,7 @@ class ScriptedBackend:
     loaded: list[PairConfig] = field(default_factory=list)
     capabilities: Capabilities = Capabilities(("dflash",) * 2)
     fallback: str = ""
+    advised: dict[str, Any] = field(default_factory=dict)
     rounds_run: int = 0
     forgotten: int = 0
 
@@ -179,7 +185,7 @@ class ScriptedBackend:
         if isinstance(result, BaseException):
             raise result
         name = config.model or "SmolLM2-135M-Instruct"
-        yield Loaded(pair_of(name, self.capabilities, self.fallback))
+        yield Loaded(pair_of(name, self.capabilities, self.fallback, self.advised))
 
     def measure(self, again):
         self._wait_in("measure")

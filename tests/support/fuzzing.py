@@ -34,11 +34,11 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file
 
 from dflash_mlx import DFlashError
+from dflash_mlx.cli.options import option_name
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.models.check import check_drafter
 from dflash_mlx.models.gguf_target import load_gguf
 from dflash_mlx.models.load import load_pair
-from dflash_mlx.models.names import PAIR_FILE, write_pair
 from dflash_mlx.models.source import Source
 from support import assistant_formats, assistants, gguf_files, reference_eagle3, reference_peagle
 from support.drafter_formats import FORMATS, HALVES, version_1, write_shards
@@ -142,7 +142,10 @@ def _outcome(subject: Subject, folder: Path, allowed: int) -> dict[str, Any]:
         subject.load(folder)
         found = {"outcome": "loaded", "why": ""}
     except DFlashError as error:
-        found = {"outcome": "refused", "why": _clear(str(error), folder, subject.damaged)}
+        found = {
+            "outcome": "refused",
+            "why": _clear(error.told(option_name), folder, subject.damaged),
+        }
         if found["why"].startswith("FAULT"):
             found["outcome"] = "unclear"
     except Hang:
@@ -240,8 +243,6 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
     shards = write_shards(root / "shards", version_1(), random_drafter(version_1()))
     gguf_files.write(root / "model.gguf")
     gguf = {"model.gguf": (root / "model.gguf").read_bytes()}
-    write_pair(root, {"target": "owner/model", "drafter": REPOSITORY}, {"mlx": "1.0"})
-    described = {PAIR_FILE: (root / PAIR_FILE).read_bytes()}
     tokenizer = write_drafter(root / "with a tokenizer")
     write_tokenizer(tokenizer)
     small = write_model(root / "small", make_model("qwen3"), **FAMILIES["qwen3"])
@@ -262,7 +263,6 @@ def subjects(root: Path, repositories: dict[str, Path]) -> list[Subject]:
         Subject("index", _files(shards), "model.safetensors.index.json", as_drafter),
         *(Subject(f"target {f}", _files(model), f, load) for f in (CONFIG, WEIGHTS, TOKENS)),
         Subject("target of a pair", _files(model), CONFIG, partial(load, drafter=drafter)),
-        Subject("pair.json", described, PAIR_FILE, partial(load, model=model, drafter=drafter)),
         Subject("GGUF", gguf, "model.gguf", read_gguf),
     ]
 

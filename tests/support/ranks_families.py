@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.ranks.group import END, Ranks
+from dflash_mlx.ranks.group import END, Ranks, join
 from dflash_mlx.ranks.loading import split
 from dflash_mlx.ranks.target import Follower, Leader
 from dflash_mlx.verifier.block import Block
@@ -79,4 +78,4 @@ def main(argv: Sequence[str], ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, "ranks_families", mode=cli.RankMode.ALL)
+    main(sys.argv[1:], join())

@@ -18,10 +18,11 @@ from mlx.utils import tree_flatten
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.eagle3.checkpoint import LAYERS_READ
-from dflash_mlx.drafters.networks.files import parameters_of
+from dflash_mlx.drafters.networks.files import parameters_of, read_json
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train.__main__ import main
-from dflash_mlx.train.compare import walk
+from dflash_mlx.train.__main__ import TRAINEES, main
+from dflash_mlx.train.acceptance import hits_at
+from dflash_mlx.train.blocks import Array
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import FeatureCache, Text, Texts
 from dflash_mlx.train.dflash import DFlashTrainee
@@ -227,6 +228,26 @@ def _in_bfloat16(target: Target) -> Target:
     return result
 
 
+def read_trainee(folder: Path, target: Target) -> Trainee:
+    """A drafter of the family that its config.json tells."""
+    raw = read_json(folder)
+    kind = next(kind for kind in TRAINEES.values() if kind.files.recognises(raw))
+    return kind.read(folder, target)
+
+
+def walk(trainee: Trainee, texts: Texts) -> list[Array]:
+    """[rounds, B - 1] for each text: the rounds of greedy decoding behind its first token."""
+    walked = []
+    for i, text in enumerate(texts.texts):
+        hits = hits_at(trainee, texts, np.array([i]), text.anchors[None, 1:])[0]
+        rounds, place = [], 0
+        while place < len(hits):
+            rounds.append(hits[place])
+            place += 1 + int(hits[place].sum())
+        walked.append(np.stack(rounds))
+    return walked
+
+
 def assert_decoding_accepts_what_was_measured(
     trainee: Trainee, drafter: Any, rows: Sequence[CorpusRow], texts: Texts, least: float
 ) -> None:
@@ -234,7 +255,7 @@ def assert_decoding_accepts_what_was_measured(
     answers = [decoded(_in_bfloat16(tiny_target()), drafter, row) for row in rows]
     assert [sum(rounds, ()) for rounds in answers] == [row.answer for row in rows]
     lengths = [len(tokens) for _, *rounds in answers for tokens in rounds]
-    over = 1 + walk(trainee, texts).hits.sum(axis=-1) - lengths
+    over = 1 + np.concatenate(walk(trainee, texts)).sum(axis=-1) - lengths
     assert over.min() == 0 and over.max() <= 1  # a walk counts the token behind an answer's last
     assert over.sum() <= len(rows) and np.mean(lengths) > least
 

@@ -1,4 +1,4 @@
-"""`python -m dflash_mlx.train` on a tiny model, and `compare`: what they leave and refuse."""
+"""`python -m dflash_mlx.train` on a tiny model: what it leaves and refuses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +20,7 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.models.load import load_target
-from dflash_mlx.train import compare, selector
+from dflash_mlx.train import selector
 from dflash_mlx.train.__main__ import main
 from dflash_mlx.train.config import DataConfig
 from dflash_mlx.train.data import read_texts
@@ -34,9 +32,7 @@ from support.tiny_training import (
     CONTEXT,
     Place,
     corpus_rows,
-    drafter_config,
     files,
-    make_trainee,
 )
 
 # What a run leaves
@@ -86,12 +82,13 @@ def test_blocks_of_a_drafter_that_is_trained_on_can_have_another_size(place, whe
 def test_the_drafter_is_kept_as_it_was_when_it_measured_best(place, monkeypatch):
     scores, kept = iter([0.25, 0.75, 0.75, 0.5]), []
 
-    def measure(*_: Any) -> SimpleNamespace:
+    def measure(*_: Any) -> np.ndarray:
         kept.append(files(place.out))
-        score = next(scores)
-        return SimpleNamespace(tokens_per_round=1 + score, by_position=[score] * 7)
+        hits = np.zeros((4, 7))
+        hits[: int(4 * next(scores)), 0] = 1
+        return hits
 
-    monkeypatch.setattr("dflash_mlx.train.compare.measure", measure)
+    monkeypatch.setattr("dflash_mlx.train.acceptance.measure", measure)
     place.train(steps=3, evaluate_minutes=1e-9)
     assert [record["by_prefix"] for record in place.history()] == [[0.25], [0.75], [0.75], [0.5]]
     first, best, last = kept[1], kept[2], files(place.out)
@@ -295,52 +292,3 @@ def test_without_a_folder_features_go_to_the_users_cache_of_now(place, monkeypat
     monkeypatch.setattr("platformdirs.user_cache_path", lambda name: now / name)
     read_texts(DataConfig((place.corpus,)), load_target(str(place.model)), (0, 2))
     assert [f.name for f in (now / "dflash-chat").iterdir()] == ["features"]
-
-
-# Drafters side by side
-
-
-def drafter(place: Place, name: str, seed: int = 0, **changes: object) -> Path:
-    make_trainee(drafter_config(**changes), seed).save(place.root / name)
-    return place.root / name
-
-
-def run(place: Place, *drafters: Path, more: tuple[str, ...] = (), **options: object) -> None:
-    named = [word for folder in drafters for word in ("--drafter", str(folder))]
-    compare.main([*place.data(**{"held_out": 3, **options}), *named, *more])
-
-
-def test_drafters_are_compared_on_the_held_out_greedy_rows(place, capsys):
-    first, second = drafter(place, "a"), drafter(place, "b", seed=1, block_size=4)
-    run(place, first, second, json=place.root / "figures.json")
-    figures = json.loads((place.root / "figures.json").read_text())
-    assert figures.keys() == {str(first), str(second)}
-    for folder, size in ((first, 8), (second, 4)):
-        assert figures[str(folder)].keys() == {"all", "tiny"}
-        found = figures[str(folder)]["all"]
-        assert found == figures[str(folder)]["tiny"]
-        assert found["texts"] == 2  # rows 0 and 3; row 6 is sampled
-        assert len(found["by_position"]) == len(found["by_prefix"]) == size - 1
-        assert found["tokens_per_round"] == pytest.approx(1 + sum(found["by_position"]))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4 and f"{first} (all)" in lines[2]
-    run(place, first, held_out=None, json=place.root / "j", more=("--all-rows",))
-    greedy = sum(row.temperature == 0 for row in corpus_rows())
-    assert json.loads((place.root / "j").read_text())[str(first)]["all"]["texts"] == greedy < 7
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"held_out": 1}, "held_out is 1"),
-        ({"json": "nowhere/j.json"}, "nowhere/j.json"),
-        ({"drafter": "other"}, "different layers"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(place, options, named):
-    folders = [drafter(place, "a")]
-    if options.pop("drafter", None):
-        folders.append(drafter(place, "other", dflash_config={"target_layer_ids": [0, 1]}))
-    with pytest.raises(DFlashError, match=named) as failure:
-        run(place, *folders, **options)
-    assert failure.value.next_step

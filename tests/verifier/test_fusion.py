@@ -18,7 +18,7 @@ from mlx_lm.models import llama
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.fusion import (
     GATED_ATTENTION,
-    GATED_MLP,
+    GATED_MLPS,
     groups_in,
     is_normed_attention,
     written_as,
@@ -143,7 +143,7 @@ def test_modules_and_layers_are_known_that_mlx_lm_writes_as_qwen3s_wherever_it_d
             for name, text in calls_in(file).items():
                 texts[name] = text
                 calls[name] = getattr(module, name.partition(".")[2]).__call__
-    for like in (GATED_MLP, "qwen3.Attention", GATED_ATTENTION, *LAYERS):
+    for like in (*GATED_MLPS, "qwen3.Attention", GATED_ATTENTION, *LAYERS):
         known = {name for name, call in calls.items() if written_as(call, like)}
         assert known == {name for name, text in texts.items() if text == texts[like]}, like
 
@@ -159,7 +159,7 @@ def test_modules_are_known_by_where_their_call_is_written():
     known = {"qwen3": (3, 3), "qwen3_5": (3, 1), "llama": (3, 0), "gemma3_text": (0, 0)}
     for name, (gated, normed) in known.items():
         modules = make_model(name).modules()
-        assert sum(written_as(type(m).__call__, GATED_MLP) for m in modules) == gated
+        assert sum(written_as(type(m).__call__, *GATED_MLPS) for m in modules) == gated
         assert sum(map(is_normed_attention, modules)) == normed
 
 

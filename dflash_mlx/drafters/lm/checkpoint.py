@@ -83,7 +83,7 @@ class LanguageFiles(FileFormat):
         for setting, does in why.items():
             if (value := getattr(settings, setting)) is not None:
                 what = f"{setting} is {value}, but {name} is a language model, which {does}"
-                raise DFlashError(what, "leave out --" + setting.replace("_", "-"), setting)
+                raise DFlashError(what, "leave it out", setting)
 
     def load(
         self, folder: Path, config: Any, target: Target, settings: PairConfig

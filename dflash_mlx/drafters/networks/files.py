@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError, in_one_line
+from dflash_mlx.core.text import parse_json
 from dflash_mlx.drafters.networks.fields import (
     Fields,
     flag,
@@ -254,11 +255,11 @@ def read_json(folder: Path) -> Any:
     """The config.json of a folder; DFlashError where it cannot be read."""
     file = folder / "config.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DFlashError(f"{folder} has no config.json", "give a drafter folder") from None
-    except (ValueError, OSError, RecursionError) as error:
-        raise DFlashError(f"{file} cannot be read ({error})", DOWNLOAD_AGAIN) from None
+    except (ValueError, OSError) as error:
+        raise DFlashError(f"{file} cannot be read ({in_one_line(error)})", DOWNLOAD_AGAIN) from None
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:

@@ -1,4 +1,4 @@
-"""Does one piece of the report in a child: `python -m dflash_mlx.mac.measure`.
+"""Does one piece of the report in a child: `python -m kernels_metal.mac.measure`.
 
 What a kernel is not for comes back as "refused", what fails as "wrong". Rehearsed pieces run small,
 in the emulator, and are not timed.
@@ -21,10 +21,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from dflash_mlx.mac.items import Item, limit
 from kernels_metal.children import answer
 from kernels_metal.dispatch import CALLS, COLD_BYTES, race
 from kernels_metal.factory import executor, metal
+from kernels_metal.mac.items import Item, limit
 from kernels_metal.operation import Operation, dtype_name
 from kernels_metal.sweep import Trial, error
 from kernels_metal.variants import Call, arguments, launches, operation_of

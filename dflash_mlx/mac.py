@@ -15,16 +15,16 @@ from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
-from dflash_mlx.mac.items import MODELS, Item, last_items, limit, race_items, variant_items
-from dflash_mlx.mac.report import summary, ways
 from dflash_mlx.system.files import kept_json, write_report
 from dflash_mlx.system.machine import describe_machine, describe_versions
 from kernels_metal.children import Children, Gone
 from kernels_metal.dispatch import fingerprint
 from kernels_metal.gpu import gpu_family, power_mode, said
+from kernels_metal.mac.items import MODELS, Item, last_items, limit, race_items, variant_items
+from kernels_metal.mac.report import summary, ways
 
 NAME = "dflash-mac-report"
-COMMAND = (sys.executable, "-m", "dflash_mlx.mac.measure")
+COMMAND = (sys.executable, "-m", "kernels_metal.mac.measure")
 GONE_MOST = 10  # children in one report: a GPU that hangs again and again is not asked for more
 _NEXT = "move it away, or name another with --report"
 UNKNOWN = "unknown"  # where a program of the Mac says nothing

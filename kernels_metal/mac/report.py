@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from dflash_mlx.mac.items import (
+from kernels_metal.dispatch import MARGIN, STOCK
+from kernels_metal.faults import first_error
+from kernels_metal.mac.items import (
     ATTENTION_ROWS,
     HEADS,
     KEYS,
@@ -17,8 +19,6 @@ from dflash_mlx.mac.items import (
     attention_item,
     product_item,
 )
-from kernels_metal.dispatch import MARGIN, STOCK
-from kernels_metal.faults import first_error
 from kernels_metal.verify_qmm import FEW_ROWS
 
 Found = Mapping[str, Mapping[str, Any]]

@@ -1,0 +1,17 @@
+"""`python -m dflash_mlx`: which commands there are."""
+
+COMMANDS = """\
+dflash-chat                      the chat; with a question, one answer
+dflash-chat models, clean        what is on the disk, to download or to remove
+dflash-serve                     a server for programs that speak OpenAI's or Anthropic's API
+python -m dflash_mlx.generate    one answer, with every setting and figures as JSON
+python -m dflash_mlx.benchmark   methods compared over many prompts
+python -m dflash_mlx.convert     models converted and quantised
+python -m dflash_mlx.doctor      what this machine is, whether a pair fits, and its kernels
+python -m dflash_mlx.corpus      answers collected, to train a draft model
+python -m dflash_mlx.train       a draft model trained
+
+Each says more with --help."""
+
+if __name__ == "__main__":
+    print(COMMANDS)

@@ -1,0 +1,146 @@
+"""The footer, which follows the moment; /continue; the draft view and /bench where they changed."""
+
+import re
+
+import pytest
+from textual.binding import Binding
+from textual.widgets import OptionList
+
+from dflash_mlx.client import BenchStep
+from support.app_scripts import ANSWER, ScriptedBackend, gated, in_chat
+
+COUNTED = "one two three four five six seven eight nine ten eleven twelve"
+
+
+async def keys(chat, *there, gone=()):
+    """Wait until the last line names these keys, and none of the others."""
+
+    def told():
+        line = chat.text.splitlines()[-1]
+        return all(key in line for key in there) and not any(key in line for key in gone)
+
+    await chat.until(told)
+
+
+@in_chat(lambda: gated(1), size=(120, 30))
+async def test_the_footer_tells_what_keys_do_now(chat, app, monkeypatch):
+    monkeypatch.setattr("dflash_chat.chat_app.MAC", False)
+    always = "F2/^t who guessed", "^q leave", "^p palette"
+    await keys(chat, *always, gone=("stop", "send", "complete", "figures", "race", "copy"))
+    await chat.press("h")
+    await keys(chat, "send", "^j new line", *always)
+    await chat.press("backspace", "/")
+    await keys(chat, "tab complete", "esc close")
+    await chat.press("backspace")
+    await chat.begun("What meets?")
+    await keys(chat, "esc stop", "F3/^g figures", *always, gone=("send", "race"))
+    await chat.goes_on()
+    await keys(chat, "F4/^r race", "^o copy code", *always, gone=("stop",))
+    await chat.press("f2", "tab")
+    await keys(chat, "←→ other rounds", "esc back to the question", gone=("send",))
+    await chat.press("escape", "h")
+    await keys(chat, "send", gone=("rounds",))
+    assert app.prompt.text == "h"
+
+
+@in_chat()
+async def test_a_macbook_is_told_letters_alone(chat, app, monkeypatch):
+    race = Binding("ctrl+r", "", "")
+    for mac, shown in ((True, "^r"), (False, "F4/^r")):
+        monkeypatch.setattr("dflash_chat.chat_app.MAC", mac)
+        assert app.get_key_display(race) == shown
+
+
+@in_chat()
+async def test_a_key_that_is_not_told_does_nothing(chat, app, backend):
+    await chat.press("f3", "f4", "ctrl+o", "escape", "enter")
+    assert app.screen is app.base and chat.notices == [] and backend.requests == []
+
+
+# /continue
+
+
+@in_chat(lambda: ScriptedBackend([COUNTED, " and so on.", "never"]))
+async def test_a_cut_answer_is_written_on_in_its_place(chat, app, backend):
+    await chat.say("/continue")
+    assert "no answer was cut" in chat.notices[-1]
+    backend.hold(1)
+    await chat.say("Count.")
+    await chat.reaches(1)
+    await chat.press("escape")
+    await chat.goes_on()
+    said = app.conversation.turns[1].content
+    assert said and said != COUNTED and "/continue goes on" in chat.text
+    backend.gate = None
+    await chat.press("f2")
+    await chat.say("/continue")
+    await chat.until(lambda: app.conversation.turns[1:] and app.listener.job is None)
+    assert [m["content"] for m in backend.requests[-1].messages] == ["Count.", said]
+    assert [t.content for t in app.conversation.turns] == ["Count.", f"{said} and so on."]
+    assert app.conversation.questions == ["Count."] and len(backend.requests) == 2
+    assert chat.shown_answer == f"{said} and so on."
+    assert re.sub(r"[▏\s]", "", f"{said} and so on.") in re.sub(r"[▏\s]", "", chat.text)
+    await chat.until(lambda: [t.content for t in chat.saved] == ["Count.", f"{said} and so on."])
+    await chat.say("/continue")
+    assert "no answer was cut" in chat.notices[-1], "for now it is whole"
+
+
+@in_chat(lambda: gated(0))
+async def test_a_cut_answer_is_never_lost_when_nothing_follows(chat, app, backend):
+    backend.gate.release(1)
+    await chat.begun("Count.")
+    await chat.press("escape")
+    await chat.goes_on()
+    said = app.conversation.turns[1].content
+    backend.hold(0)
+    await chat.say("/continue")
+    await chat.until(lambda: app.listener.job is not None and app.listener.job.begun.is_set())
+    assert [turn.content for turn in app.listener.unfinished] == [said], "as it is saved meanwhile"
+    await chat.press("escape")
+    await chat.goes_on()
+    turns = [(turn.content[: len(said)], turn.ending) for turn in app.conversation.turns]
+    assert turns == [("Count.", ""), (said, "stopped")]
+
+
+# What gives its room to what
+
+
+@in_chat(lambda: gated(4), size=(80, 24))
+async def test_the_tree_has_the_room_of_a_small_screen_and_the_prose_what_is_left(chat, app):
+    await chat.press("f2")
+    await chat.say("What meets?")
+    await chat.reaches(4)
+    await chat.until(lambda: not app.listener.dirty)
+    assert "more lines" not in chat.text and "then" in chat.text
+    assert re.search(r"Round \d of \d", chat.text)
+    await chat.goes_on()
+    await chat.shows("One pass of the large model")
+
+
+@in_chat(lambda: ScriptedBackend(bench_steps=[BenchStep(3, 60, prompt="Why is\nit so?")]))
+async def test_bench_shows_what_is_asked_and_how_long_it_takes_yet(chat, app):
+    await chat.say("/bench")
+    await chat.shows("Why is it so?")
+    assert re.search(r"\d+%\s+\d\d:\d\d:\d\d|\d+%\s+--:--:--", chat.text)
+
+
+@in_chat()
+async def test_the_palette_does_not_begin_with_what_takes_minutes(chat, app):
+    await chat.press("ctrl+p")
+    await chat.shows("/continue")
+    first = app.screen.query_one(OptionList).get_option_at_index(0)
+    assert "/bench" not in str(first.prompt) and "/bench" not in chat.text
+    await chat.press(*"bench")
+    await chat.shows("/bench")
+
+
+@pytest.mark.parametrize("mistake", ["/nonsense", "/copy"])
+def test_errors_go_with_the_next_question(mistake, tmp_path):
+    @in_chat()
+    async def steps(chat, app):
+        await chat.say(mistake)
+        assert chat.notices
+        await chat.answered()
+        assert chat.notices == [] and ANSWER[:3] in chat.text
+
+    steps(tmp_path=tmp_path)

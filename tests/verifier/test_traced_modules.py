@@ -1,0 +1,208 @@
+"""Routers, experts and MLPs that are traced: the same bits as by their own calls, and when not."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import dbrx, qwen3_moe, switch_layers
+from mlx_lm.tuner.lora import LoRALinear
+
+from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.segments import Settled, _only_computes
+from support.decoding import ids_of
+from support.families import VOCAB_SIZE
+from support.hybrids import changed_target, fresh, some_tree
+from support.overrides import override
+from support.stand_ins import stand_ins
+
+SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {  # by family: whose settings it has, and more
+    "qwen3_moe": ("qwen3_moe", SIZES),
+    "qwen2_moe": ("qwen3_moe", {"shared_expert_intermediate_size": 64}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {"q_lora_rank": 32, "qk_nope_head_dim": 32, "n_group": 2, "topk_group": 1},
+    ),
+    "glm4_moe": (
+        "deepseek_v3",
+        {**SIZES, "use_qk_norm": True, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+        | {"n_group": 2, "topk_group": 1, "partial_rotary_factor": 0.5}
+        | {"rope_scaling": None, "attention_bias": False},
+    ),
+}
+TREE = some_tree(np.random.default_rng(5), 12)
+CHAIN = mx.arange(3, 7), Block(4)
+SORTED = 32  # rows that have 64 experts, which mlx-lm sorts
+PASSES = (
+    *((mx.arange(3, 3 + rows), Block(rows)) for rows in (1, 4, SORTED)),
+    (ids_of(TREE), Block.of(TREE)),
+)
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    """Unlike elsewhere in this room."""
+    mx.enable_compile()
+    yield
+    mx.disable_compile()
+
+
+def make_target(family: str = "qwen3_moe", **changes: Any) -> Target:
+    like, more = OF_EXPERTS.get(family, (family, {}))
+    target = changed_target(like, 4, **{**more, "model_type": family, **changes})
+    target.use_kernels("on")
+    return target
+
+
+def logits(target: Target, tokens: mx.array = CHAIN[0], block: Block = CHAIN[1]) -> mx.array:
+    found, _ = target.forward(tokens, fresh(target, [*range(11)]), block)
+    mx.eval(found)
+    return found
+
+
+def by_own_calls(target: Target, work: Callable[[], Any]) -> Any:
+    """With kernels, but no layer that is replayed."""
+    segments = target._kernel_hooks.segments
+    layers, segments.layers = segments.layers, []
+    try:
+        return work()
+    finally:
+        segments.layers = layers
+
+
+def traced(target: Target) -> list[int]:
+    """In how many layers what is behind attention is, by widths of passes."""
+    made = target._kernel_hooks.segments._plans._made.values()
+    settled = [found.entries for found in made if isinstance(found, Settled)]
+    return [sum(entry is not None and entry.then is None for entry in each) for each in settled]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("family", [*OF_EXPERTS, "qwen3_next", "phi3"])
+def test_what_is_traced_gives_the_bits_of_its_own_calls_at_every_width(family, dtype):
+    target = make_target(family)
+    target.model.set_dtype(dtype)
+    with stand_ins():
+        found = [[logits(target, *rows) for rows in PASSES] for _ in range(3)][-1]
+        widths = [n for n in traced(target) if n == target.num_layers]
+        own = by_own_calls(target, lambda: [logits(target, *rows) for rows in PASSES])
+    # As many rows as are sorted are too many for the product of a dense MLP that is gated
+    assert len(widths) >= len(PASSES) - (family not in ("qwen3_moe", "phi3"))
+    assert all(mx.array_equal(a, b) for a, b in zip(found, own, strict=True))
+
+
+def test_layers_share_a_trace_only_where_they_are_set_alike():
+    target = make_target(num_hidden_layers=4)
+    target.model.layers[2].mlp.top_k = 3
+    with stand_ins():
+        found = [logits(target) for _ in range(3)][-1]
+        assert traced(target)[-1] == 4
+        own = by_own_calls(target, lambda: logits(target))
+        target.model.layers[2].mlp.top_k = 2
+        others = by_own_calls(target, lambda: logits(target))
+    assert mx.array_equal(found, own) and mx.abs(found - others).max() > 1e-2
+
+
+def change(mlp: Any, what: str) -> None:
+    """A weight, a module or code in an MLP of experts."""
+    if what == "LoRA":
+        mlp.gate = LoRALinear.from_base(mlp.gate, r=4, scale=20.0)
+        mlp.gate.lora_b = mx.random.normal(mlp.gate.lora_b.shape)
+    elif what == "activation":
+        mlp.switch_mlp.activation = DoubleSwiGLU()
+    elif what == "experts":
+        mlp.switch_mlp = switch_layers.SwitchGLU(64, 32, 4)
+    else:
+        module = mlp.gate if what == "gate" else mlp.switch_mlp[what]
+        module.scales, module.biases = 3 * module.scales, 3 * module.biases
+
+
+class DoubleSwiGLU(switch_layers.SwiGLU):
+    """One that nobody knows."""
+
+    def __call__(self, x, gate):
+        return 2 * super().__call__(x, gate)
+
+
+@pytest.mark.parametrize("what", ["gate", "up_proj", "down_proj", "experts", "activation", "LoRA"])
+def test_what_is_replaced_in_an_mlp_of_experts_counts_from_the_next_pass_on(what):
+    target = make_target()
+    with stand_ins():
+        before = [logits(target) for _ in range(3)][-1]
+        change(target.model.layers[1].mlp, what)
+        found = [logits(target) for _ in range(3)]
+        assert traced(target)[-1] == target.num_layers - (what in ("activation", "LoRA"))
+        own = by_own_calls(target, lambda: logits(target))
+    assert all(mx.array_equal(each, own) for each in found)
+    assert mx.abs(own - before).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["gate", "switch_mlp", "activation"])
+def test_a_hook_inside_of_experts_is_called_in_every_pass(name):
+    target, seen = make_target(), []
+    mlp = target.model.layers[1].mlp
+    mlp.switch_mlp.activation = switch_layers.SwiGLU()  # in mlx-lm one for all models
+    module = mlp.switch_mlp.activation if name == "activation" else mlp[name]
+    override(module, lambda m, call, *given: seen.append(1) or call(m, *given))
+    with stand_ins():
+        for _ in range(3):
+            logits(target)
+        assert traced(target)[-1] < target.num_layers
+        seen.clear()
+        logits(target)
+    assert seen
+
+
+class Counting(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    """Keeps how often it was called."""
+
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return super().__call__(x)
+
+
+def test_code_of_mlx_lm_that_keeps_something_is_not_traced(monkeypatch):
+    monkeypatch.setattr(Counting.__call__, "__module__", "mlx_lm.models.qwen3_moe")
+    target = make_target()
+    mlp = target.model.layers[1].mlp
+    mlp.__class__ = Counting
+    with stand_ins():
+        for _ in range(3):
+            logits(target)
+        calls = mlp.calls
+        logits(target)
+        assert traced(target)[-1] == target.num_layers - 1
+    assert mlp.calls == calls + 2  # the prompt's pass, and this one
+
+
+def test_code_that_asks_for_values_or_chance_or_is_by_others_is_not_traced():
+    def allowed(kind: Any) -> bool:
+        return _only_computes(kind.__call__.__code__, kind.__call__.__module__)
+
+    assert all(map(allowed, (nn.RMSNorm, switch_layers.SwitchGLU)))
+    assert not any(map(allowed, (dbrx.SparseMoeBlock, nn.Dropout, nn.BatchNorm, DoubleSwiGLU)))
+
+
+def test_weights_of_experts_that_were_replaced_are_let_go():
+    target = make_target()
+    with stand_ins():
+        for _ in range(3):
+            logits(target)
+        experts = target.model.layers[0].mlp.switch_mlp.up_proj
+        held = weakref.ref(experts.weight)
+        experts.weight = experts.weight ^ mx.array(1, mx.uint32)
+        assert held() is not None, "by what was settled, until the next pass"
+        for _ in range(2):
+            logits(target, mx.arange(VOCAB_SIZE - 4, VOCAB_SIZE), Block(4))
+        gc.collect()
+        assert held() is None
