@@ -68,6 +68,8 @@ class Entry:
     template: tuple[tuple[str, Any], ...] = ()
     notes: str = ""
     billions: float = 0
+    active: float = 0
+    best_from: float = 0
     verified: bool = False
     alternatives: tuple[str, ...] = ()
     pickled: tuple[tuple[str, str], ...] = ()
@@ -84,6 +86,9 @@ class Entry:
     @property
     def preset(self) -> Preset:
         return Preset(self.method, self.template)
+
+
+UNLISTED = Entry((), "", verified=True)  # of a model that the registry does not have
 
 
 @cache
