@@ -87,10 +87,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
     },
     "a pickle": ("x.bin", write("x.bin", b"PK"), "x.bin is not read"),
     "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors is a .* folder"),
-    "a GGUF file": ("x.gguf", write("x.gguf", b"GGUF"), "x.gguf .*--model reads GGUF files"),
+    "a GGUF file": ("x.gguf", write("x.gguf", b"GGUF"), "x.gguf .*model= reads GGUF files"),
     "a text": ("x.txt", write("x.txt", b"GGUF"), "x.txt is a file; give a Hugging Face id"),
     "empty": ("x", lambda: Path("x").mkdir(), "x has no config.json; give a Hugging Face id"),
-    "GGUF files": ("x", make_gguf_folder, r"no config.json; --model reads GGUF files"),
+    "GGUF files": ("x", make_gguf_folder, r"no config.json; model= reads GGUF files"),
     **{
         options: (options, lambda: None, value)
         for options, value in (
