@@ -469,8 +469,9 @@ def python_calls(work: Callable[[], Any]) -> int:
     return calls
 
 
-def test_a_replayed_pass_calls_less_than_0_4_of_what_stock_mlx_calls(monkeypatch, tmp_path):
-    target = make_target(num_hidden_layers=16)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_a_replayed_pass_calls_less_than_0_4_of_what_stock_mlx_calls(name, monkeypatch, tmp_path):
+    target = make_target(name, num_hidden_layers=16)
     cache = fresh(target, [*range(11)])
     monkeypatch.setattr(gpu, "gpu_family", lambda: "applegpu_g15s")
     calls: list[int] = []
