@@ -157,9 +157,8 @@ class DraftPanel(Vertical, can_focus=True):
 
     def pieces_of(self, text: str) -> list[Segment]:
         """The tokens of an answer with their sources, none where not all are known."""
-        pieces = self._answers[text].pieces() if text in self._answers else []
-        whole = len(pieces) < KNOWN and (LINES not in (kind for _, kind in pieces[:1]))
-        return pieces if whole else []
+        known = self._answers[text].pieces() if text in self._answers else [("", LINES)]
+        return [] if known[0][0] or len(known) == KNOWN else known[1:]
 
     def draw(self) -> None:
         """Bring the panel up to date."""
