@@ -55,6 +55,15 @@ async def test_a_model_is_kept_when_it_was_really_opened(chat, app, file, tmp_pa
     assert file.read_text().startswith("# mine\n")
 
 
+@in_chat(lambda: ScriptedBackend(waits="load"))
+async def test_the_model_that_the_chat_starts_with_is_not_kept(chat, app, backend, file):
+    app.user, before = UserConfig(str(file)), file.read_text()
+    backend.held.set()
+    await chat.until(lambda: app.pair and not app.listener.waiting)
+    await kept(chat, app)
+    assert file.read_text() == before, "it may have been typed for this once"
+
+
 @in_chat(size=(120, 40), decode=DecodeConfig(max_tokens=9))
 async def test_the_theme_and_what_was_changed_in_settings_are_kept(chat, app, file):
     app.user = UserConfig(str(file))
