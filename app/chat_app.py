@@ -230,6 +230,9 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         """Keep nothing of what the model has read; a conversation was deleted for good."""
         self.worker.run(lambda job: self.backend.forget())
 
+    def action_fetch(self, name: str) -> None:
+        self.commands.fetch(name)
+
     def get_key_display(self, binding: Binding) -> str:
         """What the footer calls a key: letters alone on a MacBook, which keeps F2 to F4."""
         letter, number = super().get_key_display(binding), _NUMBERS.get(binding.key)
@@ -318,7 +321,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         """What the library and the programs it runs print: progress of what takes long."""
         progress = read_progress(event.text)
         if progress is not None and self.listener.waiting and self.screen_stack:
-            self.status.progress(progress)
+            self.listener.progress(progress)
 
     def read_output(self, text: str) -> None:
         """Take in what was written to file descriptor 2; may be called from any thread."""

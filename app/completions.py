@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_chat.commands import COMMANDS
-from dflash_mlx.client import amount, available_memory, available_models
+from dflash_mlx.client import amount, available_models, installed_memory
 
 MOST = 50  # files that are offered
 COMMAND = re.compile(r"/[A-Za-z]*")
@@ -28,10 +28,10 @@ def complete(line: str) -> tuple[str, list[Choice]]:
         return file[0], [*_files(file[1])]
     if not line.startswith("/model "):
         return "", []
-    there, word = available_memory(), line.partition(" ")[2]
+    installed, word = installed_memory(), line.partition(" ")[2]
     models = [m for m in available_models(Path()) if word.lower() in m.name.lower()]
-    models.sort(key=lambda m: (not m.here, m.needs > there))
-    return word, [(model.name, model.terms(there)) for model in models]
+    models.sort(key=lambda m: (not m.here, not m.fits(installed)))
+    return word, [(model.name, model.terms(installed)) for model in models]
 
 
 def _files(typed: str) -> Iterator[Choice]:

@@ -16,8 +16,9 @@ from dflash_mlx.client import (
     Download,
     PairConfig,
     amount,
-    available_memory,
     download_plans,
+    installed_memory,
+    memory_here,
 )
 
 _LOOK = 0.2  # seconds between looks at how far a download is
@@ -27,14 +28,15 @@ class DownloadScreen(Dialog[PairConfig | None]):
     """Gives the pair to load once it is here, None when none was chosen.
 
     A model that is here already, or that can only be asked for by loading it, is given at once;
-    with `everything` its quantisations are shown first.
+    with `everything` its quantisations are shown first. start: fetch the first one with 4 bits or
+    more a weight, or else the user chooses.
     """
 
     BINDINGS = [("escape", "leave", "Leave")]
 
-    def __init__(self, config: PairConfig, everything: bool = False) -> None:
+    def __init__(self, config: PairConfig, everything: bool = False, start: bool = False) -> None:
         super().__init__()
-        self._config, self._everything = config, everything
+        self._config, self._everything, self._start = config, everything, start
         self._coming = download_plans(config, everything)
         self._offers: list[AvailableModel] = []
         self._download: Download | None = None
@@ -58,26 +60,29 @@ class DownloadScreen(Dialog[PairConfig | None]):
             self._download.stop()
 
     def _ask(self) -> None:
-        asked = aside(lambda: (next(self._coming, None), available_memory()))
+        asked = aside(lambda: (next(self._coming, None), memory_here()))
         self.hear(asked, self._found, self._not_found)
 
     def _not_found(self, problem: str) -> None:
-        self._found((AvailableModel(self._config, problem=problem), available_memory()))
+        self._found((AvailableModel(self._config, problem=problem), memory_here()))
 
-    def _found(self, found: tuple[AvailableModel | None, int]) -> None:
-        offer, there = found
+    def _found(self, found: tuple[AvailableModel | None, str]) -> None:
+        offer, memory = found
         name, options = self._config.model or DEFAULT_MODEL, self.query_one(OptionList)
-        self.query_one(".dialog").border_title = escape(f"{name}, {amount(there)} of memory")
+        self.query_one(".dialog").border_title = escape(f"{name} for {memory}")
         if offer is None:
             self._end_of_offers()
         elif offer.here and not self._offers and not self._everything:
             self.dismiss(offer.config)
         else:
             self._offers.append(offer)
-            told = f"{offer.name}\n  {offer.terms(there)}"
+            told = f"{offer.name}\n  {offer.terms(installed_memory())}"
             options.add_option(Option(told, disabled=bool(offer.problem)))
             if options.highlighted is None and not offer.problem:
                 options.highlighted = options.option_count - 1
+            if self._start and not offer.problem and 4 <= offer.bits < 16:
+                self._start, options.highlighted = False, options.option_count - 1
+                options.action_select()
             self._ask()
 
     def _end_of_offers(self) -> None:

@@ -54,7 +54,7 @@ class Origins:
         self._tokenizer = tokenizer
         self._detokenizer: Any = None
         self._unread: deque[tuple[int, str]] = deque(maxlen=KNOWN)
-        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=KNOWN)
+        self._pieces: deque[Segment] = deque([(said, LINES)][: bool(said)], maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
         """One more round."""
@@ -121,7 +121,7 @@ class DraftPanel(Vertical, can_focus=True):
         """An answer begins, or one of which so much was said goes on."""
         self._rounds.clear()
         self._texts.clear()
-        self._origins, self._said = self._answers.pop(said, None), said
+        self._origins, self._said = self._answers.pop(said, None) if said else None, said
         self._heard = self._back = 0
         self.draw()
 

@@ -27,6 +27,7 @@ from dflash_mlx.client import (
     Prefilled,
     family_wanted,
     near_names,
+    read_speed,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Listener:
         """An answer is asked for. said: what there is of it already."""
         self.job, self._last = job, None
         self._said, self._saved, self._saved_at = [said], len(said), time.monotonic()
-        self._app.refresh_bindings()
+        self._rest()
 
     async def stop(self) -> None:
         """Stop the answer; one that has not begun yet is taken back at once."""
@@ -198,6 +199,8 @@ class Listener:
             await app.say(f"{pair.fallback}. /drafter name adds a drafter.")
         for note in pair.notes:
             await app.say(f"{note}.")
+        if pair.target.name == DEFAULT_MODEL:
+            app.hear(app.worker.call(read_speed), app.commands.offer)
         app.show_header()
 
     def _done_waiting(self, job: Job) -> None:
@@ -210,8 +213,14 @@ class Listener:
         what = None if config is None else f"loading {config.model or DEFAULT_MODEL}"
         stopping = self.job is not None and self.job.cancelled.is_set()
         what = "stopping…" if stopping else what
-        self._app.status.progress(None if what is None else Progress(what))
+        self.progress(None if what is None else Progress(what))
         self._app.refresh_bindings()
+
+    def progress(self, progress: Progress | None) -> None:
+        """Show what is under way, and where a question waits for it."""
+        if progress and self._loads and self.job and not self.job.cancelled.is_set():
+            progress = replace(progress, what=f"{progress.what}; your question waits for it")
+        self._app.status.progress(progress)
 
     async def _failed(self, job: Job, problem: str) -> None:
         config = self._loads.pop(job, None)

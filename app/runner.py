@@ -15,10 +15,11 @@ from dflash_chat.bench import BenchRequest
 from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import COMMANDS, Call
 from dflash_chat.conversation import LONGEST_TITLE, UNFINISHED, Conversation, code_blocks
+from dflash_chat.download_screen import DownloadScreen
 from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.figures import MEANINGS, counted, statistics_rows
 from dflash_chat.open_screen import OpenScreen
-from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.picker_screen import PickerScreen, first_offer
 from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
@@ -26,7 +27,16 @@ from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.share import card, share
 from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
-from dflash_mlx.client import DFlashError, PairConfig, check_given, method_choices, settle
+from dflash_mlx.client import (
+    AvailableModel,
+    DFlashError,
+    PairConfig,
+    amount,
+    check_given,
+    method_choices,
+    read_speed,
+    settle,
+)
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 
@@ -50,7 +60,26 @@ class CommandRunner:
         if name:
             self._app.load(PairConfig(model=name))
         else:
-            self._app.push_screen(PickerScreen(), when_given(self._app.load))
+            picker = PickerScreen(self._app.worker.call(read_speed))
+            self._app.push_screen(picker, when_given(self._app.load))
+
+    def offer(self, read_speed: float) -> None:
+        """Where nobody has talked yet: tell once of a better model than the default one."""
+        app = self._app
+
+        def tell(best: AvailableModel | None) -> None:
+            if best is not None:
+                what = f"{best.short}, recommended for this machine ({amount(best.download)})"
+                app.transcript.welcome.offer(f"Ctrl+N fetches and starts {what}; later: /model")
+                app.bind("ctrl+n", f"fetch('{best.name}')", description=f"get {best.short}")
+
+        if app.transcript.welcome.display and app.pair_config.model is None:
+            app.hear(aside(lambda: first_offer(app.store.folder, read_speed)), tell)
+
+    def fetch(self, name: str) -> None:
+        """Download a model and load it."""
+        screen = DownloadScreen(PairConfig(name), start=True)
+        self._app.push_screen(screen, when_given(self._app.load))
 
     async def _drafter(self, name: str) -> None:
         self._app.load(replace(self._app.pair_config, drafter=name))

@@ -65,6 +65,7 @@ class Welcome(Asks, Vertical):
         yield Static("dflash-chat", id="name", markup=False)
         yield Static(CLAIM, id="claim", markup=False)
         yield Static(id="facts")
+        yield Static(id="offer", markup=False)
         yield Static("Try one: type its number and Enter, or click it.", id="try", markup=False)
         for number, question in enumerate(QUESTIONS, start=1):
             yield Sample(number, question)
@@ -74,6 +75,11 @@ class Welcome(Asks, Vertical):
         """The question whose number was typed while this is shown, else what was typed."""
         numbers = {str(i): question for i, question in enumerate(QUESTIONS, start=1)}
         return numbers.get(typed.strip(), typed) if self.display else typed
+
+    def offer(self, text: str) -> None:
+        """Tell of another model."""
+        self.query_one("#offer", Static).update(text)
+        self.query_one("#offer").display = True
 
     def tell(self, pair: Pair | None, config: DecodeConfig, log: SpeedLog) -> None:
         """Show what is known of a pair; its earlier speeds are looked up aside."""

@@ -41,12 +41,14 @@ from dflash_mlx.models.downloads import (
     Download,
     check_memory,
     download_plans,
-    memory_needed,
+    memory_here,
 )
 from dflash_mlx.models.library import (
+    GROUPS,
     CacheEntry,
     available_models,
     cache_entries,
+    grouped,
     near_names,
     remove_entry,
 )
@@ -56,5 +58,5 @@ from dflash_mlx.session.session import Question, Responder, Session, prefix_cach
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text
-from dflash_mlx.system.machine import available_memory, describe_machine
+from dflash_mlx.system.machine import describe_machine, installed_memory, read_speed
 from dflash_mlx.system.terminal import for_terminal

@@ -4,10 +4,12 @@
 #   root=...                 the repository, set by the caller
 #   venv_ready "dev,plot"    the extras that must be installed; "" for none
 #
+# What pip and venv print goes to .venv/install.log; where they fail, its end is shown.
 # .venv/stamp is written last and lists what is installed: a checksum of everything that decides
 # the contents, then the extras. Without a matching checksum .venv is made anew.
 
 venv=${root:?}/.venv
+log=$venv/install.log
 say() { printf '%s\n' "dflash-chat: $*" >&2; }
 fail() { say "$*"; exit 2; }
 
@@ -42,9 +44,9 @@ venv_create() {
     fi
     rm -rf "$venv" # before the search, because its own Python may be the first on PATH
     python=$(venv_find_python) || exit 2
-    say "making .venv with $("$python" -V); this is done once and takes a minute or two"
+    say "making .venv with $("$python" -V), once; this takes a minute or two (log: $log)"
     mkdir "$venv" && : > "$venv/.dflash-chat" # whose it is, before there is anything to lose
-    "$python" -m venv "$venv" >&2 || fail "$python could not make $venv; see its message above."
+    venv_run "$python" -m venv "$venv" || venv_failed "$python could not make $venv"
     # mypy cannot follow an editable install to a folder of another name, so it gets a link.
     mkdir "$venv/src"
     ln -s ../../app "$venv/src/dflash_chat"
@@ -64,12 +66,12 @@ venv_find_python() {
 
 venv_install() {
     extras=$1
-    say "installing dflash-chat${extras:+ with its extras $extras}"
+    say "installing dflash-chat${extras:+ with its extras $extras}, 0.5 GB"
     rm -f "$venv/stamp"
     # Older pips cannot install a pyproject.toml project as editable.
     if ! venv_pip 'pip>=23' || ! (cd "$root" && venv_pip -c constraints.txt -e ".${extras:+[$extras]}") ||
         ! venv_install_reference; then
-        fail "the installation failed; see pip's message above, and try again when its cause is gone."
+        venv_failed "the installation failed; try again when its cause is gone"
     fi
     venv_show_types
     { venv_checksum; printf '%s\n' "$extras"; } > "$venv/stamp.new"
@@ -93,5 +95,24 @@ venv_install_reference() {
 }
 
 venv_pip() {
-    "$venv/bin/python" -m pip install --no-input --disable-pip-version-check "$@" >&2
+    venv_run "$venv/bin/python" -m pip install --no-input --disable-pip-version-check "$@"
+}
+
+# A command whose output goes to the log, with a line a minute while it runs.
+venv_run() {
+    printf '\n%s\n' "$ $*" >> "$log"
+    (minutes=0; while sleep 60 > /dev/null 2>&1; do
+        minutes=$((minutes + 1)); say "still at it after $minutes min"; done) &
+    clock=$!
+    trap 'kill $clock; exit 130' INT TERM # which do not end what is in the background
+    status=0
+    "$@" >> "$log" 2>&1 < /dev/null || status=$?
+    kill $clock
+    trap - INT TERM
+    return $status
+}
+
+venv_failed() {
+    tail -n 8 "$log" >&2
+    fail "$1 (all that was printed: $log)."
 }

@@ -4,13 +4,16 @@
 
 Nothing is scripted but the keys: answers, speeds and trees are those of this machine on this day,
 which the title of every picture says. The machine should be idle. It writes SVG files to docs/;
-`chat.svg` moves, at the speed at which the answer came. Look at them before you keep them.
+`chat.svg` moves, at the speed at which the answer came. Look at them before you keep them. The
+letters are in the files, of a font of matplotlib's (extra plot), so that they look alike anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import html
 import os
 import re
 import tempfile
@@ -18,8 +21,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from io import BytesIO
 from pathlib import Path
 
+import matplotlib
+from fontTools.subset import Options, Subsetter
+from fontTools.ttLib import TTFont
 from textual.pilot import Pilot
 
 import dflash_mlx  # before anything that imports mlx
@@ -35,6 +42,9 @@ FRAMES, HOLD = 9, 4.0  # of the moving picture while an answer streams; seconds 
 MOST = 900_000  # bytes of a picture
 MOST_BUSY = 1.0  # load of the machine before; figures beside other work would say little
 _BODY = re.compile(r"<svg[^>]*>(.*)</svg>", re.DOTALL)
+_LETTERS = re.compile(r"<text[^>]*>([^<]+)</text>")
+# Free to embed, in whole and in part: LICENSE_DEJAVU beside them.
+FONTS = {"normal": "DejaVuSansMono.ttf", "bold": "DejaVuSansMono-Bold.ttf"}
 _BOX = re.compile(r'viewBox="[^"]*"')
 
 
@@ -72,6 +82,27 @@ def moving(frames: list[tuple[float, str]], hold: float) -> str:
     return "\n".join([head, style, *bodies, "</svg>\n"])
 
 
+def with_letters(svg: str) -> str:
+    """The SVG with the letters that it shows, each of the two weights as a font of its own."""
+    shown = html.unescape("".join(_LETTERS.findall(svg)))
+    folder, rules = Path(matplotlib.get_data_path()) / "fonts" / "ttf", []
+    for weight, file in FONTS.items():
+        font, kept = TTFont(folder / file), BytesIO()
+        del font["FFTM"]  # of its editor
+        cut = Subsetter(Options(hinting=False, layout_features=[]))
+        cut.populate(text=shown)
+        cut.subset(font)
+        font.flavor = "woff"
+        font.save(kept)
+        data = base64.b64encode(kept.getvalue()).decode()
+        source = f"src:url(data:font/woff;base64,{data})"
+        rules.append(f"@font-face{{font-family:screen;font-weight:{weight};{source}}}")
+    svg = re.sub(
+        r"font-family: ?(Fira Code, monospace|arial)", "font-family: screen, monospace", svg
+    )
+    return svg.replace("<style>", f"<style>{''.join(rules)}", 1)
+
+
 @dataclass
 class Camera:
     """Takes pictures of a running chat. title: above each. frames: of the moving picture."""
@@ -88,7 +119,7 @@ class Camera:
 
     def write(self, name: str, svg: str) -> None:
         """Keep an SVG; SystemExit where it is too large to be shown on a page."""
-        file = self.folder / f"{name}.svg"
+        file, svg = self.folder / f"{name}.svg", with_letters(svg)
         if len(svg.encode()) > MOST:
             raise SystemExit(f"{file} would have {len(svg.encode())} bytes; take fewer frames")
         file.write_text(svg, encoding="utf-8")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from tqdm import tqdm
 
 from dflash_mlx.cli.options import Parser
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
-from dflash_mlx.models.downloads import Download, download_plans, memory_needed
+from dflash_mlx.models.downloads import AvailableModel, Download, download_plans, memory_here
 from dflash_mlx.models.library import (
     KINDS,
     CacheEntry,
@@ -20,10 +23,11 @@ from dflash_mlx.models.library import (
     being_written,
     cache_entries,
     find_entries,
+    grouped,
     remove_entry,
 )
 from dflash_mlx.models.names import DEFAULT_MODEL, registered
-from dflash_mlx.system.machine import available_memory
+from dflash_mlx.system.machine import installed_memory, read_speed
 
 _LOOK = 0.2  # seconds between looks at how far a download is
 
@@ -116,18 +120,26 @@ def _print(lines: Iterator[str]) -> None:
 
 
 def _everything(here: Path) -> Iterator[str]:
-    kept, there = cache_entries(here), available_memory()
-    yield from _lines(kept)
-    yield ""
-    yield f"to download (sizes computed for 4 bits a weight; {amount(there)} of memory available):"
-    for model in available_models(here):
-        if not model.here:
-            needs = memory_needed(model.needs, there, "about ")
-            about = f"about {amount(model.download):>9}, {needs}" if model.needs else ""
-            mark = "" if model.verified else "  not verified"
-            yield f"  {model.name:<36}  {about}{mark}".rstrip()
-    yield "not verified: there is a draft model, but this program was never tried with its files."
-    yield "dflash-chat models NAME shows details and quantisations; --download fetches it."
+    installed, speed = installed_memory(), read_speed()
+    yield memory_here()
+    groups, best = grouped(available_models(here), installed, speed)
+    *shown, large = groups
+    for group in shown:
+        if groups[group]:
+            yield f"\n{group:<38}  {'download':>8}  {'memory':>8}  {'drafts':<13}   tok/s"
+        for model in groups[group]:
+            yield _row(model, installed, speed) + "  recommended" * (model is best)
+    if groups[large]:
+        names = ", ".join(model.name for model in groups[large])
+        yield "\n" + fill(f"{large}: {names}", 100, subsequent_indent="  ", break_on_hyphens=False)
+    yield "\nTo download: 4 bits a weight. tok/s: without drafts. !: too large."
+    yield "dflash-chat models NAME shows details and quantisations; --download fetches it.\n"
+    yield from _lines(cache_entries(here))
+
+
+def _row(model: AvailableModel, installed: int, speed: float) -> str:
+    download, memory, drafts, plain = model.cells(installed, speed)
+    return f"  {model.name:<36}  {download}  {memory}  {drafts:<11}  {plain}".rstrip()
 
 
 def _lines(kept: Sequence[CacheEntry]) -> Iterator[str]:
@@ -154,10 +166,13 @@ def _short(path: Path) -> str:
 
 
 def _offered(config: PairConfig) -> Iterator[str]:
-    there = available_memory()
-    yield f"{amount(there)} of memory available"
+    offers = download_plans(config)
+    first, second = next(offers), next(offers, None)
+    if first.problem and second is None:
+        raise DFlashError(*first.problem.rsplit("; ", 1))
+    yield memory_here()
     if config.model is not None and (pair := registered(config.model)) is not None:
-        mark = "" if pair.verified else ", not verified"
+        mark = "" if pair.verified else ", never tried with this program"
         yield f"draft model {pair.drafter}{mark}" + f"; others: {pair.more}" * bool(pair.more)
-    for offer in download_plans(config):
-        yield f"{offer.name}  {offer.terms(there)}"
+    for offer in chain(filter(None, (first, second)), offers):
+        yield f"{offer.name}  {offer.terms(installed_memory())}"

@@ -23,6 +23,8 @@ from dflash_mlx.models import default_model
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
+    UNLISTED,
+    Entry,
     Names,
     existing,
     find_names,
@@ -41,16 +43,19 @@ from dflash_mlx.models.source import (
     published,
 )
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from dflash_mlx.system.machine import available_memory
+from dflash_mlx.system.machine import available_memory, installed_memory
 
 TO_DOWNLOAD = "to download"
 FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet
 _DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
 _SCALES = 0.5  # bits that quantisation adds to each weight: a scale and an offset of 16 bits for 64
 _BITS = re.compile(
-    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q|mixed[-_])(\d+)e?)(?![a-z0-9])"
+    r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q|mixed[-_])(\d+)e?)(?![a-z0-9])",
+    re.IGNORECASE,
 )
-_BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])")
+_ACTIVE = re.compile(r"-a(\d+(?:\.\d+)?)b\b", re.IGNORECASE)  # billions of experts for a token
+_BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])", re.IGNORECASE)
+_FOR_MODELS = 2 / 3  # of the memory, as macOS lets a GPU have; the rest is for all else
 QUANTISED_BY = "mlx-community"  # who publishes MLX quantisations of nearly everything
 _MOST = 12  # quantisations to offer
 _ROOM = "choose a smaller or a quantised model, or remove others with dflash-chat clean"
@@ -70,7 +75,7 @@ def weights_of(name: str, billions: float = 0) -> float:
     found = _BILLIONS.search(_last(name))
     if billions or not found:
         return billions * 1e9
-    return float(found[1]) * (1e9 if found[2] == "b" else 1e6)
+    return float(found[1]) * (1e9 if found[2] in "bB" else 1e6)
 
 
 def stored_bytes(weights: float, bits: float) -> int:
@@ -85,13 +90,14 @@ def loaded_bytes(stored: float, bits: float, on_cpu: bool) -> int:
 
 
 def _last(name: str) -> str:
-    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower()
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1]
 
 
-def memory_needed(needs: int, there: int, about: str = "") -> str:
-    """What a model needs, and whether that is there. about: before an amount that is a guess."""
-    fits = "fits" if needs <= there else "does not fit"
-    return f"needs {about}{amount(needs)}, {fits}"
+def memory_here() -> str:
+    """What this machine has, as its maker counts, and what of that other programs leave."""
+    installed, free = installed_memory(), available_memory()
+    now = f", {amount(free)} free now" if free < installed else ""  # macOS frees what it needs
+    return f"{installed / 2**30:.0f} GB of memory{now}"
 
 
 def check_memory(config: PairConfig, machines: int = 1) -> None:
@@ -163,24 +169,53 @@ class AvailableModel:
     download: int = 0  # bytes that are not here yet
     problem: str = ""  # why it cannot be had, a sentence, "" where it can
     place: str = ""  # where it comes from; from TO_DOWNLOAD on both sizes go by its name
-    drafter: str = ""  # in words
-    notes: str = ""  # the registry's
-    verified: bool = True  # whether this program was tried with the registry's drafter
+    drafter: str = ""  # its name, "" for none
+    drafts: str = ""  # where that is, or what drafts without one, in a word or two
+    entry: Entry = UNLISTED  # the registry's
 
     @property
     def name(self) -> str:
         return self.config.model or DEFAULT_MODEL
 
     @property
+    def short(self) -> str:
+        """The name without owner or folder."""
+        return _last(self.name)
+
+    @property
     def here(self) -> bool:
         return not self.download and not self.problem and self.place != TO_DOWNLOAD
 
-    def terms(self, there: int) -> str:
-        """What is left to download, and the memory that it needs. there: bytes of memory."""
+    @property
+    def bits(self) -> float:
+        """Of a weight, as its name says."""
+        return bits_of(self.name)
+
+    def fits(self, installed: int) -> bool:
+        """Whether a machine with so many bytes of memory can hold it beside all else."""
+        return self.needs <= installed * _FOR_MODELS
+
+    def speed(self, read_speed: float) -> float:
+        """Tokens per second without drafts where so many bytes are read per second, 0 unknown."""
+        weights, found = weights_of(self.name, self.entry.billions), _ACTIVE.search(self.short)
+        active = 1e9 * (float(found[1]) if found else self.entry.active)
+        read = self.needs * (active / weights if active and weights else 1) / HEADROOM
+        return read_speed / read if read else 0
+
+    def cells(self, installed: int, read_speed: float) -> tuple[str, str, str, str]:
+        """What is to download, memory, drafts and speed, for a table."""
+        download, memory = (amount(n) if n else "" for n in (self.download, self.needs))
+        memory += " !" * (not self.fits(installed))
+        speed = f"~{self.speed(read_speed):.1f}" if self.needs and read_speed else ""
+        return f"{download:>8}", f"{memory:>8}", self.drafts, f"{speed:>6}"
+
+    def terms(self, installed: int) -> str:
+        """What is left to download, and the memory that it needs."""
         if self.problem:
             return self.problem
         come = "on this machine" if self.here else f"{amount(self.download)} to download"
-        return f"{come}; {memory_needed(self.needs, there)}" if self.needs else come
+        fits = "fits" if self.fits(installed) else "is too large for this machine"
+        return f"{come}; needs {amount(self.needs)}, {fits}" if self.needs else come
 
 
 def download_plans(config: PairConfig, everything: bool = False) -> Iterator[AvailableModel]:

@@ -35,6 +35,7 @@ from dflash_mlx.models.downloads import (
 )
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
+    UNLISTED,
     Entry,
     Names,
     entries,
@@ -60,6 +61,9 @@ KINDS = {
     "features": "hidden states for training draft models, computed again when needed",
     "emulator": "compiled kernels of the emulator, compiled again when needed",
 }
+GROUPS = ("on this disk", "fits this machine", "too large for this machine")
+_READABLE = 3.0  # tokens per second; a model that is slower without drafts is not recommended
+_LM_STUDIO = (".lmstudio/models", ".cache/lm-studio/models")  # since 2025, and before
 UNFINISHED, YOURS = "unfinished", "folder"  # of KINDS
 _OURS = (  # of this program's cache: kind, name, and files or folders
     ("model", DEFAULT_MODEL, FILE_NAME),
@@ -74,7 +78,7 @@ _PART = ".incomplete"  # how huggingface_hub's names of files under way end
 
 def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
-    folders = [*local_folders(here), *cached_folders()]
+    folders = [*local_folders(here), *_lm_studio(), *cached_folders()]
     drafters = [folder for folder in folders if folder.option == DRAFTER]
     models = [folder for folder in folders if folder.option == MODEL]
     names = {folder.name for folder in folders}  # a small model that drafts is a target as well
@@ -87,14 +91,29 @@ def available_models(here: Path) -> list[AvailableModel]:
     ]
     built_in = PairConfig()
     needs = needed_by(find_names(built_in))
-    return [AvailableModel(built_in, needs, place="built in"), *found, *public]
+    return [AvailableModel(built_in, needs, place="built in", drafts="here"), *found, *public]
+
+
+def grouped(
+    models: Sequence[AvailableModel], installed: int, read_speed: float
+) -> tuple[dict[str, list[AvailableModel]], AvailableModel | None]:
+    """Models by GROUPS, those to download by size, and the one to recommend.
+
+    installed: bytes of memory of the machine; read_speed: bytes per second, 0 for unknown.
+    """
+    fit = [m for m in models if m.fits(installed) and 0 < m.entry.best_from * 1e9 <= installed]
+    quick = [m for m in fit if not read_speed or m.speed(read_speed) >= _READABLE]
+    best = max(quick, key=lambda model: model.entry.best_from, default=None)
+    groups: dict[str, list[AvailableModel]] = {group: [] for group in GROUPS}
+    for model in sorted(models, key=lambda m: (not m.here, m is not best, not m.here and m.needs)):
+        groups[GROUPS[0 if model.here else 1 if model.fits(installed) else 2]].append(model)
+    return groups, best
 
 
 def _public(entry: Entry, here: Collection[str]) -> AvailableModel:
     download = stored_bytes(weights_of(entry.name, entry.billions), FEWEST_BITS)
     needs = loaded_bytes(download, FEWEST_BITS, on_cpu())
-    words = f"drafter {entry.drafter}{' (on this machine)' * (entry.drafter in here)}"
-    told = TO_DOWNLOAD, words, entry.notes, entry.verified
+    told = TO_DOWNLOAD, entry.drafter, "here" if entry.drafter in here else TO_DOWNLOAD, entry
     return AvailableModel(PairConfig(entry.name), needs, download, "", *told)
 
 
@@ -107,23 +126,22 @@ def on_this_machine(
 
     others: models, small ones of which the registry has as drafters.
     """
-    needs, notes, verified = needed(model), "", True
+    needs = needed(model)
     place = "local folder" if model.name == str(model.folder) else "Hugging Face cache"
     if (entry := registered(model.name) or parent_of(model)) is not None:
-        config, drafter, notes = PairConfig(model.name), entry.drafter, entry.notes
-        verified = entry.verified
+        config, drafter = PairConfig(model.name), entry.drafter
         there = next((d for d in (*drafters, *others) if d.name == drafter), None)
         if there is None and (folder := shipped_folder(drafter)) is not None:
             there = Source.of(folder)
-        words = f"drafter {drafter}" + ("" if there else ", to download")
+        drafts = "here" if there else TO_DOWNLOAD
     else:
         there = next((d for d in drafters if d.name != str(d.folder) and _fits(d, model)), None)
         config = PairConfig(model.name, there.name if there else None)
         has_head = with_own_head(Names(model.name, model.name), model).drafter is not None
-        words = f"drafter {there.name}" if there else "no drafter"
-        words = "drafter in its own folder" if has_head and not there else words
+        drafter, drafts = (there.name, "here") if there else ("", "lookup")
+        drafts = "own head" if has_head and not there else drafts
     needs += needed(there) if there and needs else 0
-    return AvailableModel(config, needs, 0, "", place, words, notes, verified)
+    return AvailableModel(config, needs, 0, "", place, drafter, drafts, entry or UNLISTED)
 
 
 def local_folders(here: Path) -> list[Source]:
@@ -131,10 +149,21 @@ def local_folders(here: Path) -> list[Source]:
     return [source for source in map(Source.of, _subfolders(here)) if _kind(source)]
 
 
+def _lm_studio() -> list[Source]:
+    """What this program can load of LM Studio's models, folders in those of their owners."""
+    home = Path(os.path.expanduser("~"))
+    owners = _folders_in(*(home / place for place in _LM_STUDIO))
+    return [source for source in map(Source.of, _folders_in(*owners)) if _kind(source)]
+
+
 def _subfolders(here: Path) -> list[Path]:
+    return _folders_in(here, here / "models")
+
+
+def _folders_in(*parents: Path) -> list[Path]:
     """Also one that may not be entered, or that is a link to such; `Path.is_dir` would raise."""
     found: list[Path] = []
-    for parent in (here, here / "models"):
+    for parent in parents:
         with suppress(OSError):
             found += sorted(child for child in parent.iterdir() if os.path.isdir(child))
     return found

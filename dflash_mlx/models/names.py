@@ -68,6 +68,8 @@ class Entry:
     template: tuple[tuple[str, Any], ...] = ()
     notes: str = ""
     billions: float = 0
+    active: float = 0
+    best_from: float = 0
     verified: bool = False
     alternatives: tuple[str, ...] = ()
     pickled: tuple[tuple[str, str], ...] = ()
@@ -84,6 +86,9 @@ class Entry:
     @property
     def preset(self) -> Preset:
         return Preset(self.method, self.template)
+
+
+UNLISTED = Entry((), "", verified=True)  # of a model that the registry does not have
 
 
 @cache
@@ -188,6 +193,7 @@ def find_names(config: PairConfig) -> Names:
 def target_names(model: str | None) -> Names:
     """A target, the embedded one without a name, with the drafters that are known for it."""
     shown = model or DEFAULT_MODEL
+    model = None if shown == DEFAULT_MODEL and existing(shown) is None else model
     is_file = model is not None and gguf_file(model) is not None
     if model is not None and not is_file:
         local_folder(model)  # before any download

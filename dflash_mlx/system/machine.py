@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,11 +29,16 @@ def describe_machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": installed_memory(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": str(mx.default_device()),
         "blas": threads if served.library else "as built into mlx",
     }
+
+
+def installed_memory() -> int:
+    """Bytes of memory that this machine has, free or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory() -> int:
@@ -42,13 +48,29 @@ def available_memory() -> int:
         found = dict(line.split(":", 1) for line in lines)
         return int(found["MemAvailable"].split()[0]) * 1024
     except (OSError, ValueError, KeyError, IndexError):
-        return int(describe_machine()["memory_bytes"])
+        return installed_memory()
 
 
 def free_memory() -> int:
     """`available_memory` without what MLX takes, where that counts all that is installed."""
     taken = 0 if os.path.exists("/proc/meminfo") else mx.get_active_memory()
     return max(available_memory() - taken, 0)
+
+
+def read_speed() -> float:
+    """Bytes per second at which a matrix is read for its product with a vector.
+
+    Decoding reads all weights of a model for each token, so this says how fast it can be.
+    """
+    matrix = mx.arange(2**25, dtype=mx.float32).reshape(8192, 4096)
+    mx.eval(matrix)
+
+    def once() -> float:
+        start = time.perf_counter()
+        mx.eval(matrix @ matrix[0])
+        return time.perf_counter() - start
+
+    return matrix.nbytes / min(once() for _ in range(4))
 
 
 def describe_versions() -> dict[str, str]:

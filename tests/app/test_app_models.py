@@ -11,15 +11,15 @@ from textual.widgets import Input, OptionList
 
 from dflash_chat import download_screen, picker_screen
 from dflash_chat.download_screen import DownloadScreen
-from dflash_chat.picker_screen import PickerScreen
+from dflash_chat.picker_screen import PickerScreen, first_offer
 from dflash_chat.screens import ConfirmScreen
 from dflash_mlx.client import (
     AvailableModel,
     CacheEntry,
     DFlashError,
     PairConfig,
-    memory_needed,
 )
+from dflash_mlx.models.names import Entry
 from support.app_scripts import drive, in_chat
 
 GB = 10**9
@@ -27,7 +27,11 @@ LISTED = [
     AvailableModel(PairConfig(), GB, place="built in"),
     AvailableModel(PairConfig("./own", "./own-drafter"), 5 * GB, place="local folder"),
     AvailableModel(PairConfig("big/model"), 8 * GB, 4 * GB, place="to download"),
+    AvailableModel(PairConfig("larger/one"), 90 * GB, 50 * GB, place="to download"),
 ]
+BEST = AvailableModel(
+    PairConfig("best/model"), 6 * GB, 3 * GB, place="to download", entry=Entry((), "", best_from=8)
+)
 FOUR = PairConfig("mlx-community/model-4bit")
 OFFERED = [
     AvailableModel(PairConfig("big/model"), 9 * GB, 8 * GB),
@@ -60,17 +64,22 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[FakeDownload]:
     """Those that were begun; models, disk and hub are made up."""
     FakeDownload.made = []
     monkeypatch.setattr(picker_screen, "available_models", lambda here: LISTED)
-    monkeypatch.setattr(picker_screen, "available_memory", lambda: 2 * GB)
-    monkeypatch.setattr(download_screen, "available_memory", lambda: 2 * GB)
+    monkeypatch.setattr(picker_screen, "installed_memory", lambda: 16 * GB)
+    monkeypatch.setattr(download_screen, "installed_memory", lambda: 12 * GB)
+    monkeypatch.setattr("dflash_chat.runner.read_speed", lambda: 35.0 * GB)
+    for screen in (picker_screen, download_screen):
+        monkeypatch.setattr(screen, "memory_here", lambda: "16 GB of memory, 2.00 GB free now")
     monkeypatch.setattr(download_screen, "download_plans", lambda config, everything: iter(OFFERED))
     monkeypatch.setattr(download_screen, "Download", FakeDownload)
     return FakeDownload.made
 
 
-async def open_picker(chat) -> OptionList:
+async def open_picker(chat) -> PickerScreen:
+    """The cursor is on the first row below that of its group."""
     await chat.say("/model")
-    await chat.until(lambda: len(options(chat.app)) == len(LISTED))
-    return chat.app.screen.query_one(OptionList)
+    await chat.until(lambda: isinstance(chat.app.screen, PickerScreen))
+    await chat.shows("on this disk")
+    return chat.app.screen
 
 
 def options(app: Any) -> list[Any]:
@@ -79,7 +88,7 @@ def options(app: Any) -> list[Any]:
 
 async def open_offers(chat) -> DownloadScreen:
     await open_picker(chat)
-    await chat.press("end", "enter")
+    await chat.press("down", "down", "down", "v")
     await chat.until(lambda: isinstance(chat.app.screen, DownloadScreen))
     await chat.until(lambda: len(options(chat.app)) == 2)
     return chat.app.screen
@@ -88,10 +97,6 @@ async def open_offers(chat) -> DownloadScreen:
 @in_chat(size=(80, 24))
 async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(chat, app, backend, downloads):
     await open_picker(chat)
-    assert "needs 1.00 GB, fits" in chat.text
-    assert "needs 5.00 GB, does not fit" in chat.text
-    assert "to download, about 4.00 GB at 4 bits" in chat.text
-    assert "2.00 GB of memory" in chat.text
     await chat.press("down", "enter")
     await chat.until(lambda: len(backend.loaded) == 2)
     assert backend.loaded[1] == PairConfig("./own", "./own-drafter")
@@ -104,7 +109,7 @@ async def test_a_model_that_is_here_is_loaded_when_it_is_chosen(chat, app, backe
 @in_chat()
 async def test_quantisations_are_offered_and_fetched(chat, app, backend, downloads):
     await open_offers(chat)
-    assert "8.00 GB to download; needs 9.00 GB, does not fit" in chat.text
+    assert "8.00 GB to download; needs 9.00 GB, is too large for this machine" in chat.text
     assert "2.00 GB to download; needs 1.00 GB, fits" in chat.text
     await chat.press("down", "enter")
     (download,) = downloads
@@ -208,14 +213,60 @@ async def test_a_model_is_removed_after_a_question(chat, app, downloads, monkeyp
     assert removed == []
     await chat.press("y")
     await chat.until(lambda: removed == there[:1])
-    await chat.until(lambda: len(options(app)) == len(LISTED))
+    await chat.until(lambda: isinstance(app.screen, PickerScreen))
+    await chat.shows("own")
     monkeypatch.setattr(picker_screen, "remove_entry", refuse)
-    await chat.press("home", "down", "delete")
+    await chat.press("delete")
     await chat.until(lambda: isinstance(app.screen, ConfirmScreen))
     await chat.press("y")
     await chat.shows("a cannot be removed; make it writable")
 
 
-def test_memory_says_whether_a_model_fits():
-    assert memory_needed(GB, GB) == "needs 1.00 GB, fits"
-    assert memory_needed(2 * GB, GB, "about ") == "needs about 2.00 GB, does not fit"
+@in_chat(size=(80, 24))
+async def test_models_are_in_three_groups_by_the_memory_that_is_installed(chat, app, downloads):
+    await open_picker(chat)
+    assert "Models for 16 GB of memory, 2.00 GB free now" in chat.text
+    await chat.shows("~5.0")
+    assert "model 4.00 GB 8.00 GB ~5.0" in " ".join(chat.text.split())
+    assert "on this disk (2)" in chat.text and "fits this machine (1)" in chat.text
+    assert "too large for this machine (1)" in chat.text and "one" not in chat.text
+    await chat.press("ctrl+end", "enter")
+    await chat.shows("90.00 GB !")
+    await chat.press("ctrl+home", "enter")
+    assert "SmolLM2" not in chat.text.partition("on this disk")[2]
+
+
+@in_chat()
+async def test_the_recommended_model_is_under_the_cursor_and_one_key_starts_it(
+    chat, app, backend, downloads, monkeypatch
+):
+    monkeypatch.setattr(picker_screen, "available_models", lambda here: [*LISTED, BEST])
+    await open_picker(chat)
+    assert "best/model · to download · ★ recommended" in chat.text
+    await chat.press("enter")
+    await chat.until(lambda: downloads)
+    assert downloads[0].config == FOUR, "that of few bits, not the whole one before it"
+    downloads[0].ended.set()
+    await chat.until(lambda: len(backend.loaded) == 2)
+    assert backend.loaded[1].model == FOUR.model
+
+
+def test_a_better_model_is_offered_once_to_who_has_never_talked(downloads, monkeypatch, tmp_path):
+    monkeypatch.setattr(picker_screen, "available_models", lambda here: [*LISTED, BEST])
+    folder = tmp_path / "talks"
+    assert first_offer(folder, 1.0 * GB) is None, "it would be slower than one reads"
+    assert first_offer(folder, 100.0 * GB) == BEST
+    assert first_offer(folder, 100.0 * GB) is None
+    (folder / ".offered").unlink()
+    (folder / "talk.jsonl").touch()
+    assert first_offer(folder, 100.0 * GB) is None
+
+    async def take(chat) -> None:
+        monkeypatch.setattr("dflash_chat.runner.first_offer", first_offer)
+        chat.app.commands.offer(100.0 * GB)
+        await chat.shows("Ctrl+N fetches and starts model, recommended for this machine (3.00 GB)")
+        await chat.press("ctrl+n")
+        await chat.until(lambda: downloads)
+        assert downloads[0].config == FOUR
+
+    drive(take, tmp_path / "other")

@@ -313,12 +313,15 @@ async def test_the_bars_of_a_race_fill_with_the_tokens_of_the_answer(chat, app, 
 
 @in_chat(lambda: ScriptedBackend(waits="load"))
 async def test_what_is_printed_while_loading_is_shown_as_progress(chat, app, backend):
-    assert "loading SmolLM2" in chat.text
+    assert "loading SmolLM2" in chat.text and "your question" not in chat.text
+    await chat.say("Hello!")
+    await chat.shows("loading SmolLM2-135M-Instruct; your question waits for it")
     app.read_output("\r unpacking:  45%|████      | 44.1M/98.4M")
-    await chat.shows("unpacking")
+    await chat.shows("unpacking; your question waits for it")
     assert "45%" in chat.text
     backend.held.set()
-    await chat.until(lambda: app.pair and not app.listener.waiting)
+    await chat.answered()
+    assert chat.shown_answer == ANSWER
     app.read_output("a warning from a library\n")
     await chat.pause()
     assert "unpacking" not in chat.text

@@ -9,14 +9,17 @@ The pictures in docs/ are others: `scripts/pictures.py` takes them of real answe
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import time
+from io import BytesIO
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from pictures import moving, picture
+from fontTools.ttLib import TTFont
+from pictures import moving, picture, with_letters
 
 from dflash_chat.race_screen import RaceScreen
 from dflash_mlx.client import DFlashError, RaceResult
@@ -161,3 +164,14 @@ def test_a_moving_picture_shows_each_frame_in_turn_and_the_last_where_nothing_ma
         "1": "0%{visibility:hidden}25.00%{visibility:visible}",
     }
     assert "4.00s" in svg, "one second and three"
+
+
+def test_a_picture_has_the_letters_that_it_shows_in_both_weights():
+    style = "<style>.a { font-family: Fira Code, monospace; } .b { font-family: arial; }</style>"
+    svg = with_letters(f'<svg>{style}<text x="0">tok/s &#x2581;</text><text>✓&amp;</text></svg>')
+    assert "Fira" not in svg and "arial" not in svg and ElementTree.fromstring(svg) is not None
+    fonts = re.findall(r"font-weight:(\w+);src:url\(data:font/woff;base64,([^)]+)\)", svg)
+    assert [weight for weight, _ in fonts] == ["normal", "bold"]
+    for _, data in fonts:
+        held = set(TTFont(BytesIO(base64.b64decode(data))).getBestCmap())
+        assert held == set(map(ord, "tok/s ▁✓&"))

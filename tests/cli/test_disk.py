@@ -20,6 +20,7 @@ from support.hub_server import Hub, serve
 from support.models import write_model
 
 TARGET, QUANTISED = "owner/Model-4B", "mlx-community/Model-4B-4bit"
+KNOWN = "mlx-community/Qwen3-4B-4bit"  # to the registry
 
 
 @pytest.fixture
@@ -32,7 +33,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda name: tmp_path / "own")
-    with serve({TARGET: model, QUANTISED: model}, tmp_path / "cache") as served:
+    served_ids = (TARGET, QUANTISED, KNOWN)
+    with serve(dict.fromkeys(served_ids, model), tmp_path / "cache") as served:
         yield served
 
 
@@ -51,14 +53,17 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return run
 
 
-def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, said, tmp_path):
-    here, _, public = said("models").partition("\n\n")
-    (line,) = [line for line in here.splitlines() if line.startswith("calibration")]
+def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "installed_memory", lambda: 48 * 2**30)
+    monkeypatch.setattr(disk, "read_speed", lambda: 184e9)
+    told = said("models")
+    (line,) = [line for line in told.splitlines() if line.startswith("calibration")]
     timing = tmp_path / "own" / "timing"
     assert TARGET in line and str(timing / "0123456789abcdef.json") in line
-    (line,) = [line for line in public.splitlines() if line.split()[:1] == ["Qwen/Qwen3-4B"]]
-    assert "about   2.25 GB" in line and "needs about" in line
-    assert line.endswith("not verified") and "never tried" in public
+    (line,) = [line for line in told.splitlines() if line.split()[:1] == ["Qwen/Qwen3-4B"]]
+    assert " ".join(line.split()[1:]) == "2.25 GB 18.40 GB to download ~11.5 recommended"
+    groups = [told.index(group) for group in ("\non this disk", "\nfits this", "\ntoo large")]
+    assert groups == sorted(groups) and told.index("moonshotai/Kimi-K2.5") > groups[2]
     (timing / "fedcba9876543210.json").write_text(json.dumps({"model": TARGET}))
     line, total, _ = said("clean", "calibrations").splitlines()
     assert TARGET in line and f"{timing} (2 files)" in line, "several of a model are one line"
@@ -68,13 +73,17 @@ def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, said, tmp_path
 def test_a_model_is_described_with_its_drafters_and_quantisations_and_fetched(hub, said):
     memory, *lines = said("models", TARGET).splitlines()
     assert "GB of memory" in memory
+    for name in ("owner/none", "no model"):
+        with pytest.raises(DFlashError) as refused:
+            said("models", name)
+        assert name in refused.value.what and "--model" not in str(refused.value)
     assert [line.split()[0] for line in lines] == [TARGET, QUANTISED]
     assert all("to download" in line and "needs" in line for line in lines)
     said("models", QUANTISED, "--download")
     assert whole_copy(QUANTISED) is not None
     assert "on this machine" in said("models", QUANTISED)
-    _, drafters, *_ = said("models", "mlx-community/Qwen3-4B-4bit").splitlines()
-    assert drafters.startswith("draft model z-lab/Qwen3-4B-DFlash-b16, not verified")
+    _, drafters, *_ = said("models", KNOWN).splitlines()
+    assert drafters.startswith("draft model z-lab/Qwen3-4B-DFlash-b16, never tried")
     assert "AngelSlim/Qwen3-4B_eagle3 (eagle3)" in drafters
 
 
@@ -120,7 +129,7 @@ def test_clean_leaves_what_another_program_downloads_and_says_so(hub, said, tmp_
         assert f"{QUANTISED} is being downloaded" in out and whole_copy(QUANTISED) is not None
         assert calibrations(tmp_path) == [], "the other thing is removed"
         assert "Removed" not in said("clean", QUANTISED, "--yes")
-        (line,) = [line for line in said("models").splitlines() if QUANTISED in line]
+        *_, line = [line for line in said("models").splitlines() if QUANTISED in line]
         assert line.endswith("(being downloaded)")
     said("clean", QUANTISED, "--yes")
     assert whole_copy(QUANTISED) is None

@@ -13,12 +13,13 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import WeakFileLock
 
-from dflash_chat.picker_screen import line
 from dflash_mlx.client import (
+    AvailableModel,
     DFlashError,
     PairConfig,
     available_models,
     cache_entries,
+    grouped,
     near_names,
     remove_entry,
 )
@@ -26,7 +27,7 @@ from dflash_mlx.models import default_model, downloads, library
 from dflash_mlx.models.default_model import FILE_NAME
 from dflash_mlx.models.downloads import bits_of, loaded_bytes, stored_bytes, weights_of
 from dflash_mlx.models.library import being_written, find_entries
-from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, entries, find_names
+from dflash_mlx.models.names import DEFAULT_MODEL, SHIPPED, Entry, entries, find_names
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.machine import available_memory
 from support.hub_server import serve
@@ -123,10 +124,10 @@ def test_a_small_model_that_drafts_is_on_this_machine_though_it_is_a_target(
     name = "mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit"
     cached.append(Source(name, Path(folders["model"]), "model"))
     public = listed(tmp_path)["Qwen/Qwen2.5-Coder-32B-Instruct"]
-    assert f"drafter {name} (on this machine)" in line(public, 10**12)
+    assert (public.drafter, public.drafts) == (name, "here")
     local = str(link(folders["model"], tmp_path, "Qwen2.5-Coder-32B-Instruct-4bit"))
     candidate = listed(tmp_path)[local]
-    assert "to download" not in line(candidate, 10**12)
+    assert candidate.here and candidate.drafts == "here"
     assert candidate.needs == 2 * needed(folders["model"])
 
 
@@ -138,11 +139,14 @@ def test_local_models_are_listed_with_the_downloaded_drafter_that_fits(tmp_path,
     found = listed(tmp_path)
     assert list(found)[:2] == [DEFAULT_MODEL, model]
     assert found[model].config == PairConfig(model), "a folder may hold somebody's trial"
+    assert found[model].drafts == "lookup"
     cached.append(Source("owner/drafter", drafter, "drafter"))
     assert listed(tmp_path)[model].config == PairConfig(model, "owner/drafter")
+    assert listed(tmp_path)[model].drafts == "here"
     assert found[DEFAULT_MODEL].config == PairConfig()
-    for memory_there, fits in ((10**6, False), (10**12, True)):
-        assert ("does not fit" in line(found[DEFAULT_MODEL], memory_there)) != fits
+    for installed, fits in ((10**6, False), (10**12, True)):
+        assert found[DEFAULT_MODEL].fits(installed) == fits
+        assert ("!" in found[DEFAULT_MODEL].cells(installed, 0)[1]) != fits
 
 
 def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, folders, cached):
@@ -150,25 +154,67 @@ def test_the_registrys_pairs_are_listed_once_with_drafter_and_notes(tmp_path, fo
     public = [entry.name for entry in entries() if "/" in entry.drafter]
     assert list(found) == [DEFAULT_MODEL, *public]
     name = "z-lab/Qwen3-8B-DFlash-b16"
-    first, second, third = line(found["Qwen/Qwen3-8B"], 10**12).split("\n")
-    assert first == "Qwen/Qwen3-8B  to download, about 4.50 GB at 4 bits"
-    assert f"drafter {name}, not verified" in second and "fits" in second
-    assert "thinking" in third
-    assert "does not fit" in line(found["moonshotai/Kimi-K2.5"], 10**11)
+    qwen = found["Qwen/Qwen3-8B"]
+    assert qwen.cells(10**12, 0)[0] == " 4.50 GB"
+    assert (qwen.drafter, qwen.drafts, qwen.entry.verified) == (name, "to download", False)
+    assert "thinking" in qwen.entry.notes
+    assert not found["moonshotai/Kimi-K2.5"].fits(10**11)
     assert not found["Qwen/Qwen3-8B"].here and found[DEFAULT_MODEL].here
     assert found["Qwen/Qwen3-8B"].config == PairConfig("Qwen/Qwen3-8B")
     cached.append(Source(name, Path(folders["drafter"]), "drafter"))
-    assert f"{name} (on this machine)" in line(listed(tmp_path)["Qwen/Qwen3-8B"], 0)
+    assert listed(tmp_path)["Qwen/Qwen3-8B"].drafts == "here"
     local = str(link(folders["model"], tmp_path, "Qwen3-8B-4bit"))
     candidate = listed(tmp_path)[local]
-    assert "to download" not in line(candidate, 10**12)
+    assert candidate.drafts == "here"
     assert candidate.needs == needed(folders["model"]) + needed(folders["drafter"])
     cached.clear()
     link(folders["drafter"], tmp_path)
     found = listed(tmp_path)
     assert "Qwen/Qwen3-8B" not in found
     assert found[local].config == PairConfig(local), "not the local drafter that happens to fit"
-    assert f"drafter {name}, to download" in line(found[local], 10**12)
+    assert (found[local].drafter, found[local].drafts) == (name, "to download")
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"),
+    [(8, "Qwen3-4B"), (16, "Qwen3-8B"), (24, "Qwen3-14B"), (36, "Qwen3.6-27B"), (64, "Qwen3-32B")],
+)
+@pytest.mark.usefixtures("cached")
+def test_each_size_of_mac_has_a_recommended_model_that_fits(memory, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "on_cpu", lambda: False)
+    models, installed = available_models(tmp_path), memory * 2**30
+    groups, best = grouped(models, installed, 10e12)
+    assert best is not None and best.short == name and best.fits(installed)
+    here, fits, large = groups.values()
+    assert sorted([*here, *fits, *large], key=models.index) == models
+    assert fits[0] is best and all(each.needs > best.needs for each in large)
+    assert grouped(models, installed, 1e9)[1] is None, "all would be slower than one reads"
+
+
+def test_speed_is_that_of_reading_the_weights_which_a_token_takes():
+    def speed(name, **about):
+        model = AvailableModel(PairConfig(name), 115 * 10**9, entry=Entry((), "", **about))
+        return model.speed(10e9)
+
+    assert speed("a/M-50B") == pytest.approx(0.1)
+    assert speed("a/M-50B-A5B-4bit") == pytest.approx(1.0)
+    assert speed("a/M", billions=50, active=10) == pytest.approx(0.5)
+    assert AvailableModel(PairConfig("a/M")).speed(10e9) == 0, "where its size is not known"
+
+
+@pytest.mark.usefixtures("cached")
+def test_models_of_lm_studio_are_listed_where_this_program_can_load_them(
+    tmp_path, folders, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    old = link(folders["model"], tmp_path / ".cache" / "lm-studio" / "models" / "owner", "old")
+    new = link(folders["model"], tmp_path / ".lmstudio" / "models" / "owner", "new")
+    gguf = tmp_path / ".lmstudio" / "models" / "owner" / "gguf"
+    gguf.mkdir()
+    (gguf / "model-Q4_K_M.gguf").touch()
+    found = listed(tmp_path / "none")
+    assert {str(old), str(new)} <= found.keys() and str(gguf) not in found
+    assert found[str(new)].here
 
 
 @pytest.mark.usefixtures("cached")

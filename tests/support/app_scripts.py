@@ -17,6 +17,7 @@ from textual import _wait
 from textual.pilot import Pilot
 from textual.widgets import Markdown, Static
 
+from dflash_chat import listener, runner
 from dflash_chat.backend import Loaded
 from dflash_chat.chat_app import ChatApp
 from dflash_chat.options import ChatConfig
@@ -31,6 +32,8 @@ from support.decoding import tree_of
 # A pilot takes the app for idle when it computes next to nothing for so long. It waits 20 ms, twice
 # for every key; a screen draws itself after 8 at most.
 _wait.SLEEP_GRANULARITY, _wait.SLEEP_IDLE = 0.01, 0.0005
+# What is offered at the first start depends on the machine.
+runner.first_offer, listener.read_speed = (lambda folder, read_speed: None), (lambda: 0.0)
 
 ANSWER = """Two rivers meet **here**:
 
