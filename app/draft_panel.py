@@ -54,7 +54,7 @@ class Origins:
         self._tokenizer = tokenizer
         self._detokenizer: Any = None
         self._unread: deque[tuple[int, str]] = deque(maxlen=KNOWN)
-        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=KNOWN)
+        self._pieces: deque[Segment] = deque([(said, LINES)][: bool(said)], maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
         """One more round."""
@@ -121,7 +121,7 @@ class DraftPanel(Vertical, can_focus=True):
         """An answer begins, or one of which so much was said goes on."""
         self._rounds.clear()
         self._texts.clear()
-        self._origins, self._said = self._answers.pop(said, None), said
+        self._origins, self._said = self._answers.pop(said, None) if said else None, said
         self._heard = self._back = 0
         self.draw()
 
@@ -157,8 +157,8 @@ class DraftPanel(Vertical, can_focus=True):
 
     def pieces_of(self, text: str) -> list[Segment]:
         """The tokens of an answer with their sources, none where not all are known."""
-        pieces = self._answers[text].pieces() if text in self._answers else []
-        return pieces if len(pieces) < KNOWN else []
+        known = self._answers[text].pieces() if text in self._answers else [("", LINES)]
+        return [] if known[0][0] or len(known) == KNOWN else known[1:]
 
     def draw(self) -> None:
         """Bring the panel up to date."""

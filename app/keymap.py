@@ -30,7 +30,7 @@ def rebind(app: App[Any], keys: Mapping[str, str]) -> None:
             raise DFlashError(f"{name} is not a command", f"write {', '.join(near)}", name)
         for key in typed.split(","):
             if key in taken or not _KEY.fullmatch(key):
-                step = "choose one like f5 or ctrl+o that nothing else has"
+                step = "choose one like f5 or ctrl+n that nothing else has"
                 raise DFlashError(f"{name} is {key!r}", step, name)
             taken.add(key)
         if name not in ours:

@@ -79,6 +79,7 @@ class RaceScreen(Comparison):
             side.border_subtitle = "✓ same answer" if result.equal else ""
             parts = (side.text[:same], ""), (side.text[same:], "$text-warning underline")
             side.words.update(assembled(parts))
+            self.call_after_refresh(side.scroll.scroll_end, animate=False)  # it got smaller
         if result.ratio:
             self._ratio.display = True
             self._ratio.update(f"{result.ratio:.1f}x")

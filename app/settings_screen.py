@@ -98,11 +98,8 @@ class SettingsScreen(Dialog[DecodeConfig | None]):
             yield title, [*names, *(left if title == OTHER else ())]
 
     def on_mount(self) -> None:
-        self.call_after_refresh(self._go_to_top)
-
-    def _go_to_top(self) -> None:
         """The first control has the focus, and its label must be seen, too."""
-        self.query_one(VerticalScroll).scroll_home(animate=False)
+        self.call_after_refresh(self.query_one(VerticalScroll).scroll_home, animate=False)
 
     def on_input_submitted(self) -> None:
         self.action_save()

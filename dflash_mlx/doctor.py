@@ -16,6 +16,7 @@ import platformdirs
 from dflash_mlx import mac
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.engine.pair import in_words, read_speeds
 from dflash_mlx.models.load import check_named, lines
@@ -32,22 +33,19 @@ _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which p
 
 def main(argv: Sequence[str]) -> None:
     """Print the report; SystemExit(1) for a wrong kernel, 2 for a pair that cannot be used."""
-    arguments = parser().parse_args(argv)
-    if arguments.mac:
-        if not mac.make(mac.file_of(arguments.report), arguments.rehearse):
+    given = vars(parser().parse_args(argv))
+    if given["mac"]:
+        if not mac.make(mac.file_of(given.get("report", Path())), "rehearse" in given):
             raise SystemExit(WRONG)
         return
-    print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))), flush=True)
-    given = vars(arguments)
-    config = PairConfig(**{name: given[name] for name in _NAMES & given.keys()})
-    if config == PairConfig():
-        print("pair\n  not checked; --model and --drafter name one")
-    else:
-        report = check_named(config)
-        print("\n".join(lines(report)), flush=True)
-        if report.errors:
-            raise SystemExit(cli.BAD_INPUT)
+    for name in {"rehearse", "report"} & given.keys():
+        raise DFlashError(f"{name} is for --mac alone", "add --mac, or leave it out", name)
+    report = check_named(PairConfig(**{name: given[name] for name in _NAMES & given.keys()}))
+    print("\n".join(lines(report)), flush=True)
+    print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))))
     print("kernels\n  not tried; python -m kernels_metal.sweep runs each against its reference")
+    if report.errors:
+        raise SystemExit(cli.BAD_INPUT)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,12 +65,16 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--report",
         type=Path,
-        default=Path(mac.NAME),
+        default=argparse.SUPPRESS,
         metavar="FILE",
-        help=f"with --mac: the files' name, without .md and .json (default: {mac.NAME})",
+        help="with --mac: the files' name, without .md and .json, or a folder for them (default: "
+        f"{mac.NAME})",
     )
     result.add_argument(
-        "--rehearse", action="store_true", help="with --mac: in the emulator, without times"
+        "--rehearse",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="with --mac: in the emulator, without times",
     )
     return result
 

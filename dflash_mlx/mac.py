@@ -22,6 +22,7 @@ from kernels_metal.dispatch import fingerprint
 from kernels_metal.gpu import gpu_family, power_mode, said
 from kernels_metal.mac.items import MODELS, Item, last_items, limit, race_items, variant_items
 from kernels_metal.mac.report import summary, ways
+from kernels_metal.sweep import no_emulator
 
 NAME = "dflash-mac-report"
 COMMAND = (sys.executable, "-m", "kernels_metal.mac.measure")
@@ -78,9 +79,8 @@ class Report:
 
 
 def file_of(report: Path) -> Path:
-    """The JSON of the report that a user has named; DFlashError for no name."""
-    if not report.name:
-        raise DFlashError(f"{str(report)!r} is no name of a report", _NEXT)
+    """The JSON of the report that a user has named, or named a folder for."""
+    report = report / NAME if report.is_dir() else report
     return report.with_name(f"{report.name.removesuffix('.json')}.json")
 
 
@@ -119,6 +119,8 @@ def make(file: Path, rehearse: bool, say: Callable[[str], None] = print) -> bool
     if not rehearse and not mx.metal.is_available():
         problem = "this machine has no Metal, so there is nothing to report"
         raise DFlashError(problem, "--rehearse runs all of it in the emulator")
+    if rehearse and (why := no_emulator()):
+        raise DFlashError(f"nothing can be rehearsed: {why}", "use a clone of the project")
     report = opened(file, rehearse)
     children = Children(COMMAND, wanted=True)
     try:

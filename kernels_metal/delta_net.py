@@ -121,19 +121,35 @@ class DeltaNet:
             template=settings,
         )
         self._inputs, self._rule = Prepared(INPUTS, inputs), Prepared(RULE, rule)
-        self._taps, self._no_deltas = taps, mx.zeros(8)
+        nothing = mx.zeros(8)
+        self._taps, self._no_tape = taps, Tape(nothing, nothing, nothing)
+        self.key = inputs, rule
 
     def __call__(
         self, products: Products, mixer: Mixer, before: Before, parents: Sequence[int]
     ) -> Step:
         """As `delta_net`."""
-        order = sources(tuple(parents), self._taps)
-        *rows, window = self._inputs([*products, before.convolved, *mixer[:3], order])
-        _, k, _, decays, _ = rows
-        *taped, path = before.tape or (k, decays, self._no_deltas, ())
-        order = orders(tuple(path), tuple(parents))
-        y, begun, deltas = self._rule([*rows, before.state, *taped, order])
+        qkv, a, b = products
+        given = self.given(before, parents)
+        y, window, begun, k, decays, deltas = self.run(qkv, a, b, given, mixer[:3])
         return Step(y, window, begun, Tape(k, decays, deltas, range(len(parents))))
+
+    def given(self, before: Before, parents: Sequence[int]) -> list[mx.array]:
+        """What `run` reads of what was before, and of the order of rows."""
+        convolved, state, tape = before
+        k, decays, deltas, path = tape or self._no_tape
+        rows = tuple(parents)
+        order = orders(tuple(path), rows)
+        return [convolved, sources(rows, self._taps), state, k, decays, deltas, order]
+
+    def run(
+        self, qkv: mx.array, a: mx.array, b: mx.array, given: Sequence[mx.array], weights: Any
+    ) -> list[mx.array]:
+        """y, window, begun and the tape's arrays, as of `Step`; nothing but arrays is asked for."""
+        convolved, order, *behind = given
+        *rows, window = self._inputs([qkv, a, b, convolved, *weights, order])
+        y, begun, deltas = self._rule([*rows, *behind])
+        return [y, window, begun, rows[1], rows[3], deltas]
 
 
 def delta_net(products: Products, mixer: Mixer, before: Before, parents: Sequence[int]) -> Step:

@@ -87,7 +87,12 @@ def cores() -> int:
     MLX does not tell. Of chips of one name that have more or fewer the larger is meant, and
     another executor than Metal is as an M4 Max.
     """
-    found = re.fullmatch(r"applegpu_g\d+(\w)", gpu_family() if executor() is metal else "")
+    return _cores(gpu_family() if executor() is metal else "")
+
+
+@functools.cache
+def _cores(family: str) -> int:
+    found = re.fullmatch(r"applegpu_g\d+(\w)", family)
     return _CORES.get(found[1] if found else "", 40)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -126,6 +126,7 @@ def bucket(size: int) -> int:
     return 96 if 64 < size <= 96 else 1 << max(size - 1, 0).bit_length()
 
 
+@lru_cache
 def dtype_name(dtype: mx.Dtype) -> str:
     """As in the names of `mlx.core`."""
     return str(dtype).removeprefix("mlx.core.")

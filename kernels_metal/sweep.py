@@ -148,7 +148,7 @@ def no_emulator() -> str:
     try:
         _compiler()
     except RuntimeError as problem:
-        return f"the emulator no compiler ({problem});\npip install ziglang gives it one"
+        return f"the emulator has no compiler ({problem})"
     return ""
 
 

@@ -52,13 +52,10 @@ def models(argv: Sequence[str]) -> None:
         _print(_everything(Path()))
         return
     config = PairConfig(None if arguments.name == DEFAULT_MODEL else arguments.name)
-    try:
-        if arguments.download:
-            download(config)
-        else:
-            _print(_offered(config))
-    except DFlashError as error:  # which speaks of the option of other commands
-        raise DFlashError(error.what, error.next_step.replace(" with --model", "")) from None
+    if arguments.download:
+        download(config)
+    else:
+        _print(_offered(config))
 
 
 def clean(argv: Sequence[str]) -> None:

@@ -66,16 +66,18 @@ class UserConfig:
                 raise
             self.problem = str(error)
         with self.telling():
-            given = self._parsed(self._text).unwrap()
-            self.values = {key: checked(key, given[key]) for key in given}
-            read_decode_config(argparse.Namespace(**self.values), may_sample=True)
+            self.values = _values(tomlkit.parse(self._text))
         self.origins = dict.fromkeys(self.values, str(self.file))
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Say of an error in a setting of the file in which line that is."""
+        """Say of an error in the file in which line that is."""
         try:
             yield
+        except TOMLKitError as error:
+            place = f"line {getattr(error, 'line', 1)} of {self.file}"
+            what = f"{place} is not TOML ({in_one_line(error)})"
+            raise DFlashError(what, "correct it; texts are written in quotes") from None
         except DFlashError as error:
             text = _LONG_TEXT.sub(lambda found: "\n" * found[0].count("\n"), self._text)
             name = re.escape(error.setting)
@@ -106,13 +108,15 @@ class UserConfig:
         if self.file is None or self.problem or not changes:
             return ""
         file = Path(os.path.realpath(self.file))
-        document = self._parsed(_read(file) if os.path.exists(file) else "")
+        with self.telling():
+            document = tomlkit.parse(_read(file) if os.path.exists(file) else "")
         for name, value in changes.items():
             if value is None:
                 document.pop(name, None)
             else:
                 document[name] = list(value) if isinstance(value, tuple) else value
         try:
+            _values(document)
             if os.path.exists(file) and not file.stat().st_mode & stat.S_IWUSR:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,15 +125,9 @@ class UserConfig:
         except OSError as error:
             what = f"{file} cannot be written ({error.strerror or error})"
             raise DFlashError(what, "the choice holds until you leave") from None
+        except DFlashError as error:
+            raise DFlashError(f"{file} stays as it is: {error.what}", error.next_step) from None
         return f"Kept in {self.file}."
-
-    def _parsed(self, text: str) -> tomlkit.TOMLDocument:
-        try:
-            return tomlkit.parse(text)
-        except TOMLKitError as error:
-            line = getattr(error, "line", 1)
-            what = f"line {line} of {self.file} is not TOML ({in_one_line(error)})"
-            raise DFlashError(what, "correct it; texts are written in quotes") from None
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -177,6 +175,12 @@ def checked(name: str, value: Any) -> Any:
         require(value in choices(), name, value, f"one of {', '.join(choices())}")
     check_values(kind(**{name: value}))
     return value
+
+
+def _values(document: tomlkit.TOMLDocument) -> dict[str, Any]:
+    values = {name: checked(name, value) for name, value in document.unwrap().items()}
+    read_decode_config(argparse.Namespace(**values), may_sample=True)  # whether they go together
+    return values
 
 
 def _read(file: Path) -> str:

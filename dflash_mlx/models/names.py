@@ -193,6 +193,7 @@ def find_names(config: PairConfig) -> Names:
 def target_names(model: str | None) -> Names:
     """A target, the embedded one without a name, with the drafters that are known for it."""
     shown = model or DEFAULT_MODEL
+    model = None if shown == DEFAULT_MODEL and existing(shown) is None else model
     is_file = model is not None and gguf_file(model) is not None
     if model is not None and not is_file:
         local_folder(model)  # before any download

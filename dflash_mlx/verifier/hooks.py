@@ -16,7 +16,6 @@ import mlx.nn as nn
 
 from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.fusion import (
-    GATED_ATTENTION,
     GATED_MLPS,
     MADE,
     Group,
@@ -194,8 +193,7 @@ class KernelHooks(Hooks):
             stock = type(module).__call__
             if is_normed_attention(module):
                 plans = Plans(self._kernels, module)
-                gates = written_as(stock, GATED_ATTENTION)  # which segments do not know
-                made = None if gates else (plans, group)
+                made = plans, group
                 self.replace(module, "__call__", normed_attention(stock, plans, group), made)
             elif group is not None and written_as(stock, *GATED_MLPS):
                 self.replace(module, "__call__", gated_mlp(stock, group), group)
@@ -229,7 +227,7 @@ class KernelHooks(Hooks):
         shapes = tuple(member["weight"].shape for member in members)
         group = Group(owner, members, self._kernels, alike.setdefault((shapes, packing), []))
         for i, member in enumerate(members):
-            self.replace(member, "__call__", _part_of(group, i, type(member).__call__))
+            self.replace(member, "__call__", _part_of(group, i, type(member).__call__), group)
         return group
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,10 +20,19 @@ import mlx.nn as nn
 import numpy as np
 
 from dflash_mlx.core.tree import Tree, rows_on
-from dflash_mlx.verifier.fusion import source_of
+from dflash_mlx.verifier.fusion import made_for, source_of
 from dflash_mlx.verifier.hooks import Hooks
-from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import DeltaKernels, Rows, part, settled
+from dflash_mlx.verifier.routing import Kernels, Key
+from dflash_mlx.verifier.tape import (
+    Behind,
+    DeltaKernels,
+    Net,
+    Rows,
+    Taped,
+    part,
+    settled,
+    weights_of,
+)
 from kernels_metal.delta_net import MAX_ROWS
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
@@ -96,7 +106,7 @@ class Products:
     def __init__(self, mixers: Sequence[nn.Module], kernels: Kernels) -> None:
         self._kernels = DeltaKernels(kernels)
         known = (mixer for mixer in mixers if source_of(type(mixer).__call__) == BY_KERNELS)
-        self._nets = {id(net) for net in known if net.head_k_dim == net.head_v_dim}
+        self._nets = {id(net): net for net in known if net.head_k_dim == net.head_v_dim}
         kinds = nn.Linear, nn.QuantizedLinear
         modules = [module for mixer in mixers for module in mixer.modules()]
         self._modules = [module for module in modules if isinstance(module, kinds)]
@@ -110,7 +120,10 @@ class Products:
 
     def hook(self, hooks: Hooks) -> None:
         for i, module in enumerate(self._modules):
-            hooks.replace(module, "__call__", self._asking(i, type(module).__call__))
+            asking = self._asking(i, type(module).__call__)
+            hooks.replace(module, "__call__", asking, made_for(module))
+        for net in self._nets.values():
+            hooks.replace(net, "__call__", type(net).__call__, partial(self.net, net))
         for convolution in self._convolutions:
             hooks.replace(convolution, "__call__", self._seeing(type(convolution).__call__))
 
@@ -131,6 +144,18 @@ class Products:
         """Whether passes of one row leave a tape as well, since a kernel replays what stays."""
         return bool(self._nets) and self._kernels.run
 
+    def net(self, net: Any, key: Key) -> Net | None:
+        """How it computes passes of one key, None where that is not settled."""
+        weights = weights_of(net)
+        run = self._kernels.made(weights, key)
+        if run is None or net.sharding_group is not None:
+            return None
+
+        def keep(x: mx.array, taped: Taped, layer: int) -> Call:
+            return Call(net, type(net).__call__, (x, None, STATE), {}, self, layer, {}, [taped])
+
+        return Net(run, weights, keep)
+
     def by_kernels(self, call: Call, layer: Any) -> Any:
         """A net's output by kernels, for a chain or a tree; None where no kernel takes the call."""
         net = call.mixer
@@ -139,13 +164,12 @@ class Products:
         if call.args[1:2] != (None,) or call.args[0].shape[1] > MAX_ROWS:  # the mask
             return None
         made = self._kernels(net, call.args[0], layer.cache, layer.running.parents)
-        call.noted.clear()  # of a pass by kernels no call is run again
         if made is None:
             return None
-        out, rows, states = made
-        call.tapes.append(rows)
-        if layer.running.paths is None:
-            layer.cache = states
+        out, taped = made
+        call.tapes.append(taped)
+        if layer.running.tree is None:
+            layer.cache = [taped.convolved, Behind(taped.begun, taped.tape)]
         return out
 
     def update(self, stock: Callable[..., Any], *rows: Any, **how: Any) -> Any:
@@ -207,7 +231,7 @@ class Call:
     products: Products
     layer: int = 0
     noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
-    tapes: list[Rows] = field(default_factory=list)  # of a gated delta net, as long
+    tapes: list[Rows | Taped] = field(default_factory=list)  # of a gated delta net, as long
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -23,12 +23,14 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
 from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import Behind, settled
+from dflash_mlx.verifier.tape import Behind, Net, Taped, settled
+from kernels_metal.delta_net import Tape
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -46,7 +48,12 @@ class Pass:
     before: tuple[tuple[Any, ...], ...]  # the states of all layers, None for none yet
     calls: list[Call] | None = None  # of the mixers; None where they were not kept
     path: Sequence[int] = ()
-    paths: Paths | None = None  # of a tree
+    tree: Tree | None = None
+
+    @cached_property
+    def paths(self) -> Paths | None:
+        """Of a tree, for mixers that have to follow them."""
+        return None if self.tree is None else Paths.of(self.tree)
 
     def nearest(self, length: int) -> int:
         """The most tokens up to `length`, at least `start`, that it leads back to."""
@@ -101,10 +108,23 @@ class RecurrentLayer(ArraysCache):
         running.calls.append(kept)
         if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
+        if (made := call.products.by_kernels(kept, self)) is not None:
+            return made
         with call.products.of_call(kept, running.paths):
-            if (made := call.products.by_kernels(kept, self)) is not None:
-                return made
             return call() if running.paths is None else self.along(running.paths, kept)
+
+    def given(self, net: Net) -> list[mx.array]:
+        """What a net's pass is given beside its input."""
+        return net.given(self.cache, self.running.parents)  # type: ignore[union-attr]
+
+    def follow(self, net: Net, left: Sequence[mx.array]) -> None:
+        """Keep what it has left: its input, and as of `Taped`."""
+        running: Any = self.running
+        x, convolved, window, begun, k, decays, deltas = left
+        tape = Tape(k, decays, deltas, range(len(running.parents)))
+        running.calls.append(net.keep(x, Taped(convolved, window, begun, tape), self.index))
+        if running.tree is None:
+            self.cache = [convolved, Behind(begun, tape)]
 
     def along(self, paths: Paths, call: Call) -> Any:
         copies: Any = ArraysCache(len(self.cache))
@@ -177,11 +197,10 @@ class RecurrentStates(Cache):
     def begin(self, block: Block) -> None:
         self.discard()
         tree, rows = block.tree, block.rows
-        parents = range(-1, rows - 1) if tree is None else tree.parents
+        parents = (*range(-1, rows - 1),) if tree is None else tree.parents
         calls: list[Call] | None = None if tree is None and rows > MOST_ROWS else []
         before = tuple(tuple(map(own, layer.cache)) for layer in self.parts)
-        paths = None if tree is None else Paths.of(tree)
-        self._running = Pass(self.length, parents, before, calls, paths=paths)
+        self._running = Pass(self.length, parents, before, calls, tree=tree)
         for layer in self.parts:
             layer.running = self._running
 
@@ -190,7 +209,7 @@ class RecurrentStates(Cache):
         running = self._running
         if running is None or not running.leads(path):
             raise ValueError(f"a recurrent state keeps a path from the first row, not {list(path)}")
-        kept = replace(running, before=running.begun(), path=path, paths=None)
+        kept = replace(running, before=running.begun(), path=path, tree=None)
         if len(path) < len(running.parents):
             self._go_to(kept)
         for layer in self.parts:

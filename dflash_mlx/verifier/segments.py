@@ -23,6 +23,7 @@ import mlx.nn as nn
 
 from dflash_mlx.verifier.fusion import MADE, Call, Group, made_for
 from dflash_mlx.verifier.routing import Kernels, Key, MadeOf, Plans
+from dflash_mlx.verifier.tape import Net
 from kernels_metal.factory import Step, executor, metal
 from kernels_metal.verify_qmm import MAX_ROWS
 
@@ -36,9 +37,11 @@ Replay = Callable[..., Any]  # a graph that is traced, bound to one layer's arra
 class Entry(NamedTuple):
     """How one layer computes passes of one key: `before`, its mixer, `after`."""
 
-    before: Replay  # the norm; of attention whose rotation is settled queries, keys and values, too
+    before: Replay  # the norm; of a mixer that is settled what it multiplies its input by, too
     after: Replay
     then: Replay | None  # behind the MLP, where that is called as it is
+    net: Net | None  # a gated delta net, with which `whole` stands for `before` and `after`
+    whole: Replay | None
 
 
 class Settled(NamedTuple):
@@ -107,11 +110,14 @@ class Segments:
         return Settled(entries, MadeOf(chain(*(each.modules for each in known if each))))
 
     def _entry(self, here: Known, following: Known | None) -> Entry:
-        front = [] if following is None else following.front
+        front = [] if following is None or following.net else following.front
         before = self._traced(_front, here.front)
         after = self._traced(_after, here.back, here.norm, here.mlp, front if here.mlp else [])
         then = None if here.mlp else self._traced(_then, front)
-        return Entry(before, after, then)
+        if here.net is None:
+            return Entry(before, after, then, None, None)
+        steps = here.front, here.steps, here.norm, here.mlp, front if here.mlp else []
+        return Entry(before, after, then, here.net, self._traced(_whole, *steps))
 
     def _traced(self, run: Callable[..., Any], *steps: Sequence[Step]) -> Replay:
         """`run(*given, *steps)` as a graph that all of one form share."""
@@ -139,13 +145,19 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
         entry, given = segments.entry(i, x)
         if entry is None:
             return stock(self, x, mask, cache)
-        mixer, at = self[name], segments.at
-        given = given or entry.before(x, at)
-        if len(given) > 1:
-            mixed = cache.extend_and_attend(*given, mixer.scale, mask)
+        at, net = segments.at, entry.net
+        if net is not None and mask is None and hasattr(cache, "given"):
+            left, out, *rest = entry.whole(cache.given(net), x, at)  # type: ignore[misc]
+            cache.follow(net, left)
         else:
-            mixed = mixer(given[0], mask, cache)
-        out, *rest = entry.after(mixed, x, at)
+            given = given or entry.before(x, at)
+            if len(given) > 1:
+                queries, keys, values, *gates = given
+                mixed = cache.extend_and_attend(queries, keys, values, self[name].scale, mask)
+                given = mixed, *gates
+            else:
+                given = (self[name](given[0], mask, cache),)
+            out, *rest = entry.after(given, x, at)
         if entry.then is not None:
             out, *rest = entry.then(self.mlp(rest[0]), out, at)
         segments.held = out, rest
@@ -159,6 +171,8 @@ class Known(NamedTuple):
 
     front: list[Step]  # the norm; products and rotation of attention
     back: list[Step]  # of attention: the output projection
+    net: Net | None
+    steps: list[Step]  # of a gated delta net: products, kernels, norm, output projection
     norm: list[Step]
     mlp: list[Step]  # dense or of experts
     modules: list[Any]
@@ -171,11 +185,12 @@ def _known(layer: Any, key: Key) -> Known | None:
     if before is None or behind is None:
         return None
     mixer = layer[_mixer(layer)]
-    attention = _attention(mixer, key)
+    attention, (net, steps) = _attention(mixer, key), _net(mixer, key)
     modules = [layer, *norms]
-    modules += mixer.modules() if attention else []
+    modules += mixer.modules() if attention or net else []
     modules += layer["mlp"].modules() if mlp else []
-    return Known([before, *attention[:2]], attention[2:], [behind], [mlp] if mlp else [], modules)
+    front, back = [before, *attention[:2]], attention[2:]
+    return Known(front, back, net, steps, [behind], [mlp] if mlp else [], modules)
 
 
 def _mixer(layer: Any) -> str:
@@ -184,11 +199,28 @@ def _mixer(layer: Any) -> str:
 
 def _attention(module: Any, key: Key) -> list[Step]:
     """Products, rotation and output projection, where attention is hooked and these are settled."""
-    plans, group = made_for(module) or (None, None)
+    made = made_for(module)
+    plans, group = made if isinstance(made, tuple) else (None, None)
     if plans is None or group is None:
         return []
     found = [group.made("_together", key), plans.made(key), _step(module["o_proj"], key)]
     return found if all(found) else []
+
+
+def _net(module: Any, key: Key) -> tuple[Net | None, list[Step]]:
+    """A gated delta net and its steps, where it is hooked and these are settled."""
+    made = made_for(module)
+    net: Net | None = made(key) if isinstance(made, partial) else None
+    group = made_for(module["in_proj_qkv"]) if net else None
+    if net is None or not isinstance(group, Group):
+        return None, []
+    if any(made_for(member) is not group for member in group.members):
+        return None, []
+    weights, rates, biases, _ = net.weights
+    rule = Step(net.run.key, [weights, rates, biases], net.run.run)
+    behind = _step(module["norm"], key), _step(module["out_proj"], key)
+    found: list[Any] = [group.made("_together", key), rule, *behind]
+    return (net, found) if all(found) else (None, [])
 
 
 def _step(module: Any, key: Key) -> Step | None:
@@ -260,19 +292,43 @@ def _joined(run: Callable[..., Any], steps: Sequence[Step], about: Hashable) -> 
 
 
 def _front(x: mx.array, at: mx.array, steps: Sequence[Step]) -> Sequence[mx.array]:
-    """What a mixer is given: its input, or queries, keys and values for attention by a cache."""
+    """What a mixer is given: its input, or queries, keys and values for attention by a cache.
+
+    Behind these comes the gate of attention that has one.
+    """
     norm, *attention = steps
     if not attention:
         return [norm(x)]
     products, turn = attention
-    queries, keys, values = products(norm(x))
-    queries, keys = turn(queries, keys, at)
+    given, keys, values = products(norm(x))
+    queries, keys = turn(given, keys, at)
     values = values.reshape(*x.shape[:2], keys.shape[1], -1).transpose(0, 2, 1, 3)
-    return [queries, keys, values]
+    if given.size == queries.size:
+        return [queries, keys, values]
+    gate = given.reshape(*x.shape[:2], queries.shape[1], 2, -1)[..., 1, :]
+    return [queries, keys, values, gate.reshape(*x.shape[:2], -1)]
+
+
+def _whole(  # noqa: PLR0913  # the parts of a layer
+    before: Sequence[mx.array],
+    x: mx.array,
+    at: mx.array,
+    front: Sequence[Step],
+    net: Sequence[Step],
+    *behind: Sequence[Step],
+) -> list[Any]:
+    """A layer with a gated delta net: what that leaves for its cache, and as `_after`."""
+    products, rule, norm, project = net
+    normed = front[0](x)
+    qkv, z, b, a = products(normed)
+    y, window, *left = rule(qkv, a, b, before)  # type: ignore[arg-type]
+    out = project(norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
+    left = [normed, window[:, x.shape[1] :], window, *left]
+    return [left, *_after([out], x, at, [], *behind)]
 
 
 def _after(  # noqa: PLR0913  # the parts of a layer
-    given: mx.array,
+    given: Sequence[mx.array],
     x: mx.array,
     at: mx.array,
     back: Sequence[Step],
@@ -281,9 +337,11 @@ def _after(  # noqa: PLR0913  # the parts of a layer
     front: Sequence[Step],
 ) -> list[mx.array]:
     """Behind attention or a mixer; up to the MLP, where that is not known."""
+    mixed, *gates = given
     for project in back:
-        given = project(given.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
-    x = x + given
+        mixed = mixed.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
+        mixed = project(mixed * mx.sigmoid(gates[0]) if gates else mixed)
+    x = x + mixed
     normed = norm[0](x)
     return _then(mlp[0](normed), x, at, front) if mlp else [x, normed]
 

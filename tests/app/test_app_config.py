@@ -123,12 +123,12 @@ async def test_sampling_begins_as_the_model_s_makers_advise_and_says_so(chat, ap
 
 @in_chat(size=(120, 40))
 async def test_keys_of_the_user_s_own_take_the_place_of_the_usual_ones(chat, app):
-    rebind(app, {"draft": "f5", "settings": "f8,ctrl+o"})
+    rebind(app, {"draft": "f5", "settings": "f8,ctrl+n"})
     await chat.press("f2")
     assert not app.draft.display
     await chat.press("f5")
     assert app.draft.display
-    await chat.press("ctrl+o")
+    await chat.press("ctrl+n")
     await chat.shows("Settings")
 
 

@@ -6,6 +6,8 @@ import pytest
 from textual.binding import Binding
 from textual.widgets import OptionList
 
+from dflash_chat.conversation import Conversation, Turn
+from dflash_chat.store import Store
 from dflash_mlx.client import BenchStep
 from support.app_scripts import ANSWER, ScriptedBackend, gated, in_chat
 
@@ -79,10 +81,32 @@ async def test_a_cut_answer_is_written_on_in_its_place(chat, app, backend):
     assert [t.content for t in app.conversation.turns] == ["Count.", f"{said} and so on."]
     assert app.conversation.questions == ["Count."] and len(backend.requests) == 2
     assert chat.shown_answer == f"{said} and so on."
+    pieces = app.draft.pieces_of(f"{said} and so on.")
+    assert "".join(text for text, _ in pieces) == f"{said} and so on.", "and all by whom"
     assert re.sub(r"[▏\s]", "", f"{said} and so on.") in re.sub(r"[▏\s]", "", chat.text)
     await chat.until(lambda: [t.content for t in chat.saved] == ["Count.", f"{said} and so on."])
     await chat.say("/continue")
     assert "no answer was cut" in chat.notices[-1], "for now it is whole"
+
+
+@pytest.fixture
+def cut(tmp_path):
+    """A conversation whose answer was cut, which a started chat resumes."""
+    turns = [Turn("user", "Count."), Turn("assistant", COUNTED, "length")]
+    Store(tmp_path / "talks").save(Conversation(turns=turns))
+
+
+@in_chat(lambda cut: ScriptedBackend([" and so on.", "", ANSWER]), resume=True)
+async def test_nobody_is_said_to_have_guessed_what_an_earlier_start_wrote(chat, app, backend):
+    await chat.press("f2")
+    await chat.say("/continue")
+    whole = f"{COUNTED} and so on."
+    await chat.until(lambda: len(chat.saved) == 2 and chat.saved[1].content == whole)
+    assert app.draft.pieces_of(whole) == [] and "eleven" in chat.text
+    for text in ("", ANSWER):
+        await chat.answered("again")
+        assert "".join(piece for piece, _ in app.draft.pieces_of(text)) == text
+    assert app.draft.pieces_of(ANSWER)[0][1] != "lines"
 
 
 @in_chat(lambda: gated(0))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -59,9 +60,22 @@ def test_a_rehearsal_does_everything_in_the_emulator_and_writes_both_files(tmp_p
 def test_a_report_is_called_as_it_was_named(tmp_path):
     for name in ("macos-26.1", "macos-26.1.json"):
         assert command.file_of(tmp_path / name) == tmp_path / "macos-26.1.json"
-    for name in ("", "/"):
-        with pytest.raises(DFlashError, match="--report"):
-            doctor.main(["--mac", "--rehearse", "--report", name])
+    assert command.file_of(tmp_path) == tmp_path / f"{command.NAME}.json", "not beside a folder"
+    assert command.file_of(Path()).parent == Path()
+
+
+@pytest.mark.parametrize("words", [["--rehearse"], ["--report", "out"]])
+def test_what_is_for_the_report_alone_is_refused_without_it(words, capsys):
+    with pytest.raises(DFlashError, match="is for --mac alone"):
+        doctor.main(words)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_the_emulator_nothing_is_rehearsed_or_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "no_emulator", lambda: "the emulator is in a checkout")
+    with pytest.raises(DFlashError, match="the emulator is in a checkout; use a clone"):
+        command.make(tmp_path / "out.json", rehearse=True)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.md"])

@@ -290,18 +290,19 @@ def test_a_link_stays_a_link_and_rights_stay_as_they_are(tmp_path, file):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("why", ["read-only", "full", "not TOML any more"])
+@pytest.mark.parametrize("why", ["read-only", "full", "not TOML any more", "not together"])
 def test_a_file_that_cannot_be_written_is_one_sentence_and_stays(file, why, monkeypatch):
     config = UserConfig(str(file))
     if why == "read-only":
         file.chmod(0o400)
     elif why == "full":
         monkeypatch.setattr("os.fsync", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    else:
+    elif why == "not TOML any more":
         file.write_text("model = ")
     before = file.read_bytes()
+    changes = {"exact": True} if why == "not together" else {"theme": "light"}
     with pytest.raises(DFlashError, match=str(file)):
-        config.keep({"theme": "light"})
+        config.keep(changes)
     assert file.read_bytes() == before
     assert [*file.parent.iterdir()] == [file]
 

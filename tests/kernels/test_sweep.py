@@ -54,7 +54,7 @@ def test_without_metal_it_says_so_and_what_was_emulated(without_metal, capsys):
         (
             "kernels_metal.emulator.compiler.find_compiler",
             Mock(side_effect=EmulatorError("compile", "no clang", "")),
-            ["no clang", "ziglang"],
+            ["no clang"],
         ),
     ],
     ids=["as in the wheel", "no compiler"],

@@ -128,12 +128,12 @@ def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
 )
 def test_a_path_that_is_not_there_is_reported_without_the_network(folders, name):
     for option in ("model", "drafter") if name else ("drafter",):  # "" is the default model
-        with pytest.raises(DFlashError, match=f"there is no folder .*--{option}"):
+        with pytest.raises(DFlashError, match=f"there is no folder .*{option}=$"):
             load(**{"model": folders["model"], option: name})
     assert shipped_folder(name) is None
     for option in ("model", "drafter"):
         file = f"{folders['model']}/model.safetensors"
-        with pytest.raises(DFlashError, match=f"is a file, not a model folder.*--{option}"):
+        with pytest.raises(DFlashError, match=f"is a file, not a model folder.*{option}=$"):
             load(**{"model": folders["model"], option: file})
 
 

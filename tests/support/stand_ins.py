@@ -29,12 +29,13 @@ def _product(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
 def _norm_rope(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
     queries, keys, *weights, positions, periods, epsilon = given
     found = []
-    for x, weight in zip((queries, keys), weights, strict=True):
-        heads = x.reshape(x.shape[1], -1, 1, weight.size)
+    steps = template["STEP"], template["D"]
+    for x, weight, step in zip((queries, keys), weights, steps, strict=True):
+        heads = x.reshape(x.shape[1], -1, 1, step)[..., : weight.size]
         size = mx.rsqrt(mx.mean(heads * heads, axis=-1, keepdims=True) + epsilon)
         how = {"traditional": False, "base": None, "scale": 1.0, "freqs": periods}
         at = positions[: x.shape[1]]
-        found.append(mx.fast.rope(heads * size * weight, weight.size, offset=at, **how))
+        found.append(mx.fast.rope(heads * size * weight, 2 * periods.size, offset=at, **how))
     return [x.swapaxes(0, 2) for x in found]
 
 
@@ -66,12 +67,56 @@ def _merge(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
     return [given[0][0].reshape(shapes[0])]
 
 
+def _delta_inputs(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
+    qkv, a, b, convolved, weight, rates, biases, sources = given
+    rows, taps, dim = qkv.shape[1], weight.shape[1], template["D"]
+    window = mx.concatenate([convolved, qkv], axis=1)
+    paths = window[0][sources[: rows * taps]].reshape(rows, taps, -1)
+    found = mx.sum(paths * weight[:, :, 0].T, axis=1)
+    ends = [template["HK"] * dim, 2 * template["HK"] * dim]
+    parts = mx.split(found * mx.sigmoid(found), ends, axis=-1)
+    q, k, v = (x.reshape(1, rows, -1, dim) for x in parts)
+    q, k = (x * mx.rsqrt(mx.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    decays = mx.exp(-mx.exp(rates) * mx.logaddexp(a + biases, mx.array(0.0)))
+    return [dim**-0.5 * q, k, v, decays, mx.sigmoid(b), window]
+
+
+def _gated_delta(given: Any, shapes: Any, **template: Any) -> list[mx.array]:
+    """With orders that a trace does not know: what is no order any more changes nothing."""
+    q, k, v, decays, beta, state, *taped, orders = given
+    shared, rows = template["HV"] // template["HK"], mx.arange(v.shape[1])[:, None, None]
+    q, k, taped_k = (mx.repeat(x, shared, -2)[0] if x.ndim > 1 else x for x in (q, k, taped[0]))
+    y, deltas, now = mx.zeros(v.shape[1:]), mx.zeros(v.shape[1:]), state[0]
+    root = now
+    for at in range(orders.size - 2):
+        order, again, walked = orders[2 + at], at < orders[0], at < orders[0] + orders[1]
+        if taped_k.ndim > 1:
+            row = mx.minimum(order, taped_k.shape[0] - 1)
+            behind = now * taped[1][0, row][:, None, None]
+            behind = behind + taped_k[row][:, None] * taped[2][0, row][..., None]
+            now, root = mx.where(again, behind, now), mx.where(again, behind, root)
+        node = mx.minimum(order // 4, v.shape[1] - 1)
+        held = mx.where(order // 2 % 2, root, now) * decays[0, node][:, None, None]
+        key, known = k[node][:, None], order % 2
+        delta = (v[0, node] - (held * key).sum(-1)) * beta[0, node][:, None]
+        delta = mx.where(known, deltas[node], delta)
+        held = held + key * delta[..., None]
+        goes = walked & ~again
+        now = mx.where(goes, held, now)
+        here = goes & (rows == node)
+        y = mx.where(here, (held * q[node][:, None]).sum(-1), y)
+        deltas = mx.where(here, delta, deltas)
+    return [y[None], root[None], deltas[None]]
+
+
 _STAND_INS: dict[str, Callable[..., list[mx.array]]] = {
     "verify_qmm": _product,
     "verify_qmm_matrix": _product,
     "norm_rope": _norm_rope,
     "cascade_attention": _attention,
     "cascade_merge": _merge,
+    "delta_inputs": _delta_inputs,
+    "gated_delta": _gated_delta,
 }
 
 

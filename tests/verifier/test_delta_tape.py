@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from dflash_mlx.verifier import tape
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.segments import Segments
 from dflash_mlx.verifier.sequence import Rows
-from dflash_mlx.verifier.tape import Behind
+from dflash_mlx.verifier.tape import Behind, DeltaKernels, settled
 from kernels_metal.delta_net import DeltaNet
 from kernels_metal.dispatch import difference as apart
 from kernels_metal.emulator import emulated
@@ -45,7 +46,7 @@ PROMPT = prompt_of(3, 12)
 
 @cache
 def made():
-    target = changed_target("qwen3_5", None, **HEADS)
+    target = changed_target("qwen3_5", 4, **HEADS)
     target.use_kernels("on")
     return target
 
@@ -251,7 +252,7 @@ def test_sequences_side_by_side_replay_what_stays_of_their_own(target):
     "fault", ["nothing", "one row too many", "another's tape", "saved before", "not put back"]
 )
 def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
-    after, settled = tape.Rows.after, tape.settled
+    after, settled = tape.Taped.after, tape.settled
     rows, others = prompt_of(4, 5), []
 
     def stays(layers_rows, cache, path):
@@ -263,7 +264,7 @@ def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
             behind = Behind(behind.state, others[-1 - NETS]._replace(path=path))
         return [window, behind]
 
-    monkeypatch.setattr(tape.Rows, "after", stays)
+    monkeypatch.setattr(tape.Taped, "after", stays)
     if fault == "saved before":
         early = lambda state: state.state if isinstance(state, Behind) else settled(state)  # noqa: E731
         monkeypatch.setattr("dflash_mlx.verifier.recurrent.settled", early)
@@ -303,6 +304,39 @@ def test_a_net_takes_two_launches_between_its_products(target, monkeypatch):
                 "delta_inputs",
                 "gated_delta",
             ] * NETS
+
+
+def replayed_or_not(target, cache, block, tokens, path, monkeypatch, own_calls):
+    """Logits of a pass and the next, and what was kept, by replayed layers or their calls."""
+    with monkeypatch.context() as patch:
+        if own_calls:
+            patch.setattr(Segments, "begin", lambda segments, caches: None)
+        first, _ = target.forward(tokens, cache, block)
+        cache.commit(path)
+        found = [first, forward(target, cache, [7, 8])]
+        cache.commit(range(2))
+        cache.rewind(cache.length - 1)
+        states = [layer.cache for layer in cache.parts[0].parts]
+        found += [array for convolved, state in states for array in (convolved, settled(state))]
+        mx.eval(found)
+    return found
+
+
+@pytest.mark.parametrize("tree", [None, tree_of([1, 2, 3, 4], [-1, 0, 0, 2])])
+def test_a_net_that_is_replayed_gives_and_leaves_the_bits_of_its_own_call(
+    target, tree, monkeypatch
+):
+    block, tokens = (Block(4), mx.arange(4)) if tree is None else (Block.of(tree), ids_of(tree))
+    path = [0, 1] if tree is None else [0, 2, 3]
+    how = block, tokens, path, monkeypatch
+    with emulated():
+        cache = fresh(target, PROMPT)
+        replayed_or_not(target, cache.fork(), *how, own_calls=False)  # what is settled first
+        own = replayed_or_not(target, cache.fork(), *how, own_calls=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(DeltaKernels, "__call__", None)
+            ours = replayed_or_not(target, cache.fork(), *how, own_calls=False)
+    assert [mx.array_equal(*pair).item() for pair in zip(ours, own, strict=True)] == [True] * 6
 
 
 def test_heads_of_two_widths_are_left_to_mlx_lm():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +13,12 @@ import pytest
 from mlx_lm.models import dbrx, qwen3_moe, switch_layers
 from mlx_lm.tuner.lora import LoRALinear
 
+from dflash_mlx.verifier import segments
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.segments import Settled, _only_computes
+from kernels_metal.emulator import Run, emulated
 from support.decoding import ids_of
-from support.families import VOCAB_SIZE
 from support.hybrids import changed_target, fresh, some_tree
 from support.overrides import override
 from support.stand_ins import stand_ins
@@ -97,6 +97,49 @@ def test_what_is_traced_gives_the_bits_of_its_own_calls_at_every_width(family, d
     # As many rows as are sorted are too many for the product of a dense MLP that is gated
     assert len(widths) >= len(PASSES) - (family not in ("qwen3_moe", "phi3"))
     assert all(mx.array_equal(a, b) for a, b in zip(found, own, strict=True))
+
+
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_by_emulated_kernels_the_bits_and_the_launches_are_those_of_own_calls(family):
+    target = make_target(family)
+    assert len(same_launches(target)) > 2 * target.num_layers
+    assert traced(target)[-1] == target.num_layers
+
+
+def same_launches(target: Target) -> list[str]:
+    """What a pass launches, which is what it does by own calls."""
+
+    def launches(run: Run) -> tuple[mx.array, list[str]]:
+        run.counters.clear()
+        return logits(target), sorted(counter.kernel for counter in run.counters)
+
+    with emulated() as run:
+        logits(target)
+        found, ours = launches(run)
+        own, theirs = by_own_calls(target, lambda: launches(run))
+    assert mx.array_equal(found, own) and ours == theirs
+    return ours
+
+
+class Flat(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    """Its products get rows without a batch."""
+
+    def __call__(self, x):
+        return super().__call__(x[0])[None]
+
+
+def test_products_of_rows_in_another_shape_stay_with_their_kernels(monkeypatch):
+    monkeypatch.setattr(Flat.__call__, "__module__", "mlx_lm.models.qwen3_moe")
+    target = make_target()
+    target.model.layers[1].mlp.__class__ = Flat
+    same_launches(target)
+    assert traced(target)[-1] == target.num_layers - 1
+
+
+def test_products_with_a_bias_keep_it():
+    target = make_target("starcoder2")
+    same_launches(target)
+    assert target.model.layers[0].mlp.c_fc.bias.size
 
 
 def test_layers_share_a_trace_only_where_they_are_set_alike():
@@ -193,16 +236,31 @@ def test_code_that_asks_for_values_or_chance_or_is_by_others_is_not_traced():
     assert not any(map(allowed, (dbrx.SparseMoeBlock, nn.Dropout, nn.BatchNorm, DoubleSwiGLU)))
 
 
-def test_weights_of_experts_that_were_replaced_are_let_go():
-    target = make_target()
+def arrays_in(value: Any) -> int:
+    """Those that a function's closure reaches, through functions, modules and containers."""
+    if isinstance(value, mx.array):
+        return 1
+    if isinstance(value, FunctionType):
+        return sum(arrays_in(cell.cell_contents) for cell in value.__closure__ or ())
+    inside = [*value.values()] if isinstance(value, dict) else []
+    inside += [*value] if isinstance(value, list | tuple) else []
+    inside += [*vars(value).values()] if isinstance(value, nn.Module) else []
+    return sum(map(arrays_in, inside))
+
+
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_what_is_traced_holds_no_weights(family, monkeypatch):
+    functions: list[Any] = []
+    compile_it = mx.compile
+
+    def noted(function: Any, **how: Any) -> Any:
+        functions.extend([function] if function.__module__ == segments.__name__ else [])
+        return compile_it(function, **how)
+
+    monkeypatch.setattr(mx, "compile", noted)
+    target = make_target(family)
     with stand_ins():
         for _ in range(3):
             logits(target)
-        experts = target.model.layers[0].mlp.switch_mlp.up_proj
-        held = weakref.ref(experts.weight)
-        experts.weight = experts.weight ^ mx.array(1, mx.uint32)
-        assert held() is not None, "by what was settled, until the next pass"
-        for _ in range(2):
-            logits(target, mx.arange(VOCAB_SIZE - 4, VOCAB_SIZE), Block(4))
-        gc.collect()
-        assert held() is None
+    assert functions and not any(map(arrays_in, functions))
+    assert arrays_in(target.model.layers[0].mlp)
