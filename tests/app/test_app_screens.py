@@ -319,7 +319,7 @@ async def test_what_is_printed_while_loading_is_shown_as_progress(chat, app, bac
     await chat.shows("unpacking; your question waits for it")
     assert "45%" in chat.text
     backend.held.set()
-    await chat.answered()
+    await chat.until(lambda: app.listener.job is None and not app.listener.waiting)
     assert chat.shown_answer == ANSWER
     app.read_output("a warning from a library\n")
     await chat.pause()
