@@ -29,8 +29,6 @@ CLAIM = (
 )
 SPEED = "Speed"
 MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
-# Those beside the keys that the empty line of input names.
-KEYS = "Enter sends · Ctrl+J new line · Ctrl+P commands · Ctrl+Q leaves"
 
 
 class Sample(Static):
@@ -69,7 +67,6 @@ class Welcome(Asks, Vertical):
         yield Static("Try one: type its number and Enter, or click it.", id="try", markup=False)
         for number, question in enumerate(QUESTIONS, start=1):
             yield Sample(number, question)
-        yield Static(KEYS, id="keys", markup=False)
 
     def question(self, typed: str) -> str:
         """The question whose number was typed while this is shown, else what was typed."""
