@@ -75,9 +75,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall"), (28, "-roomy")]
     BINDINGS = [
         Binding("escape", "stop", "stop", tooltip="stop the answer, keeping what was said"),
-        Binding(
-            "ctrl+c", "stop_or_copy", "stop, copy what the mouse marks", show=False, priority=True
-        ),
+        Binding("ctrl+c", "stop_or_copy", "stop, copy what is marked", show=False, priority=True),
         Binding("ctrl+t,f2", "call('draft')", "who guessed", id="draft"),
         Binding("ctrl+g,f3", "call('stats')", "figures", id="stats"),
         Binding("ctrl+o", "call('copy', 'code')", "copy code", id="copy"),

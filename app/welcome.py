@@ -17,10 +17,11 @@ from dflash_chat.speeds import Earlier, SpeedLog, Timing
 from dflash_chat.terminal import assembled
 from dflash_mlx.client import DecodeConfig, Pair, amount, settle
 
+# The default model answers these right: docs/lab/2026-11-26-welcome-questions.md.
 QUESTIONS = (
-    "Write a Python function that says whether a number is prime.",
-    "Janet has 3 apples and buys 5 more. How many does she have? Explain.",
-    "Why is the sky blue?",
+    "Write a Python function that says whether two words are anagrams.",
+    "What is gravity?",
+    "Rewrite in the past tense: She walks to school and meets her friends.",
 )
 CLAIM = (
     "A small model guesses the next words (drafts), the large model checks all of them in one pass "
