@@ -281,9 +281,10 @@ async def test_a_race_ends_with_a_large_ratio_where_there_is_one(chat, app):
 
 @in_chat(size=(120, 40))
 async def test_where_two_answers_part_the_rest_of_both_is_marked(chat, app):
-    steps = [RaceStep("plain", "Rhine and \x1bMain.", 4, 0.4, True)]
+    steps = [RaceStep("plain", "Rhine and \x1bMain.", 5, 0.4, True)]
     steps += [RaceStep("drafted", "Rhine and Mosel.", 4, 0.2, True)]
     await raced(chat, app, RaceResult("Told.", False), steps)
+    assert bars(app) == [1.0, 1.0], "both are done, though one has fewer tokens"
     shown = [side.words.content for side in app.screen.query(".side")]
     marked = [content.plain[content.spans[-1].start :] for content in shown]
     assert marked == ["Main.", "Mosel."]
