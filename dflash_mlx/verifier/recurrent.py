@@ -114,11 +114,12 @@ class RecurrentLayer(ArraysCache):
             return call() if running.paths is None else self.along(running.paths, kept)
 
     def given(self, net: Net) -> list[mx.array] | None:
-        """What the kernels of a net are given of what was before; None where they left nothing."""
+        """What the kernels of a net are given of what was before; None where nothing was."""
         (convolved, state), running = self.cache, self.running
-        if running is None or not isinstance(state, Behind):
+        if running is None or state is None:
             return None
-        return net.run.given(Before(convolved, *state), running.parents)
+        behind = state if isinstance(state, Behind) else (state,)
+        return net.run.given(Before(convolved, *behind), running.parents)
 
     def follow(self, mixer: Any, products: Products, left: Sequence[mx.array]) -> None:
         """Keep what a net has left: its input, the last rows of the window, that, and of `Step`."""

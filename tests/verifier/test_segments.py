@@ -110,7 +110,7 @@ def test_replayed_layers_give_logits_and_taps_at_every_position_and_along_trees(
         called.clear()
         outputs(target, *CHAIN, 11)
     assert "norm_rope" not in called, "in traces that were made before"
-    assert called.count("gated_delta") == nets(target), "the prompt's own, behind no tape"
+    assert called.count("gated_delta") == nets(target), "the prompt's own, behind nothing"
 
 
 def test_a_sequence_beside_others_and_sliding_windows_are_replayed_too():
