@@ -31,6 +31,7 @@ from dflash_mlx.client import (
     AvailableModel,
     DFlashError,
     PairConfig,
+    Question,
     amount,
     check_given,
     method_choices,
@@ -182,10 +183,13 @@ class CommandRunner:
 
     async def _continue(self, _: str) -> None:
         self._need_idle()
-        last = self._app.conversation.turns[-1:]
-        if not last or last[0].ending not in ("stopped", "length", UNFINISHED):
+        app, talk = self._app, self._app.conversation
+        if not talk.turns or talk.turns[-1].ending not in ("stopped", "length", UNFINISHED):
             raise DFlashError("no answer was cut", "ask something, or type /retry")
-        await self._app.go_on()
+        request = Question((*talk.messages,), app.system, app.config)
+        said = talk.turns.pop().content
+        await app.transcript.show(talk.turns)
+        await app.answer(request, said)
 
     async def _edit(self, _: str) -> None:
         app, old = self._app, self._app.conversation
@@ -292,11 +296,10 @@ class CommandRunner:
         last = max((i for i, turn in enumerate(talk.turns) if turn.role != "user"), default=None)
         if last is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        question, answer, model = talk.turns[last - 1].content, talk.turns[last], talk.model
-        tokens, colours = app.draft.pieces_of(answer.content), dict(app.theme_variables)
-        draw = partial(share, name=name, title=talk.shown_title, colours=colours)
-        drawn = aside(lambda: draw(card(question, answer, tokens, model)))
-        app.hear(drawn, app.say)
+        answer, title, colours = talk.turns[last], talk.shown_title, dict(app.theme_variables)
+        tokens = app.draft.pieces_of(answer.content)
+        shown = partial(card, talk.turns[last - 1].content, answer, tokens, talk.model)
+        app.hear(aside(lambda: share(shown(), name, title, colours)), app.say)
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark
