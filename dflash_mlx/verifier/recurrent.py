@@ -4,8 +4,7 @@ MLX arrays are immutable, so a state from before a pass is kept by keeping refer
 a few rows the calls of the recurrent mixers are kept as well, with what their matrix products gave.
 Where only some rows stay, the state from before is put back and those mixers alone run again over
 these rows, without their products; their outputs are never computed, since nothing asks for them.
-Gated delta nets are not even called: see `tape.py`.
-The mixers of a tree's pass run along its paths (see `mixers.py`) and leave the states as they were.
+Gated delta nets are not called at all (`tape.py`); in trees mixers run along paths (`mixers.py`).
 """
 
 from __future__ import annotations
@@ -116,10 +115,8 @@ class RecurrentLayer(ArraysCache):
     def given(self, net: Net) -> list[mx.array] | None:
         """What the kernels of a net are given of what was before; None where nothing was."""
         (convolved, state), running = self.cache, self.running
-        if running is None or state is None:
-            return None
-        behind = state if isinstance(state, Behind) else (state,)
-        return net.run.given(Before(convolved, *behind), running.parents)
+        before = Before(convolved, *(state if isinstance(state, Behind) else (state,)))
+        return net.run.given(before, running.parents) if running and state is not None else None
 
     def follow(self, mixer: Any, products: Products, left: Sequence[mx.array]) -> None:
         """Keep what a net has left: its input, the last rows of the window, that, and of `Step`."""
