@@ -297,8 +297,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
             run = partial(self.call_later, self.call, command)
-            shown = command.name != "bench"  # it takes minutes, and is found by its name
-            yield SystemCommand(command.usage, command.help, run, shown)
+            yield SystemCommand(command.usage, command.help, run)
 
     async def call(self, command: Command, argument: str = "") -> None:
         """Run a command from a key or the palette; one that needs more goes to the input line."""

@@ -13,7 +13,7 @@ from dflash_chat.backend import Backend
 from dflash_chat.speeds import Timing
 from dflash_mlx import DFlashError, PairConfig, doctor, generate
 from dflash_mlx.benchmark import quick
-from dflash_mlx.benchmark.quick import BenchStep, comparing
+from dflash_mlx.benchmark.quick import comparing
 from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
 from dflash_mlx.core.option import Given
 from dflash_mlx.core.statistics import Statistics
@@ -249,7 +249,7 @@ def test_the_chat_gets_and_the_server_says_what_was_found(both, file, monkeypatc
     (loaded,) = backend.load(PairConfig(both["model"]))
     _, timing, *steps, said = backend.measure(False)
     assert isinstance(timing, Timing), "before drafters are compared"
-    assert {*map(type, steps)} == {BenchStep} and both["model"] in said
+    assert {*steps} == {None} and both["model"] in said
     file.unlink()
     _ = [*running._measure(loaded.pair, False)]
     assert f"{running.PROGRAM}: {said}" in capsys.readouterr().err
