@@ -276,11 +276,10 @@ class CommandRunner:
         last = max((i for i, turn in enumerate(talk.turns) if turn.role != "user"), default=None)
         if last is None:
             raise DFlashError("there is no answer yet", "ask something first")
-        question, answer, model = talk.turns[last - 1].content, talk.turns[last], talk.model
-        tokens, colours = app.draft.pieces_of(answer.content), dict(app.theme_variables)
-        draw = partial(share, name=name, title=talk.shown_title, colours=colours)
-        drawn = aside(lambda: draw(card(question, answer, tokens, model)))
-        app.hear(drawn, app.say)
+        answer, title, colours = talk.turns[last], talk.shown_title, dict(app.theme_variables)
+        tokens = app.draft.pieces_of(answer.content)
+        shown = partial(card, talk.turns[last - 1].content, answer, tokens, talk.model)
+        app.hear(aside(lambda: share(shown(), name, title, colours)), app.say)
 
     async def _theme(self, _: str) -> None:
         dark = self._app.current_theme.dark

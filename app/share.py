@@ -35,10 +35,7 @@ _WORD, _MUTED, _BOLD, _MARK = "$foreground", "$secondary", "bold $foreground", "
 
 
 def card(question: str, answer: Turn, tokens: Sequence[Segment], model: str) -> list[Content]:
-    """What a picture shows, in lines of at most WIDTH columns.
-
-    tokens: of the answer, each with its source; none where these are not known.
-    """
+    """What a picture shows, in lines of at most WIDTH columns. tokens: none where not known."""
     shown = tokens or [(split_thinking(answer.content).answer, TARGET)]
     start = max((i for i, (text, _) in enumerate(shown, 1) if "</think>" in text), default=0)
     said = [(text, style_of(source)) for text, source in shown[start:]]

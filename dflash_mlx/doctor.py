@@ -89,7 +89,7 @@ def about(cache: Path) -> list[str]:
         *_section("machine", machine),
         *_section("versions", describe_versions()),
         *_section("backend", backend),
-        "stored calibration",
+        "stored calibration (of a busy hour? --recalibrate in the chat measures again)",
         *_calibrations(cache / "timing"),
         "stored kernel choices",
         *_stored_choices(cache / "kernels"),

@@ -49,14 +49,7 @@ def convert(what: Conversion, destination: Path, settings: ConvertConfig) -> Non
     if what.download:
         what = plan(fetched(what.facts), settings)
     with staged(destination) as folder:
-        _write(what, folder)
-
-
-def _write(what: Conversion, folder: Path) -> None:
-    what.write_to(folder / MODEL)  # as mlx-lm writes into no folder that is there
-    for file in (folder / MODEL).iterdir():
-        file.rename(folder / file.name)
-    (folder / MODEL).rmdir()
+        what.write_to(folder)
 
 
 def report(what: Conversion, destination: Path) -> str:
@@ -152,25 +145,26 @@ def resolve_destination(name: str) -> Path:
 
 @contextmanager
 def staged(destination: Path) -> Iterator[Path]:
-    """A folder that takes the place of `destination` if the block ends well, or else is removed.
+    """A folder to be made that takes the place of `destination` if the block ends well.
 
-    Raises DFlashError where another conversion to it is running, or it cannot be written.
+    If not, nothing is left of it. Raises DFlashError where another conversion to `destination` is
+    running, or it cannot be written.
     """
-    folder = destination.with_name(f".{destination.name}.partial")
+    place = destination.with_name(f".{destination.name}.partial")
+    folder = place / MODEL
     try:
-        folder.mkdir(exist_ok=True)
-        with locked(folder, wait=False):
+        place.mkdir(exist_ok=True)
+        with locked(place, wait=False):
             try:
-                for left in folder.iterdir():  # by a conversion that was killed
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                if folder.exists():  # of a conversion that was killed
+                    shutil.rmtree(folder)
                 yield folder
                 for path in (*folder.rglob("*"), folder):
                     _sync(path)
                 os.rename(folder, destination)
                 _sync(destination.parent)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
     except BlockingIOError:
         what = f"{destination} is being written by another conversion"
         raise DFlashError(what, "wait until it has finished, or choose another DST") from None

@@ -244,7 +244,8 @@ def _offer(config: PairConfig, drafters: AvailableModel) -> AvailableModel:
     try:
         return _with(drafters, config, find_names(config).parts[0])
     except DFlashError as error:
-        return AvailableModel(config, problem=str(error))
+        said = f"{error.what}; {error.next_step}".replace(f" with --{MODEL}", "")
+        return AvailableModel(config, problem=said)
 
 
 def _with(others: AvailableModel, config: PairConfig, part: tuple[str, str]) -> AvailableModel:

@@ -204,7 +204,7 @@ class Source:
     def _refused(self, error: Exception) -> DFlashError:
         """What the hub's client says, in a sentence; behind its first line come links."""
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        reason = in_one_line(re.sub(r".*\(Got: (.*)\)", r"\1", said))
+        reason = in_one_line(re.sub(r".*\bGot: (.*?)\)?$", r"\1", said))
         reason = "HF_HUB_OFFLINE is set" if "'HF_HUB_OFFLINE=0'" in said else reason
         step = how_to_name(self.option)
         if isinstance(error, GatedRepoError):  # which the next one includes

@@ -87,18 +87,15 @@ def check_installed() -> None:
 def install_line(prefix: Path = Path(sys.prefix)) -> str:
     """What adds the extra `serve` to this installation: a line for uv tool, for pipx or for pip."""
     origin = json.loads(distribution("dflash-chat").read_text("direct_url.json") or "{}")
-    kind, url = origin.get("vcs_info", {}), origin.get("url", "")
+    place = origin.get("url", "")
     if origin.get("dir_info", {}).get("editable"):  # a checkout, as scripts/chat makes it
-        return shlex.join([f"{unquote(urlsplit(url).path)}/scripts/serve"])
-    place = f"{kind['vcs']}+{url}" if kind else url
-    wanted = "dflash-chat[serve]" + f" @ {place}" * bool(place)
-    if (prefix / "uv-receipt.toml").exists():
-        command = ["uv", "tool", "install", wanted]
-    elif (prefix / "pipx_metadata.json").exists():
-        command = ["pipx", "install", "--force", wanted]
-    else:
-        command = [sys.executable, "-m", "pip", "install", wanted]
-    return shlex.join(command)
+        return shlex.quote(f"{unquote(urlsplit(place).path)}/scripts/serve")
+    if "vcs_info" in origin:
+        place = f"{origin['vcs_info']['vcs']}+{place}"
+    wanted = shlex.quote("dflash-chat[serve]" + f" @ {place}" * bool(place))
+    tools = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx install --force"}
+    found = (command for file, command in tools.items() if (prefix / file).exists())
+    return f"{next(found, shlex.quote(sys.executable) + ' -m pip install')} {wanted}"
 
 
 def names(pair: PairConfig, serve: ServeConfig) -> tuple[str, ...]:

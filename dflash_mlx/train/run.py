@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,6 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
         seconds, before = float(about["seconds"]), dict(about["run"])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(f"the state {file} cannot be read ({error})", again) from None
-    before = {**_defaults(trainer), **before}  # it may be older than some of the settings
     for name, now in identity(trainer, data).items():
         if (was := before.get(name)) != now:
             raise DFlashError(f"the run in {file} has {name} {was!r}, not {now!r}", _NEXT_STEP)
@@ -172,21 +171,8 @@ def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
 def identity(trainer: Trainer, data: str) -> dict[str, Any]:
     """What two runs must share for one to continue the other, as JSON has it."""
     settings = {k: v for k, v in asdict(trainer.config).items() if k not in _FREE_TO_CHANGE}
-    return _as_json({**settings, "data": data}, asdict(trainer.trainee.config))
-
-
-def _defaults(trainer: Trainer) -> dict[str, Any]:
-    """As `identity`, of what has a default."""
-    settings, drafter = (
-        {each.name: each.default for each in fields(config) if each.default is not MISSING}
-        for config in (trainer.config, trainer.trainee.config)
-    )
-    return _as_json(settings, drafter)
-
-
-def _as_json(run: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
-    whole = run | {f"drafter's {name}": value for name, value in drafter.items()}
-    return dict(json.loads(json.dumps(whole)))
+    drafter = {f"drafter's {k}": v for k, v in asdict(trainer.trainee.config).items()}
+    return dict(json.loads(json.dumps({**settings, "data": data, **drafter})))
 
 
 def _arrays(trainer: Trainer) -> dict[str, mx.array]:

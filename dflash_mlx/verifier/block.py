@@ -73,8 +73,8 @@ class Block:
     def places(self, first: int) -> mx.array:
         """The position of each row, as `norm_rope` takes them: int32 [rows], or [8] of fewer."""
         if first not in self._places:
-            places = np.zeros(max(self.rows, 8), np.int32)
-            places[: self.rows] = self.depths + first
+            depths = range(self.before, self.before + self.rows) if self.is_run else self.depths
+            places = [*(int(depth) + first for depth in depths), *[0] * (8 - self.rows)]
             self._places[first] = mx.array(places)
         return self._places[first]
 

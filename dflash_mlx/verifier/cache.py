@@ -133,7 +133,7 @@ class LayerCache(Cache):
         """
         window = min(filter(None, (window_size, self.window)), default=None)
         if window is None or self._end - self._first + rows <= window:
-            if rows == 1 and self.block.visible.all():
+            if rows == 1 and (self.block.is_run or self.block.visible.all()):
                 return None
             if self.block.is_run and not return_array:
                 return "causal"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from dflash_chat.themes import DARK, LIGHT
 from dflash_mlx.client import DecodeConfig, DFlashError, SamplingConfig, UserConfig
 from support.app_scripts import ScriptedBackend, in_chat
 
+MANUAL = Path(__file__).parents[2] / "docs" / "chat.md"
 QWEN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
@@ -53,6 +56,16 @@ async def test_a_model_is_kept_when_it_was_really_opened(chat, app, file, tmp_pa
     await kept(chat, app)
     assert UserConfig(str(file)).values == {"max_tokens": 9, "model": "owner/name"}
     assert file.read_text().startswith("# mine\n")
+
+
+@in_chat(lambda: ScriptedBackend(waits="load"))
+async def test_the_model_that_the_chat_starts_with_is_not_kept(chat, app, backend, file):
+    file.write_text(before := 'model = "owner/mine"')
+    app.user = UserConfig(str(file))
+    backend.held.set()
+    await chat.until(lambda: app.pair and not app.listener.waiting)
+    await kept(chat, app)
+    assert file.read_text() == before, "it may have been typed for this once"
 
 
 @in_chat(size=(120, 40), decode=DecodeConfig(max_tokens=9))
@@ -130,6 +143,15 @@ async def test_keys_of_the_user_s_own_take_the_place_of_the_usual_ones(chat, app
     assert app.draft.display
     await chat.press("ctrl+n")
     await chat.shows("Settings")
+
+
+@in_chat()
+async def test_the_file_on_the_manual_s_page_is_taken(app, file):
+    (text,) = re.findall(r"```toml\n(.*?)```", MANUAL.read_text(encoding="utf-8"), re.DOTALL)
+    file.write_text(text)
+    user = UserConfig(str(file))
+    assert user.values["max_tokens"] == 2048
+    rebind(app, user.values["keys"])
 
 
 @pytest.mark.parametrize(

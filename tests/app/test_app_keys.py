@@ -23,7 +23,7 @@ async def keys(chat, *there, gone=()):
 
 
 @in_chat(lambda: gated(1), size=(120, 30))
-async def test_the_footer_tells_what_keys_do_now(chat, app, monkeypatch):
+async def test_the_footer_tells_what_keys_do_now(chat, app, backend, monkeypatch):
     monkeypatch.setattr("dflash_chat.chat_app.MAC", False)
     always = "F2/^t who guessed", "^q leave", "^p palette"
     await keys(chat, *always, gone=("stop", "send", "complete", "figures", "race", "copy"))
@@ -36,6 +36,11 @@ async def test_the_footer_tells_what_keys_do_now(chat, app, monkeypatch):
     await keys(chat, "esc stop", "F3/^g figures", *always, gone=("send", "race"))
     await chat.goes_on()
     await keys(chat, "F4/^r race", "^o copy code", *always, gone=("stop",))
+    backend.hold(0)
+    await chat.say("/retry")
+    await keys(chat, "esc stop", gone=("race",))
+    await chat.goes_on()
+    await keys(chat, "F4/^r race", gone=("stop",))
     await chat.press("f2", "tab")
     await keys(chat, "←→ other rounds", "esc back to the question", gone=("send",))
     await chat.press("escape", "h")
@@ -134,6 +139,7 @@ async def test_the_tree_has_the_room_of_a_small_screen_and_the_prose_what_is_lef
     await chat.reaches(4)
     await chat.until(lambda: not app.listener.dirty)
     assert "more lines" not in chat.text and "then" in chat.text
+    assert "One pass" not in chat.text, "not the half of it either"
     assert re.search(r"Round \d of \d", chat.text)
     await chat.goes_on()
     await chat.shows("One pass of the large model")

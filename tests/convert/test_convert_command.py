@@ -87,10 +87,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
     },
     "a pickle": ("x.bin", write("x.bin", b"PK"), "x.bin is not read"),
     "a shard": ("x.safetensors", write("x.safetensors", b"{}"), "x.safetensors is a .* folder"),
-    "a GGUF file": ("x.gguf", write("x.gguf", b"GGUF"), "x.gguf .*--model reads GGUF files"),
+    "a GGUF file": ("x.gguf", write("x.gguf", b"GGUF"), "x.gguf .* reads GGUF files as they are"),
     "a text": ("x.txt", write("x.txt", b"GGUF"), "x.txt is a file; give a Hugging Face id"),
     "empty": ("x", lambda: Path("x").mkdir(), "x has no config.json; give a Hugging Face id"),
-    "GGUF files": ("x", make_gguf_folder, r"no config.json; --model reads GGUF files"),
+    "GGUF files": ("x", make_gguf_folder, "no config.json; .* reads GGUF files as they are"),
     **{
         options: (options, lambda: None, value)
         for options, value in (
@@ -191,6 +191,7 @@ def test_a_conversion_to_where_another_one_writes_is_refused_and_leaves_that_alo
     for other in others:
         other.mkdir()
     with staged(destination) as first:
+        first.mkdir()
         (first / "winner").touch()
         with pytest.raises(DFlashError, match="dst is being written"), staged(destination):
             pass
@@ -236,13 +237,13 @@ def test_a_disk_that_is_too_small_is_refused_with_both_values(given, tmp_path, m
 def test_a_source_that_is_cut_off_meanwhile_is_named(given, tmp_path, monkeypatch, part):
     given[0] = str(tmp_path / part)
     file = tmp_path / part / "model.safetensors"
-    write = plan._write
+    write_to = conversion.Conversion.write_to
 
     def cut_first(*arguments):
         os.truncate(file, 20_000)
-        write(*arguments)
+        write_to(*arguments)
 
-    monkeypatch.setattr(plan, "_write", cut_first)
+    monkeypatch.setattr(conversion.Conversion, "write_to", cut_first)
     with pytest.raises(DFlashError, match=str(tmp_path / part)):
         main(given)
     assert nothing_is_left(tmp_path)

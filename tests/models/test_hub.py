@@ -101,6 +101,7 @@ def test_a_name_that_cannot_be_had_is_one_sentence(model, hub, monkeypatch, opti
     ("said", "reason"),
     [
         ("gone (Got: ConnectError: [Errno -2] Name or service not known)", "Name or service not k"),
+        ("Got: ConnectError: no route", "no route"),
         ("no snapshot. To go online, set 'HF_HUB_OFFLINE=0' as variable.", "HF_HUB_OFFLINE is set"),
     ],
 )

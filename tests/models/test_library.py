@@ -187,7 +187,8 @@ def test_each_size_of_mac_has_a_recommended_model_that_fits(memory, name, tmp_pa
     assert best is not None and best.short == name and best.fits(installed)
     here, fits, large = groups.values()
     assert sorted([*here, *fits, *large], key=models.index) == models
-    assert fits[0] is best and all(each.needs > best.needs for each in large)
+    assert fits[0] is best
+    assert max(each.needs for each in fits) <= installed * 2 / 3 < min(each.needs for each in large)
     assert grouped(models, installed, 1e9)[1] is None, "all would be slower than one reads"
 
 

@@ -307,7 +307,7 @@ def test_a_net_takes_two_launches_between_its_products(target, monkeypatch):
 
 
 def replayed_or_not(target, cache, block, tokens, path, monkeypatch, own_calls):
-    """Logits of a pass and the next, and what was kept, by replayed layers or their calls."""
+    """Logits of a pass and of the next one, and what is kept, by replayed layers or own calls."""
     with monkeypatch.context() as patch:
         if own_calls:
             patch.setattr(Segments, "begin", lambda segments, caches: None)

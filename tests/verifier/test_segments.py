@@ -23,7 +23,7 @@ from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.segments import Settled
 from dflash_mlx.verifier.sequence import Rows
 from kernels_metal import factory, gpu
-from support.decoding import ids_of
+from support.decoding import ids_of, tree_of
 from support.families import VOCAB_SIZE
 from support.hybrids import changed_target, fresh, some_tree
 from support.overrides import override
@@ -182,14 +182,15 @@ def test_a_net_whose_trace_holds_what_it_was_first_given_would_be_found(place, m
 
         def frozen(arrays: Any, before: Any, *given: Any) -> Any:
             if isinstance(before, list) and len(before) == 7 and place is not None:
-                old = first.setdefault(tuple(each.shape for each in before), before[place])
+                old = first.setdefault(before[place].shape, before[place])
                 before = [*before[:place], old, *before[place + 1 :]]
             return run(arrays, before, *given)
 
         return frozen
 
-    target, rows = make_target("qwen3_5"), len(TREE)
-    calls = [(7, (mx.arange(rows), Block(rows))), (5, PASSES[-1])]
+    target = make_target("qwen3_5")
+    trees = [tree_of([1, 2, 3, 4], parents) for parents in ([-1, 0, 0, 1], [-1, 0, 0, 2])]
+    calls = [(i, (ids_of(tree), Block.of(tree))) for i, tree in zip((7, 5), trees, strict=True)]
     stock = [of_another_length(target, *call) for call in calls]
     target.use_kernels("on")
     with stand_ins():
