@@ -20,7 +20,7 @@ from textual.widgets import Footer, Static
 from dflash_chat.aside import Asks
 from dflash_chat.backend import Backend
 from dflash_chat.clipboard import copied
-from dflash_chat.commands import COMMANDS, Call, Command, parse
+from dflash_chat.commands import COMMANDS, Call, parse
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.draft_panel import DraftPanel
 from dflash_chat.fields import as_typed
@@ -56,7 +56,6 @@ from dflash_mlx.client import (
 )
 
 MAC = sys.platform == "darwin"
-_COPIES = "stop, or copy what the mouse selected; Fn or Option selects as the terminal does"
 _NUMBERS = {"ctrl+t": "F2", "ctrl+g": "F3", "ctrl+r": "F4"}
 REFRESH = 1 / 20  # seconds between looks at whether something is to be drawn
 _LEAVE = 3.0  # seconds that a running pass may take to end when the user leaves
@@ -74,10 +73,9 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     CSS_PATH = "chat.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide"), (150, "-huge")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-tall"), (28, "-roomy")]
-    ENABLE_COMMAND_PALETTE = True
     BINDINGS = [
         Binding("escape", "stop", "stop", tooltip="stop the answer, keeping what was said"),
-        Binding("ctrl+c", "stop_or_copy", _COPIES, show=False, priority=True),
+        Binding("ctrl+c", "stop_or_copy", "stop, copy what is marked", show=False, priority=True),
         Binding("ctrl+t,f2", "call('draft')", "who guessed", id="draft"),
         Binding("ctrl+g,f3", "call('stats')", "figures", id="stats"),
         Binding("ctrl+o", "call('copy', 'code')", "copy code", id="copy"),
@@ -191,16 +189,10 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         check_prompt(text, self.system, raw=False)
         self.prompt.questions.add(self.prompt.pastes.shorten(text))
         self.conversation.turns.append(Turn("user", text))
-        await self._answer(self.request())
+        await self.answer(self.request())
 
-    async def go_on(self) -> None:
-        """Let the model write on where its last answer ends."""
-        request = Question((*self.conversation.messages,), self.system, self.config)
-        said = self.conversation.turns.pop().content
-        await self.transcript.show(self.conversation.turns)
-        await self._answer(request, said)
-
-    async def _answer(self, request: Question, said: str = "") -> None:
+    async def answer(self, request: Question, said: str = "") -> None:
+        """Let the model answer, or write on where an answer of which so much was said ends."""
         self.status.clear()
         self.draft.begin(said)
         await self.transcript.begin(said)
@@ -209,11 +201,11 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
 
     def request(self, extra: str | None = None) -> Question:
         """The conversation so far as a request. extra: a question behind it."""
-        messages = list(self.conversation.messages)
+        messages = [*self.conversation.messages]
+        if extra:
+            messages.append({"role": "user", "content": extra})
         while messages and messages[-1]["role"] != "user":
             messages.pop()
-        if extra:
-            messages = [*self.conversation.messages, {"role": "user", "content": extra}]
         if not messages:
             raise DFlashError("nothing has been asked yet", "ask something, or type /race question")
         return Question(tuple(messages), self.system, self.config)
@@ -240,16 +232,14 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """What Textual asks before it runs an action or names its key below."""
-        match parameters[0] if action == "call" else action:
-            case "stop":
-                return self.listener.job is not None
-            case "stats":
-                return self.status.figures is not None
-            case "race":
-                return self.listener.job is None and bool(self.conversation.turns)
-            case "copy":
-                return "```" in (self.conversation.last_answer or "")
-        return True
+        idle, talk = self.listener.job is None, self.conversation.turns
+        needs = {
+            "stop": not idle,
+            "stats": self.status.figures is not None,
+            "race": idle and bool(talk),
+            "copy": any("```" in turn.content for turn in talk[-2:] if turn.role != "user"),
+        }
+        return needs.get(str(parameters[0] if action == "call" else action), True)
 
     async def action_stop(self) -> None:
         await self.listener.stop()
@@ -272,9 +262,6 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         else:
             self.notify("Ctrl+Q or /quit leaves.")
 
-    async def action_call(self, name: str, argument: str = "") -> None:
-        await self.call(next(each for each in COMMANDS if each.name == name), argument)
-
     def action_page(self, way: str) -> None:
         getattr(self.transcript, f"scroll_page_{way}")(animate=False)
 
@@ -296,11 +283,12 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
-            run = partial(self.call_later, self.call, command)
+            run = partial(self.call_later, self.action_call, command.name)
             yield SystemCommand(command.usage, command.help, run)
 
-    async def call(self, command: Command, argument: str = "") -> None:
+    async def action_call(self, name: str, argument: str = "") -> None:
         """Run a command from a key or the palette; one that needs more goes to the input line."""
+        command = next(each for each in COMMANDS if each.name == name)
         if command.needs_argument:
             self.prompt.put(f"/{command.name} ")
             return

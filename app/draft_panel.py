@@ -54,7 +54,7 @@ class Origins:
         self._tokenizer = tokenizer
         self._detokenizer: Any = None
         self._unread: deque[tuple[int, str]] = deque(maxlen=KNOWN)
-        self._pieces: deque[Segment] = deque([(said, LINES)][: bool(said)], maxlen=KNOWN)
+        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
         """One more round."""
@@ -157,8 +157,9 @@ class DraftPanel(Vertical, can_focus=True):
 
     def pieces_of(self, text: str) -> list[Segment]:
         """The tokens of an answer with their sources, none where not all are known."""
-        known = self._answers[text].pieces() if text in self._answers else [("", LINES)]
-        return [] if known[0][0] or len(known) == KNOWN else known[1:]
+        known = self._answers[text].pieces() if text in self._answers else []
+        lost = len(known) == KNOWN or any(source == LINES for _, source in known)
+        return [] if lost else known
 
     def draw(self) -> None:
         """Bring the panel up to date."""

@@ -29,6 +29,7 @@ from dflash_mlx.client import (
     AvailableModel,
     DFlashError,
     PairConfig,
+    Question,
     amount,
     check_given,
     method_choices,
@@ -166,10 +167,13 @@ class CommandRunner:
 
     async def _continue(self, _: str) -> None:
         self._need_idle()
-        last = self._app.conversation.turns[-1:]
-        if not last or last[0].ending not in ("stopped", "length", UNFINISHED):
+        app, talk = self._app, self._app.conversation
+        if not talk.turns or talk.turns[-1].ending not in ("stopped", "length", UNFINISHED):
             raise DFlashError("no answer was cut", "ask something, or type /retry")
-        await self._app.go_on()
+        request = Question((*talk.messages,), app.system, app.config)
+        said = talk.turns.pop().content
+        await app.transcript.show(talk.turns)
+        await app.answer(request, said)
 
     async def _edit(self, _: str) -> None:
         app, old = self._app, self._app.conversation

@@ -86,13 +86,6 @@ class Store:
         except OSError as error:
             raise self._problem("write to", error) from None
 
-    def holds(self, conversation: Conversation) -> bool:
-        """Whether `conversation` is on disk."""
-        try:
-            return self.file_of(conversation).exists()
-        except OSError:
-            return False
-
     def open(self, file: Path) -> Opened:
         """Read a conversation as far as it is whole; what is damaged is set aside unchanged."""
         opened = self.read(file)

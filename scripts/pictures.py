@@ -233,7 +233,7 @@ def main() -> None:
     """Take all of them."""
     parser = argparse.ArgumentParser(description="Take the pictures of the documentation.")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs")
-    parser.add_argument("--tokens", type=int, default=230, help="of an answer (default: 230)")
+    parser.add_argument("--tokens", type=int, default=110, help="of an answer (default: 110)")
     parser.add_argument("--anyway", action="store_true", help="also on a busy machine")
     arguments = parser.parse_args()
     busy = os.getloadavg()[0]

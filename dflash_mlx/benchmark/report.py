@@ -13,9 +13,9 @@ from typing import Any
 from dflash_mlx.benchmark.measure import TERMS, MethodStats, RoundSize, Run, groups
 from dflash_mlx.benchmark.selection import BenchmarkPrompt, describe_lengths
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
-from dflash_mlx.core.errors import DFlashError, in_one_line
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.text import markdown, parse_json
+from dflash_mlx.core.text import markdown, read_json_file
 from dflash_mlx.core.tree import NearTies
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Pair
@@ -96,12 +96,7 @@ def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:
 
 def read_report(file: Path) -> Report:
     """A report to continue; DFlashError for anything else."""
-    try:
-        found: Report = parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DFlashError(f"there is no report {file} to continue", _ANEW) from None
-    except (OSError, ValueError) as error:
-        raise DFlashError(f"{file} cannot be read ({in_one_line(error)})", _ANEW) from None
+    found: Report = read_json_file(file, _ANEW)
     told = found.get("settings") if isinstance(found, dict) and FINISHED in found else None
     if not isinstance(told, dict) or not isinstance(told.get("sampling"), dict):
         raise DFlashError(f"{file} is not the report of a benchmark that can be resumed", _ANEW)

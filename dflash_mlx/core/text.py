@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
+
+from dflash_mlx.core.errors import DFlashError
 
 
 def amount(count: float) -> str:
@@ -40,3 +43,14 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"see line {error.lineno}, column {error.colno}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_json_file(file: Path, next_step: str) -> Any:
+    """What a file of JSON holds; DFlashError with this next step where it holds something else."""
+    try:
+        return parse_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"{file} cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        what = f"{file} is not JSON ({error})"
+    raise DFlashError(what, next_step)

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.text import parse_json
+from dflash_mlx.core.text import read_json_file
 
 Message = dict[str, str]
 Conversation = str | Sequence[Message]
@@ -70,14 +70,7 @@ def prompt_tokens(
 
 def read_messages(file: Path) -> list[Message]:
     """The conversation in a JSON file; DFlashError when it is missing or of another shape."""
-    try:
-        messages = parse_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise DFlashError(f"{file} cannot be read ({reason})", f"give {_SHAPE}") from None
-    except ValueError as error:
-        raise DFlashError(f"{file} is not JSON ({error})", f"give {_SHAPE}") from None
-    return check_messages(messages, str(file))
+    return check_messages(read_json_file(file, f"give {_SHAPE}"), str(file))
 
 
 def check_messages(messages: Any, source: str) -> list[Message]:

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.text import parse_json
+from dflash_mlx.core.text import read_json_file
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence
@@ -248,12 +248,7 @@ class TurnTemplate:
 def read_openings(file: Path) -> tuple[str, ...]:
     """The openings in a JSON file; DFlashError when it is missing or holds something else."""
     shape = 'give a JSON list of texts like ["Explain", "Write a story about"]'
-    try:
-        openings = parse_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
-    except ValueError as error:
-        raise DFlashError(f"{file} is not JSON ({error})", shape) from None
+    openings = read_json_file(file, shape)
     are_texts = isinstance(openings, list) and all(isinstance(text, str) for text in openings)
     if not (openings and are_texts):
         raise DFlashError(f"{file} holds {reprlib.repr(openings)}", shape)

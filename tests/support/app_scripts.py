@@ -285,7 +285,8 @@ class Chat(Pilot):
     def saved(self):
         """The turns of the conversation on screen, as they are on disk."""
         store, talk = Store(self.app.store.folder), self.app.conversation
-        return store.read(store.file_of(talk)).conversation.turns if store.holds(talk) else []
+        file = store.file_of(talk)
+        return store.read(file).conversation.turns if file.exists() else []
 
     @property
     def shown_answer(self):

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
-from dflash_mlx.core.errors import DFlashError, in_one_line
-from dflash_mlx.core.text import parse_json
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.text import read_json_file
 from dflash_mlx.drafters.networks.fields import (
     Fields,
     flag,
@@ -253,13 +253,9 @@ def stored_config(network: nn.Module, raw: dict[str, Any]) -> dict[str, Any]:
 
 def read_json(folder: Path) -> Any:
     """The config.json of a folder; DFlashError where it cannot be read."""
-    file = folder / "config.json"
-    try:
-        return parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DFlashError(f"{folder} has no config.json", "give a drafter folder") from None
-    except (ValueError, OSError) as error:
-        raise DFlashError(f"{file} cannot be read ({in_one_line(error)})", DOWNLOAD_AGAIN) from None
+    if not (file := folder / "config.json").exists():
+        raise DFlashError(f"{folder} has no config.json", "give a drafter folder")
+    return read_json_file(file, DOWNLOAD_AGAIN)
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
