@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from dflash_chat.bench import BenchRequest, run_bench
 from dflash_chat.speeds import Timing
 from dflash_mlx.client import (
     DFlashError,
@@ -84,10 +83,6 @@ class Backend:
     def race(self, request: Question) -> Events:
         """Decode plainly and with drafts: RaceSteps, then a RaceResult."""
         yield from race(self._loaded().pair, request)
-
-    def bench(self, asked: BenchRequest) -> Events:
-        """Answer a dozen prompts with every method: BenchSteps, then a BenchResult."""
-        yield from run_bench(self._loaded().pair, asked)
 
     def forget(self) -> Events:
         """Keep nothing that was read of any conversation, in memory or on the disk."""

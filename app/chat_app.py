@@ -282,8 +282,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
             run = partial(self.call_later, self.action_call, command.name)
-            shown = command.name != "bench"  # it takes minutes, and is found by its name
-            yield SystemCommand(command.usage, command.help, run, shown)
+            yield SystemCommand(command.usage, command.help, run)
 
     async def action_call(self, name: str, argument: str = "") -> None:
         """Run a command from a key or the palette; one that needs more goes to the input line."""

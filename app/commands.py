@@ -35,7 +35,6 @@ COMMANDS = (
     Command("system", "[text]", "the system prompt; - removes it"),
     Command("settings", "", "all settings of decoding and sampling"),
     Command("race", "[question]", "decode plainly and with drafts, side by side"),
-    Command("bench", "[methods]", "a dozen prompts with every method: which is fastest here"),
     Command("draft", "", "show who guessed each token, or hide it"),
     Command("stats", "", "all figures of the last answer"),
     Command("retry", "", "answer the last question again; the old answer stays in /open"),

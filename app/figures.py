@@ -74,13 +74,6 @@ def bar(share: float) -> str:
     return BARS[level]
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars between 0 and the largest of them."""
-    last = values[-width:] if width > 0 else ()
-    peak = max(last, default=0) or 1
-    return "".join(bar(value / peak) for value in last)
-
-
 def fit(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
     """As many of `parts` as fit in `width`, the first ones first; never more than `width`."""
     line = ""
@@ -169,7 +162,9 @@ def speed_line(speeds: Sequence[float]) -> str:
     """Speed over the answer as bars, with its scale; "" before there is any."""
     if not speeds:
         return ""
-    return f"speed {sparkline(speeds, len(speeds))} up to {speed(max(speeds))} tok/s"
+    most = max(speeds)
+    shown = "".join(bar(value / (most or 1)) for value in speeds)
+    return f"speed {shown} up to {speed(most)} tok/s"
 
 
 def position_parts(figures: Figures) -> list[str]:

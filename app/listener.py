@@ -39,14 +39,13 @@ SAVE_EVERY = 1.0  # seconds after which what was said of an answer is saved agai
 class Listener:
     """Hears the worker for an app, and draws what it said at a pace of its own.
 
-    job: the answer that is being written. comparison: the one on screen. waiting: jobs that print
-    their progress. dirty: whether something was heard that is not on screen yet.
+    job: the answer that is being written. waiting: jobs that print their progress. dirty: whether
+    something was heard that is not on screen yet.
     """
 
     def __init__(self, app: ChatApp) -> None:
         self._app = app
         self.job: Job | None = None
-        self.comparison: Comparison | None = None
         self.waiting: set[Job] = set()
         self.dirty = False
         self._loads: dict[Job, PairConfig] = {}
@@ -55,6 +54,11 @@ class Listener:
         self._said: list[str] = []  # its text, by rounds
         self._saved, self._saved_at = 0, 0.0  # characters of it on disk, and since when
         self._pace = Pace()
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The race on screen, None without one."""
+        return next((s for s in self._app.screen_stack if isinstance(s, Comparison)), None)
 
     def expect(self, config: PairConfig, job: Job) -> None:
         """A pair is being loaded."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from textual.binding import Binding
 
 from dflash_chat.aside import aside
-from dflash_chat.bench import BenchRequest
-from dflash_chat.bench_screen import BenchScreen
 from dflash_chat.commands import COMMANDS, Call
 from dflash_chat.conversation import LONGEST_TITLE, UNFINISHED, Conversation, code_blocks
 from dflash_chat.download_screen import DownloadScreen
@@ -22,7 +20,7 @@ from dflash_chat.open_screen import OpenScreen
 from dflash_chat.picker_screen import PickerScreen, first_offer
 from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
-from dflash_chat.screens import Comparison, RowsScreen, confirm, when_given
+from dflash_chat.screens import RowsScreen, confirm, when_given
 from dflash_chat.settings_screen import SettingsScreen, changes
 from dflash_chat.share import card, share
 from dflash_chat.store import Opened, export
@@ -147,28 +145,14 @@ class CommandRunner:
 
     async def _race(self, text: str) -> None:
         app = self._app
-        self._need_no_comparison()
+        self._need_idle()
+        if app.listener.comparison is not None:  # the palette opens over a race, too
+            raise DFlashError("a race is being run", "leave it with Esc first")
         request = app.request(text or None)
         job = app.worker.run(lambda job: app.backend.race(request))
         earlier = None if text else app.status.figures
         expected = earlier["generated_tokens"] if earlier else request.config.max_tokens
-        self._compare(RaceScreen(job, expected))
-
-    async def _bench(self, methods: str) -> None:
-        app = self._app
-        self._need_no_comparison()
-        names = tuple(name.strip() for name in methods.split(",") if name.strip())
-        folder = app.store.folder / "benchmarks"
-        asked = BenchRequest(app.pair_config, app.config.sampling, names, folder)
-        job = app.worker.run(lambda job: app.backend.bench(asked))
-        self._compare(BenchScreen(job, app.pair))
-
-    def _compare(self, screen: Comparison) -> None:
-        def left(_: None) -> None:
-            self._app.listener.comparison = None
-
-        self._app.listener.comparison = screen
-        self._app.push_screen(screen, left)
+        app.push_screen(RaceScreen(job, expected))
 
     async def _draft(self, _: str) -> None:
         panel = self._app.draft
@@ -339,9 +323,3 @@ class CommandRunner:
     def _need_idle(self) -> None:
         if self._app.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
-
-    def _need_no_comparison(self) -> None:
-        """The palette opens over a race or a benchmark, too."""
-        self._need_idle()
-        if self._app.listener.comparison is not None:
-            raise DFlashError("a comparison is being run", "leave it with Esc first")

@@ -1,16 +1,6 @@
 """What the chat needs of this package besides its public names; no promise to anybody else."""
 
-from dflash_mlx.benchmark.quick import (
-    RACE_SIDES,
-    BenchStep,
-    RaceResult,
-    RaceStep,
-    bench,
-    comparing,
-    race,
-    save_bench,
-    what_pays,
-)
+from dflash_mlx.benchmark.quick import RACE_SIDES, RaceResult, RaceStep, comparing, race
 from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
 from dflash_mlx.core.config import (
     AUTO,

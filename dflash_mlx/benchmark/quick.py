@@ -1,22 +1,20 @@
-"""A dozen prompts with every method or family of draft models, and a race on one question."""
+"""A dozen prompts with the draft models of every family, and a race on one question."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from pathlib import Path
 
 import mlx.core as mx
 
 from dflash_mlx.benchmark.measure import MethodStats, Run, run_all, summarise
-from dflash_mlx.benchmark.report import Report, describe, save, settings
+from dflash_mlx.benchmark.report import Report
 from dflash_mlx.benchmark.selection import questions, read_methods, settle_all
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.methods import draws_drafts, find_method, serving, settle
+from dflash_mlx.drafters.methods import draws_drafts, find_method, settle
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.exact import Difference, first_difference
 from dflash_mlx.engine.pair import Capabilities, Pair, Speeds
@@ -36,47 +34,23 @@ SLICE = 1.0  # seconds that one side of a race runs before the other may
 COMPARED = 20  # tokens of each side of a race, for its speeds to be compared
 
 
-@dataclass(frozen=True)
-class BenchStep:
-    """How far a short benchmark is."""
-
-    answers: int  # written so far
-    of: int  # in all
-    prompts: int = 0  # finished by all methods
-    report: Report = field(default_factory=dict)  # over those prompts, {} before the first
-    prompt: str = ""  # the one that is being answered
-
-
-def bench(
-    pair: Pair, config: PairConfig, sampling: SamplingConfig, methods: Sequence[str] = ()
-) -> Generator[BenchStep, None, None]:
+def bench(pair: Pair, methods: Sequence[str]) -> Generator[None, None, Report]:
     """Answer the dozen prompts with plain decoding and with `methods`, which take turns.
 
-    methods: by default all that the pair serves. Raises DFlashError for those that it does not.
-    Yields after each pass, so that others can have the machine in between.
+    Yields after each pass, so that others can have the machine in between. Raises DFlashError for
+    a method that the pair does not serve.
     """
-    base = DecodeConfig(max_tokens=TOKENS, sampling=sampling.with_seed())
-    named = read_methods(",".join(methods or serving(pair.capabilities)), base)
+    named = read_methods(",".join(methods), DecodeConfig(max_tokens=TOKENS))
     settled = settle_all(named, pair.capabilities)
-    rows = read_prompts(PROMPTS)
-    texts = [*(row["messages"][-1]["content"] for row in rows), ""]
-    asked = questions(pair.tokenizer, rows, (), (), pair.template)
-    report = describe(pair, config)
-    given = {"prompts_file": PROMPTS.name, "limit": None}
-    report["settings"] = given | settings(asked, settled, base.sampling)
-    step, runs = BenchStep(0, len(asked) * len(settled), prompt=texts[0]), list[Run]()
+    asked = questions(pair.tokenizer, read_prompts(PROMPTS), (), (), pair.template)
+    runs = list[Run]()
     for some in run_all(pair, asked, settled):
-        runs += some or []
-        if some:
-            told = report | summarise(runs)
-            done = step.prompts + 1
-            step = replace(step, prompts=done, report=told, prompt=texts[done])
-        elif some is not None:
-            step = replace(step, answers=step.answers + 1)
-        yield step
+        runs += some or ()
+        yield
+    return summarise(runs)
 
 
-def comparing(pair: Pair, again: bool = False) -> Generator[BenchStep | str, None, None]:
+def comparing(pair: Pair, again: bool = False) -> Generator[str | None, None, None]:
     """`bench` with the draft models of every family on the disk, once, or again; then they go.
 
     Last comes a sentence on what will draft. Nothing where they do not all fit here.
@@ -85,10 +59,8 @@ def comparing(pair: Pair, again: bool = False) -> Generator[BenchStep | str, Non
         return
     if (whole := (yield from _with_all(pair, pair.speeds))) is None:
         return
-    methods, report = [_usual(whole, family) for family, _ in pair.speeds.drafters], Report()
-    for step in bench(whole, PairConfig(), SamplingConfig(), methods):
-        report = step.report
-        yield step
+    methods = [_usual(whole, family) for family, _ in pair.speeds.drafters]
+    report = yield from bench(whole, methods)
     yield pair.speeds.keep([report["methods"][method]["speedup"] for method in methods])
 
 
@@ -99,7 +71,7 @@ def _usual(pair: Pair, family: str) -> str:
     return settle(DecodeConfig(), alone).method
 
 
-def _with_all(pair: Pair, speeds: Speeds) -> Generator[BenchStep, None, Pair | None]:
+def _with_all(pair: Pair, speeds: Speeds) -> Generator[None, None, Pair | None]:
     """The pair without experience, with all these draft models, loaded one at a step.
 
     None where one does not fit it, or would take more than half of the memory that is left.
@@ -114,7 +86,7 @@ def _with_all(pair: Pair, speeds: Speeds) -> Generator[BenchStep, None, Pair | N
             if not (found := pair.further(family) if fits else []):
                 return None
             models += found
-            yield BenchStep(0, 1)
+            yield
     except DFlashError:
         return None
     return replace(pair, drafters=tuple(models), learned={})
@@ -139,22 +111,6 @@ def what_pays(report: Report, capabilities: Capabilities) -> str:
         f"({figures['tokens_per_second']:.1f} against {plain:.1f} tokens a second), most for "
         f"{most} ({kinds[most]:.2f}), least for {least} ({kinds[least]:.2f})"
     )
-
-
-def save_bench(report: Report, folder: Path, prompts: int) -> Path:
-    """Write a report into a new file in `folder`.
-
-    prompts: that are finished. Raises DFlashError where nothing can be written.
-    """
-    file = folder / f"bench-{datetime.now():%Y-%m-%d-%H%M%S}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"{folder} cannot be made ({error.strerror or error})"
-        raise DFlashError(what, "make the folder above it writable") from None
-    whole = prompts == report["settings"]["prompts"]
-    save(file, {**report, "finished_prompts": prompts}, None if whole else ())
-    return file
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
         description="Serve a model to programs that speak OpenAI's or Anthropic's API. Requests "
         "may ask for other sampling and lengths than the options say.",
     )
-    result.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     cli.add_options(result, FaceConfig, without=("system", "theme"))
     cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
     return result

@@ -8,6 +8,7 @@ import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.text import counted
 from dflash_mlx.engine.delta import Delta
 
 _FIRST = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds to the first token
@@ -26,6 +27,7 @@ class Metrics:
 
     def __init__(self) -> None:
         own = self._registry = CollectorRegistry()
+        self._before = 0.0  # tokens at the last line
         self._counters = {
             name: Counter(f"dflash_{name}", what, registry=own)
             for name, (what, _) in _COUNTERS.items()
@@ -67,6 +69,23 @@ class Metrics:
     def ended(self, how: str) -> None:
         """Count an answer that has no last delta: "gone" with its client, or "failed"."""
         self._answers.labels(how).inc()
+
+    def line(self, seconds: float) -> str:
+        """What it is doing, in a line, "" for nothing. seconds: since the last call."""
+        now = self._sum("tokens_total")
+        new, self._before = now - self._before, now
+        decoding, waiting = int(self._sum("decoding")), int(self._sum("waiting"))
+        if not (new or decoding or waiting):
+            return ""
+        told = [f"{counted(decoding, 'answer')} in the making, {waiting} waiting"]
+        told += [f"{new / seconds:.1f} tokens per second"]
+        if rounds := self._sum("rounds_total"):  # of answers that are over
+            told += [f"{1 + self._sum('accepted_total') / rounds:.2f} tokens per round so far"]
+        return " · ".join([*told, f"{counted(int(self._sum('answers_total')), 'answer')} done"])
+
+    def _sum(self, name: str) -> float:
+        samples = (each for metric in self._registry.collect() for each in metric.samples)
+        return sum(each.value for each in samples if each.name == f"dflash_{name}")
 
     def page(self, cache_bytes: int) -> bytes:
         """The text that Prometheus reads."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,6 +31,7 @@ from dflash_mlx.session.session import prefix_cache
 from dflash_mlx.system.machine import free_memory
 
 PROGRAM = "dflash-serve"
+_PAUSE = 2.0  # seconds between lines of --watch
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 Ends = asyncio.Queue[bool]  # asks a server to end; if asked again, and True, it ends at once
@@ -91,12 +90,21 @@ def memory_for(config: ServeConfig) -> int:
 
 async def _until_signal(service: Service, place: socket.socket, told: str) -> None:
     ends: Ends = asyncio.Queue()
-    if service.config.watched:
-        _watch(sys.stdin.fileno(), ends)
     with _signals(ends):
         place.listen(2048)  # the backlog that uvicorn has
         cli.say(told)
+        watching = asyncio.ensure_future(_watch(service)) if service.config.watch else None
         await serve(service, place, ends)
+        if watching is not None:
+            watching.cancel()
+
+
+async def _watch(service: Service) -> None:
+    """Tell what it is doing, while it does anything."""
+    while True:
+        await asyncio.sleep(_PAUSE)
+        if told := service.queue.metrics.line(_PAUSE):
+            cli.say(told)
 
 
 async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
@@ -168,18 +176,6 @@ def _signals(ends: Ends) -> Iterator[None]:
         for each in kinds:
             loop.remove_signal_handler(each)
             signal.signal(each, before[each])
-
-
-def _watch(place: int, ends: Ends) -> None:
-    """Where whoever holds the other end of a pipe is gone, that asks to end, too."""
-    loop = asyncio.get_running_loop()
-
-    def read() -> None:
-        if not os.read(place, 4096):
-            loop.remove_reader(place)
-            ends.put_nowait(False)
-
-    loop.add_reader(place, read)
 
 
 class Faults:

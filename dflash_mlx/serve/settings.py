@@ -63,8 +63,9 @@ class ServeConfig:
     grace: float = option(
         30.0, "seconds that running answers may take to finish after Ctrl+C or SIGTERM", least=0
     )
-    # Whether it ends with its standard input, which a view holds that must not outlive it.
-    watched: bool = False
+    watch: bool = option(
+        False, "tell every few seconds what it is doing, if anything", action="store_true"
+    )
 
     def __post_init__(self) -> None:
         check_values(self)

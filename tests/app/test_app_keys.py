@@ -1,14 +1,12 @@
-"""The footer, which follows the moment; /continue; the draft view and /bench where they changed."""
+"""The footer, which follows the moment; /continue; the draft view where it changed."""
 
 import re
 
 import pytest
 from textual.binding import Binding
-from textual.widgets import OptionList
 
 from dflash_chat.conversation import Conversation, Turn
 from dflash_chat.store import Store
-from dflash_mlx.client import BenchStep
 from support.app_scripts import ANSWER, ScriptedBackend, gated, in_chat
 
 COUNTED = "one two three four five six seven eight nine ten eleven twelve"
@@ -145,23 +143,6 @@ async def test_the_tree_has_the_room_of_a_small_screen_and_the_prose_what_is_lef
     assert re.search(r"Round \d of \d", chat.text)
     await chat.goes_on()
     await chat.shows("One pass of the large model")
-
-
-@in_chat(lambda: ScriptedBackend(bench_steps=[BenchStep(3, 60, prompt="Why is\nit so?")]))
-async def test_bench_shows_what_is_asked_and_how_long_it_takes_yet(chat, app):
-    await chat.say("/bench")
-    await chat.shows("Why is it so?")
-    assert re.search(r"\d+%\s+\d\d:\d\d:\d\d|\d+%\s+--:--:--", chat.text)
-
-
-@in_chat()
-async def test_the_palette_does_not_begin_with_what_takes_minutes(chat, app):
-    await chat.press("ctrl+p")
-    await chat.shows("/continue")
-    first = app.screen.query_one(OptionList).get_option_at_index(0)
-    assert "/bench" not in str(first.prompt) and "/bench" not in chat.text
-    await chat.press(*"bench")
-    await chat.shows("/bench")
 
 
 @pytest.mark.parametrize("mistake", ["/nonsense", "/copy"])

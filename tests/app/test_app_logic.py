@@ -73,6 +73,17 @@ def test_a_ratio_without_any_ground_is_shown_nowhere():
         assert "not known" in rows(times_plain=ratio)[AGAINST]
 
 
+@pytest.mark.parametrize(
+    ("share", "width", "shown"),
+    [
+        (1, 4, "████"), (0.5, 4, "██"), (0.53125, 4, "██▏"), (0, 4, ""), (0.5, 0, ""),
+        (2, 2, "██"), (-1, 2, ""), (0.5, -3, ""),
+    ],
+)  # fmt: skip
+def test_a_bar_is_as_long_as_its_share_to_an_eighth_of_a_column(share, width, shown):
+    assert figures.wide_bar(share, width) == shown
+
+
 def test_both_speeds_are_bars_on_one_scale():
     drafted, plain = figures.bars(FIGURES, 80)
     assert drafted.count("█") == pytest.approx(2 * plain.count("█"), abs=1)

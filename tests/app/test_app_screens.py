@@ -6,13 +6,14 @@ import sys
 import pytest
 from textual.widgets import Digits, Input, ProgressBar, Static
 
+from dflash_chat.commands import parse
 from dflash_chat.conversation import Turn
 from dflash_chat.draft_panel import ANSWERS
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen
 from dflash_chat.settings_screen import SettingsScreen
 from dflash_chat.welcome import QUESTIONS
-from dflash_mlx.client import BenchStep, DecodeConfig, DFlashError, RaceResult, RaceStep
+from dflash_mlx.client import DecodeConfig, DFlashError, RaceResult, RaceStep
 from dflash_mlx.engine.pair import Capabilities, Preset
 from support.app_scripts import ANSWER, WORDS, ScriptedBackend, in_chat, race_of, rounds_of
 from support.configs import config_with
@@ -237,6 +238,8 @@ async def test_a_race_runs_on_the_last_question_and_can_be_stopped(chat, app, ba
     backend.race_steps = race_of(ANSWER, 12)
     await chat.say("/race What meets?")
     await chat.shows("2 tokens")
+    with pytest.raises(DFlashError, match="a race is being run"):  # as the palette may
+        await app.commands.run(parse("/race why"))
     await chat.press("ctrl+c")
     assert app.screen is app.base
     backend.gate.release(100)
@@ -361,7 +364,7 @@ class Compared(ScriptedBackend):
 
     def measure(self, again):
         yield from super().measure(again)
-        yield from (BenchStep(0, 1), BenchStep(1, 1), "from the next start on X drafts")
+        yield from (None, None, "from the next start on X drafts")
 
 
 @in_chat(lambda: Compared(), decode=DecodeConfig())

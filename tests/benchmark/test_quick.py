@@ -1,8 +1,7 @@
-"""What the chat measures: the short benchmark, and a race between plain decoding and drafts."""
+"""What is measured for somebody: which draft models are fastest, and a race with plain decoding."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,20 +10,18 @@ import pytest
 
 from dflash_mlx.benchmark import quick
 from dflash_mlx.benchmark.quick import Lane, result_of
+from dflash_mlx.benchmark.quick import what_pays as sentence
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.client import (
     DecodeConfig,
     DFlashError,
     Pair,
-    PairConfig,
     Question,
     RaceResult,
     RaceStep,
     SamplingConfig,
     race,
-    save_bench,
 )
-from dflash_mlx.client import what_pays as sentence
 from dflash_mlx.drafters.methods import serving
 from dflash_mlx.engine.exact import Difference
 from dflash_mlx.engine.pair import Capabilities
@@ -36,40 +33,36 @@ def pair(bench) -> Pair:
     return load(str(bench.root / "model"), str(bench.root / "drafter"))
 
 
-@pytest.fixture(scope="module")
-def steps(pair: Pair) -> list[quick.BenchStep]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick, "TOKENS", 4)
-        return list(quick.bench(pair, PairConfig(), SamplingConfig(), ["dflash:4", "none"]))
-
-
-def test_a_dozen_prompts_of_three_kinds_are_asked_with_every_method_that_the_pair_serves():
+def test_a_dozen_prompts_of_three_kinds_are_asked():
     rows = read_prompts(quick.PROMPTS)
     assert Counter(row["category"] for row in rows) == {"math": 4, "code": 4, "chat": 4}
     assert len({row["prompt"] for row in rows}) == len({row["id"] for row in rows}) == 12
+
+
+def test_what_a_pair_serves():
     assert set(serving(Capabilities(("dflash",) * 2))) == {"ngram", "dflash", "ddtree", "d2sd"}
     assert set(serving(Capabilities(("dflash",), trees=False))) == {"ngram", "dflash"}
     assert serving(Capabilities()) == ("ngram",)
 
 
-def test_every_pass_is_a_step_and_finished_prompts_have_figures(steps):
-    assert max(step.answers for step in steps) == steps[0].of == 24 < len(steps) / 2
-    counted = [(step.answers, step.prompts) for step in steps]
-    assert list(dict.fromkeys(counted))[:5] == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 1)]
-    assert steps[counted.index((2, 0))].report == {}
-    assert list(steps[counted.index((2, 1))].report["methods"]) == ["none", "dflash:4"]
-    asked = [row["prompt"] for row in read_prompts(quick.PROMPTS)]
-    assert [step.prompt for step in steps] == [[*asked, ""][step.prompts] for step in steps]
-    report = steps[-1].report
-    assert steps[-1].prompts == report["settings"]["prompts"] == 12
+def test_every_pass_is_a_step_and_at_the_end_every_method_has_figures(pair, monkeypatch):
+    monkeypatch.setattr(quick, "TOKENS", 4)
+    steps, reports = [], []
+
+    def running():
+        reports.append((yield from quick.bench(pair, ["dflash:4"])))
+
+    steps += running()
+    assert len(steps) > 2 * 24 and {*steps} == {None}
+    (report,) = reports
+    assert list(report["methods"]) == ["none", "dflash:4"]
     assert list(report["categories"]) == ["math", "code", "chat"]
-    assert report["settings"]["methods"]["none"]["max_tokens"] == 4
 
 
 def test_methods_that_are_not_known_or_not_served_are_refused(pair):
     for name in ("magic", "dflash:99"):
         with pytest.raises(DFlashError, match=name.partition(":")[2] or name):
-            next(quick.bench(pair, PairConfig(), SamplingConfig(), [name]))
+            next(quick.bench(pair, [name]))
 
 
 def report_of(**speedups: Any) -> dict[str, Any]:
@@ -90,16 +83,6 @@ def test_the_sentence_names_the_fastest_method_and_where_it_is_fastest_if_any_is
     for best in (0.7, 1.04):
         text = sentence(report_of(ddtree=(best, 2.5, 0.5)), 2)
         assert "do not pay" in text and "10.0" in text
-
-
-def test_it_is_saved_as_json_with_what_is_finished(steps, tmp_path):
-    file = save_bench(steps[-1].report, tmp_path / "new", 12)
-    assert json.loads(file.read_text())["finished"] is True
-    file = save_bench(next(filter(None, (s.report for s in steps))), tmp_path / "broken off", 1)
-    stored = json.loads(file.read_text())
-    assert stored["finished"] is False and stored["finished_prompts"] == 1
-    with pytest.raises(DFlashError, match=file.name):
-        save_bench(steps[-1].report, file / "below", 12)
 
 
 # A race

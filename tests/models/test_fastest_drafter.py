@@ -13,7 +13,7 @@ from dflash_chat.backend import Backend
 from dflash_chat.speeds import Timing
 from dflash_mlx import DFlashError, PairConfig, doctor, generate
 from dflash_mlx.benchmark import quick
-from dflash_mlx.benchmark.quick import BenchStep, comparing
+from dflash_mlx.benchmark.quick import comparing
 from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
 from dflash_mlx.core.option import Given
 from dflash_mlx.core.statistics import Statistics
@@ -90,7 +90,7 @@ def test_the_faster_of_two_is_measured_and_taken_from_the_next_start_on(
     first = pair_of(both)
     assert families(first) == ["dflash", "dflash"] and not first.notes
     *steps, said = comparing(first)
-    assert steps[-1].answers == 9 and len(steps) > 60, "others have the machine between passes"
+    assert len(steps) > 60, "others have the machine between passes"
     assert [(family, times) for family, _, times in read_speeds(file)] == [
         ("dflash", dflash),
         ("mtp", mtp),
@@ -249,7 +249,7 @@ def test_the_chat_gets_and_the_server_says_what_was_found(both, file, monkeypatc
     (loaded,) = backend.load(PairConfig(both["model"]))
     _, timing, *steps, said = backend.measure(False)
     assert isinstance(timing, Timing), "before drafters are compared"
-    assert {*map(type, steps)} == {BenchStep} and both["model"] in said
+    assert {*steps} == {None} and both["model"] in said
     file.unlink()
     _ = [*running._measure(loaded.pair, False)]
     assert f"{running.PROGRAM}: {said}" in capsys.readouterr().err

@@ -122,6 +122,11 @@ def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp
             assert running.wait(20) == (0 if last == signal.SIGTERM else -signal.SIGKILL)
             assert running.stderr.read() == ""
     assert [*(tmp_path / "cache").glob("dflash-chat/prefixes/*")]  # for the next start
-    with command_of(model, tmp_path, "--watched") as (running, _):
-        running.stdin.close()
-        assert running.wait(20) == 0
+
+
+def test_with_watch_it_tells_what_it_is_doing_while_it_does_anything(model, tmp_path):
+    with command_of(model, tmp_path, "--watch", "--grace", "0") as (running, url):
+        body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
+        with CLIENT.stream("POST", url + CHAT, json=body):
+            said = running.stderr.readline()
+    assert "1 answer in the making, 0 waiting" in said and "0 answers done" in said

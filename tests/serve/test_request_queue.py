@@ -176,6 +176,15 @@ def test_figures_are_told_to_prometheus(pair):
     assert lines["dflash_decoding"] == lines["dflash_waiting"] == "0.0"
 
 
+def test_a_line_of_watch_tells_rates_and_nothing_while_nothing_is_done(pair):
+    with serving(pair) as server:
+        metrics = server.service.queue.metrics
+        assert metrics.line(2.0) == ""
+        server.chat()
+        assert "1.5 tokens per second" in (said := metrics.line(2.0)) and "1 answer done" in said
+        assert metrics.line(2.0) == ""
+
+
 def test_settings_of_no_sense_are_refused():
     wrong = {
         **{"port": [-1, 65536], "parallel": [0], "queue": [-1], "memory_gb": [0]},

@@ -156,7 +156,6 @@ class ScriptedBackend:
     answers: list[Any] = field(default_factory=lambda: [ANSWER])
     loads: list[Any] = field(default_factory=list)
     race_steps: list[Any] = field(default_factory=list)
-    bench_steps: list[Any] = field(default_factory=list)
     gate: threading.Semaphore | None = None
     prefills: list[tuple[int, int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
@@ -210,10 +209,6 @@ class ScriptedBackend:
     def race(self, request):
         self.requests.append(request)
         yield from self._through_the_gate(self.race_steps)
-
-    def bench(self, asked):
-        self.requests.append(asked)
-        yield from self._through_the_gate(self.bench_steps)
 
     def forget(self):
         self.forgotten += 1
