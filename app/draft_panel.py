@@ -54,7 +54,7 @@ class Origins:
         self._tokenizer = tokenizer
         self._detokenizer: Any = None
         self._unread: deque[tuple[int, str]] = deque(maxlen=KNOWN)
-        self._pieces: deque[Segment] = deque([(said, LINES)], maxlen=KNOWN)
+        self._pieces: deque[Segment] = deque([(said, LINES)][: bool(said)], maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
         """One more round."""
