@@ -68,7 +68,7 @@ async def test_the_model_that_the_chat_starts_with_is_not_kept(chat, app, backen
     assert file.read_text() == before, "it may have been typed for this once"
 
 
-@in_chat(size=(120, 40), decode=DecodeConfig(max_tokens=9))
+@in_chat(size=(240, 40), decode=DecodeConfig(max_tokens=9))
 async def test_the_theme_and_what_was_changed_in_settings_are_kept(chat, app, file):
     app.user = UserConfig(str(file))
     await chat.say("/theme")
