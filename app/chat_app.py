@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +33,6 @@ from dflash_chat.outbox import Outbox
 from dflash_chat.problems import describe
 from dflash_chat.prompt import Prompt
 from dflash_chat.runner import CommandRunner
-from dflash_chat.settings_screen import changes
 from dflash_chat.speeds import SpeedLog
 from dflash_chat.status import Progress, Status, read_progress
 from dflash_chat.store import Opened, Store, newest
@@ -42,7 +41,6 @@ from dflash_chat.themes import DARK, THEMES
 from dflash_chat.transcript import Transcript
 from dflash_mlx.client import (
     DEFAULT_MODEL,
-    HERE,
     DecodeConfig,
     DFlashError,
     News,
@@ -367,20 +365,6 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         """Go on with the newest conversation, unless there is none, or another one by now."""
         if opened is not None and not self.conversation.turns:
             await self.show_conversation(opened.conversation, opened.problem)
-
-    def set_config(self, config: DecodeConfig, keep: bool = False) -> None:
-        """Decode otherwise from the next answer on. keep: and from the next start on."""
-        changed = changes(self.config, config)
-        self.user.origins |= dict.fromkeys(changed, HERE)
-        self.config = config
-        self.show_header()
-        if keep:
-            self.keep(changed)
-
-    def keep(self, changed: Mapping[str, object]) -> None:
-        """Write choices into the user's file, and say so; aside, because disks are slow."""
-        kept = self.keeper.ask(lambda _: self.user.keep(changed))
-        self.hear(kept, lambda said: self.say(said) if said else None)
 
     def show_header(self) -> None:
         """The model and how it drafts; the title, unless it is the question that stands below."""

@@ -191,7 +191,7 @@ class Listener:
         app.pair = pair
         if job is not self._first:
             names = ("model", "drafter", "second_drafter")
-            app.keep({name: lasting(getattr(app.pair_config, name)) for name in names})
+            app.commands.keep({name: lasting(getattr(app.pair_config, name)) for name in names})
         app.config = app.user.advise(app.config, pair.advised)
         self._done_waiting(job)
         again = app.config.recalibrate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,14 @@ from dflash_chat.picker_screen import PickerScreen, first_offer
 from dflash_chat.prompt import Prompt
 from dflash_chat.race_screen import RaceScreen
 from dflash_chat.screens import RowsScreen, confirm, when_given
-from dflash_chat.settings_screen import SettingsScreen
+from dflash_chat.settings_screen import SettingsScreen, changes
 from dflash_chat.share import card, share
 from dflash_chat.store import Opened, export
 from dflash_chat.themes import THEMES
 from dflash_mlx.client import (
+    HERE,
     AvailableModel,
+    DecodeConfig,
     DFlashError,
     PairConfig,
     Question,
@@ -54,6 +56,21 @@ class CommandRunner:
     async def run(self, call: Call) -> None:
         """Run one command; DFlashError where it cannot be done."""
         await getattr(self, f"_{call.command.name}")(call.argument)
+
+    def set_config(self, config: DecodeConfig, keep: bool = False) -> None:
+        """Decode otherwise from the next answer on. keep: and from the next start on."""
+        changed = changes(self._app.config, config)
+        self._app.user.origins |= dict.fromkeys(changed, HERE)
+        self._app.config = config
+        self._app.show_header()
+        if keep:
+            self.keep(changed)
+
+    def keep(self, changed: Mapping[str, object]) -> None:
+        """Write choices into the user's file, and say so; aside, because disks are slow."""
+        app = self._app
+        kept = app.keeper.ask(lambda _: app.user.keep(changed))
+        app.hear(kept, lambda said: app.say(said) if said else None)
 
     async def _model(self, name: str) -> None:
         if name:
@@ -95,7 +112,7 @@ class CommandRunner:
             except DFlashError as error:
                 step = "change that in /settings, or choose another method"
                 raise DFlashError(error.what, step, error.setting) from None
-            app.set_config(config)
+            self.set_config(config)
         here = "" if app.pair is None else settle(app.config, app.pair.capabilities).method
         chosen = f", which is {here} with this model" if here not in ("", app.config.method) else ""
         await app.say(f"The method is {app.config.method}{chosen}.")
@@ -110,7 +127,7 @@ class CommandRunner:
                     f"temperature is {text!r}", "type a number, 0 is greedy"
                 ) from None
             sampling = replace(app.config.sampling, temperature=value)
-            app.set_config(replace(app.config, sampling=sampling))
+            self.set_config(replace(app.config, sampling=sampling))
         value = app.config.sampling.temperature
         noise = "" if value <= USUAL else " Answers will be noise; models are used at 0 to 1."
         await app.say(f"The temperature is {value:g}.{noise}")
@@ -123,7 +140,7 @@ class CommandRunner:
 
     async def _settings(self, _: str) -> None:
         app = self._app
-        keep = when_given(partial(app.set_config, keep=True))
+        keep = when_given(partial(self.set_config, keep=True))
         app.push_screen(SettingsScreen(app.config, app.user.origins), keep)
 
     async def _race(self, text: str) -> None:
@@ -289,7 +306,7 @@ class CommandRunner:
         dark = self._app.current_theme.dark
         name = "light" if dark else "dark"
         self._app.theme = THEMES[name].name
-        self._app.keep({"theme": name})
+        self.keep({"theme": name})
 
     async def _help(self, _: str) -> None:
         app = self._app

@@ -22,17 +22,8 @@ import numpy as np
 from dflash_mlx.core.tree import Tree, rows_on
 from dflash_mlx.verifier.fusion import made_for, source_of
 from dflash_mlx.verifier.hooks import Hooks
-from dflash_mlx.verifier.routing import Kernels, Key
-from dflash_mlx.verifier.tape import (
-    Behind,
-    DeltaKernels,
-    Net,
-    Rows,
-    Taped,
-    part,
-    settled,
-    weights_of,
-)
+from dflash_mlx.verifier.routing import Kernels
+from dflash_mlx.verifier.tape import DeltaKernels, Rows, part, settled
 from kernels_metal.delta_net import MAX_ROWS
 
 # Sources in mlx-lm whose mixers take a batch of paths, and whose layers give every row a position
@@ -123,7 +114,9 @@ class Products:
             asking = self._asking(i, type(module).__call__)
             hooks.replace(module, "__call__", asking, made_for(module))
         for net in self._nets.values():
-            hooks.replace(net, "__call__", type(net).__call__, partial(self.net, net))
+            hooks.replace(
+                net, "__call__", type(net).__call__, partial(self._kernels.net, net, self)
+            )
         for convolution in self._convolutions:
             hooks.replace(convolution, "__call__", self._seeing(type(convolution).__call__))
 
@@ -144,18 +137,6 @@ class Products:
         """Whether passes of one row leave a tape as well, since a kernel replays what stays."""
         return bool(self._nets) and self._kernels.run
 
-    def net(self, net: Any, key: Key) -> Net | None:
-        """How it computes passes of one key, None where that is not settled."""
-        weights = weights_of(net)
-        run = self._kernels.made(weights, key)
-        if run is None or net.sharding_group is not None:
-            return None
-
-        def keep(x: mx.array, taped: Taped, layer: int) -> Call:
-            return Call(net, type(net).__call__, (x, None, STATE), {}, self, layer, {}, [taped])
-
-        return Net(run, weights, keep)
-
     def by_kernels(self, call: Call, layer: Any) -> Any:
         """A net's output by kernels, for a chain or a tree; None where no kernel takes the call."""
         net = call.mixer
@@ -166,10 +147,8 @@ class Products:
         made = self._kernels(net, call.args[0], layer.cache, layer.running.parents)
         if made is None:
             return None
-        out, taped = made
-        call.tapes.append(taped)
-        if layer.running.tree is None:
-            layer.cache = [taped.convolved, Behind(taped.begun, taped.tape)]
+        out, left = made
+        layer.follow(net, self, left)
         return out
 
     def update(self, stock: Callable[..., Any], *rows: Any, **how: Any) -> Any:
@@ -231,7 +210,7 @@ class Call:
     products: Products
     layer: int = 0
     noted: Noted = field(default_factory=dict)  # what they gave, until its rows are committed
-    tapes: list[Rows | Taped] = field(default_factory=list)  # of a gated delta net, as long
+    tapes: list[Rows] = field(default_factory=list)  # of a gated delta net, as long
 
     @property
     def arrays(self) -> list[mx.array]:

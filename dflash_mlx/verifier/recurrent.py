@@ -4,8 +4,7 @@ MLX arrays are immutable, so a state from before a pass is kept by keeping refer
 a few rows the calls of the recurrent mixers are kept as well, with what their matrix products gave.
 Where only some rows stay, the state from before is put back and those mixers alone run again over
 these rows, without their products; their outputs are never computed, since nothing asks for them.
-Gated delta nets are not even called: see `tape.py`.
-The mixers of a tree's pass run along its paths (see `mixers.py`) and leave the states as they were.
+Gated delta nets are not called at all (`tape.py`); in trees mixers run along paths (`mixers.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
 from dflash_mlx.verifier.routing import Kernels
-from dflash_mlx.verifier.tape import Behind, Net, Taped, settled
-from kernels_metal.delta_net import Tape
+from dflash_mlx.verifier.tape import Behind, Net, Rows, settled
+from kernels_metal.delta_net import Before, Tape
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
@@ -105,24 +104,32 @@ class RecurrentLayer(ArraysCache):
             return call()
         # Kept with nothing that refers to the state, or changes in place
         kept = call.changed(lambda arg: STATE if arg is self else own(arg), self.index)
+        if (made := call.products.by_kernels(kept, self)) is not None:
+            return made
         running.calls.append(kept)
         if len(running.parents) == 1 and not call.products.are_taped:  # of one row all stays
             return call()
-        if (made := call.products.by_kernels(kept, self)) is not None:
-            return made
         with call.products.of_call(kept, running.paths):
             return call() if running.paths is None else self.along(running.paths, kept)
 
-    def given(self, net: Net) -> list[mx.array]:
-        """What a net's pass is given beside its input."""
-        return net.given(self.cache, self.running.parents)  # type: ignore[union-attr]
+    def given(self, net: Net) -> list[mx.array] | None:
+        """What the kernels of a net are given of what was before; None where nothing was."""
+        (convolved, state), running = self.cache, self.running
+        before = Before(convolved, *(state if isinstance(state, Behind) else (state,)))
+        return net.run.given(before, running.parents) if running and state is not None else None
 
-    def follow(self, net: Net, left: Sequence[mx.array]) -> None:
-        """Keep what it has left: its input, and as of `Taped`."""
-        running: Any = self.running
+    def follow(self, mixer: Any, products: Products, left: Sequence[mx.array]) -> None:
+        """Keep what a net has left: its input, the last rows of the window, that, and of `Step`."""
         x, convolved, window, begun, k, decays, deltas = left
+        running: Any = self.running
         tape = Tape(k, decays, deltas, range(len(running.parents)))
-        running.calls.append(net.keep(x, Taped(convolved, window, begun, tape), self.index))
+
+        def behind(_: Any, batch: int, path: Sequence[int]) -> Behind:
+            return Behind(begun, tape._replace(path=path))
+
+        rows = Rows(window, convolved.shape[1], behind, begun=begun)
+        args, forward = (x, None, STATE), type(mixer).__call__
+        running.calls.append(Call(mixer, forward, args, {}, products, self.index, {}, [rows]))
         if running.tree is None:
             self.cache = [convolved, Behind(begun, tape)]
 

@@ -114,10 +114,9 @@ class Segments:
         before = self._traced(_front, here.front)
         after = self._traced(_after, here.back, here.norm, here.mlp, front if here.mlp else [])
         then = None if here.mlp else self._traced(_then, front)
-        if here.net is None:
-            return Entry(before, after, then, None, None)
         steps = here.front, here.steps, here.norm, here.mlp, front if here.mlp else []
-        return Entry(before, after, then, here.net, self._traced(_whole, *steps))
+        whole = self._traced(_whole, *steps) if here.net else None
+        return Entry(before, after, then, here.net, whole)
 
     def _traced(self, run: Callable[..., Any], *steps: Sequence[Step]) -> Replay:
         """`run(*given, *steps)` as a graph that all of one form share."""
@@ -146,15 +145,15 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
         if entry is None:
             return stock(self, x, mask, cache)
         at, net = segments.at, entry.net
-        if net is not None and mask is None and hasattr(cache, "given"):
-            left, out, *rest = entry.whole(cache.given(net), x, at)  # type: ignore[misc]
-            cache.follow(net, left)
+        before = cache.given(net) if net and mask is None and hasattr(cache, "given") else None
+        if net is not None and before is not None:
+            left, out, *rest = entry.whole(before, x, at)  # type: ignore[misc]
+            cache.follow(net.mixer, net.products, left)
         else:
             given = given or entry.before(x, at)
             if len(given) > 1:
-                queries, keys, values, *gates = given
-                mixed = cache.extend_and_attend(queries, keys, values, self[name].scale, mask)
-                given = mixed, *gates
+                scale = self[name].scale
+                given = cache.extend_and_attend(*given[:3], scale, mask), *given[3:]
             else:
                 given = (self[name](given[0], mask, cache),)
             out, *rest = entry.after(given, x, at)
@@ -216,10 +215,8 @@ def _net(module: Any, key: Key) -> tuple[Net | None, list[Step]]:
         return None, []
     if any(made_for(member) is not group for member in group.members):
         return None, []
-    weights, rates, biases, _ = net.weights
-    rule = Step(net.run.key, [weights, rates, biases], net.run.run)
     behind = _step(module["norm"], key), _step(module["out_proj"], key)
-    found: list[Any] = [group.made("_together", key), rule, *behind]
+    found: list[Any] = [group.made("_together", key), net.rule, *behind]
     return (net, found) if all(found) else (None, [])
 
 
@@ -309,19 +306,12 @@ def _front(x: mx.array, at: mx.array, steps: Sequence[Step]) -> Sequence[mx.arra
     return [queries, keys, values, gate.reshape(*x.shape[:2], -1)]
 
 
-def _whole(  # noqa: PLR0913  # the parts of a layer
-    before: Sequence[mx.array],
-    x: mx.array,
-    at: mx.array,
-    front: Sequence[Step],
-    net: Sequence[Step],
-    *behind: Sequence[Step],
-) -> list[Any]:
+def _whole(before: Any, x: mx.array, at: mx.array, front: Any, net: Any, *behind: Any) -> list[Any]:
     """A layer with a gated delta net: what that leaves for its cache, and as `_after`."""
     products, rule, norm, project = net
     normed = front[0](x)
     qkv, z, b, a = products(normed)
-    y, window, *left = rule(qkv, a, b, before)  # type: ignore[arg-type]
+    y, window, *left = rule(qkv, a, b, before)
     out = project(norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
     left = [normed, window[:, x.shape[1] :], window, *left]
     return [left, *_after([out], x, at, [], *behind)]

@@ -8,7 +8,7 @@ Where kernels run, nothing is computed at a commit: the next pass does it first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from kernels_metal.delta_net import (
     delta_net_reference,
     replayed,
 )
+from kernels_metal.factory import Step
 
 
 class Behind(NamedTuple):
@@ -41,48 +42,28 @@ def settled(state: Any) -> Any:
     return replayed(*state) if isinstance(state, Behind) else state
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The rows of one layer in a pass.
 
     window: [B, before + R, C] what was convolved, of which the first came from earlier passes.
     state_behind: of the state before the pass, arrays' batch and places there, the state behind
     them. leads: where B paths of a tree are side by side, one of them that leads to each row.
+    begun: the state before the pass, where that was to be computed by it.
     """
 
     window: mx.array
     before: int
     state_behind: Callable[[Any, int, Sequence[int]], Any]
     leads: Sequence[int] | None = None
-    begun = None
+    begun: mx.array | None = None
 
     def after(self, cache: Sequence[Any], path: Sequence[int]) -> list[Any]:
         """The layer's states behind the rows on `path`; cache: those before the pass."""
         batch, places = 0, path
         if self.leads is not None:
             batch, places = self.leads[path[-1]], range(len(path))
-        convolved = _last(self.window, self.before, batch, places)
-        return [convolved, self.state_behind(cache[1], batch, places)]
-
-
-class Taped(NamedTuple):
-    """As `Rows`, of a pass by the kernels."""
-
-    convolved: mx.array  # the last rows of the window, with which the next ones are
-    window: mx.array
-    begun: mx.array  # the state before the pass, which that has computed
-    tape: Tape
-
-    def after(self, _: Sequence[Any], path: Sequence[int]) -> list[Any]:
-        """As that of `Rows`."""
-        behind = Behind(self.begun, self.tape._replace(path=path))
-        return [_last(self.window, self.convolved.shape[1], 0, path), behind]
-
-
-def _last(window: mx.array, before: int, batch: int, places: Sequence[int]) -> mx.array:
-    """What the next rows are convolved with."""
-    kept = [*range(before), *(before + place for place in places)][-before:]
-    return part(window, batch, kept)
+        kept = [*range(self.before), *(self.before + place for place in places)][-self.before :]
+        return [part(self.window, batch, kept), self.state_behind(cache[1], batch, places)]
 
 
 def part(x: mx.array, batch: int, rows: Sequence[int]) -> mx.array:
@@ -102,19 +83,28 @@ class DeltaKernels:
     def run(self) -> bool:
         return self._plans.kernels.active
 
-    def made(self, weights: Mixer, key: Key) -> DeltaNet | None:
-        """For passes of one key, None where it is not settled."""
-        return self._plans.made((key, weights.weight.shape))
+    def net(self, mixer: Any, products: Any, key: Key) -> Net | None:
+        """How a net computes passes of one key, None where that is not settled."""
+        run: DeltaNet | None = self._plans.made((key, mixer.conv1d["weight"].shape))
+        if run is None or mixer.sharding_group is not None:
+            return None
+        weights, rates, biases, _ = weights_of(mixer)
+        return Net(run, Step(run.key, [weights, rates, biases], run.run), mixer, products)
 
     def __call__(
         self, net: Any, x: mx.array, cache: Sequence[Any], parents: Sequence[int]
-    ) -> tuple[mx.array, Taped] | None:
-        """What a net returns for x [1, R, d], and what it leaves.
+    ) -> tuple[mx.array, list[mx.array]] | None:
+        """What a net returns for x [1, R, d], and what it leaves; see `RecurrentLayer.follow`.
 
         cache: its states before them. parents: of the rows, -1 for what was before.
         """
         weights = weights_of(net)
-        before = before_of(cache, weights)
+        convolved, state = cache
+        if state is None:
+            (channels, taps, _), heads = weights.weight.shape, weights.rates.size
+            convolved = mx.zeros((1, taps - 1, channels), weights.weight.dtype)
+            state = mx.zeros((1, heads, weights.dim, weights.dim))
+        before = Before(convolved, *(state if isinstance(state, Behind) else (state,)))
 
         def products() -> list[mx.array]:
             return [net[f"in_proj_{name}"](x) for name in ("qkv", "a", "b", "z")]
@@ -128,43 +118,24 @@ class DeltaKernels:
         run = self._plans.find(((x.shape[:-1], x.dtype), weights.weight.shape), settle)
         if run is None:
             return None
-        *given, z = products()
-        step = run(given, weights, before, parents)
-        y = net.norm(step.y, z.reshape(step.y.shape))
-        out = net.out_proj(y.reshape(*x.shape[:2], -1))
-        return out, Taped(step.window[:, x.shape[1] :], *step[1:])
+        qkv, a, b, z = products()
+        y, window, *left = run.run(qkv, a, b, run.given(before, parents), weights[:3])
+        out = net.out_proj(net.norm(y, z.reshape(y.shape)).reshape(*x.shape[:2], -1))
+        return out, [x, window[:, x.shape[1] :], window, *left]
 
 
 class Net(NamedTuple):
-    """A gated delta net in passes of one key, of which only arrays are to be found.
-
-    keep: what makes a call to be run again, of the net's input, what its rows leave, and the layer.
-    """
+    """A gated delta net in passes of one key, of which only arrays are to be found."""
 
     run: DeltaNet
-    weights: Mixer
-    keep: Callable[[mx.array, Taped, int], Any]
-
-    def given(self, cache: Sequence[Any], parents: Sequence[int]) -> list[mx.array]:
-        """The arrays of a pass behind `cache`."""
-        return self.run.given(before_of(cache, self.weights), parents)
+    rule: Step
+    mixer: Any
+    products: Any  # of its model's mixers
 
 
 def weights_of(net: Any) -> Mixer:
     """Of a net as Qwen3.5's."""
-    return Mixer(net["conv1d"]["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
-
-
-def before_of(cache: Sequence[Any], weights: Mixer) -> Before:
-    """What a net's states stand for; zeros where there are none yet."""
-    convolved, state = cache
-    if isinstance(state, Behind):
-        return Before(convolved, *state)
-    if state is None:
-        (channels, taps, _), heads = weights.weight.shape, weights.rates.size
-        convolved = mx.zeros((1, taps - 1, channels), weights.weight.dtype)
-        state = mx.zeros((1, heads, weights.dim, weights.dim))
-    return Before(convolved, state)
+    return Mixer(net.conv1d["weight"], net["A_log"], net["dt_bias"], net.num_k_heads)
 
 
 def raced() -> Any:

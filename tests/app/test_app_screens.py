@@ -44,7 +44,7 @@ async def test_a_command_says_what_to_do_or_holds_for_the_next_answer(chat, app,
     await chat.say("/temperature 5")
     assert app.config.sampling.temperature == 5 and "noise" in chat.notices[-1]
     await chat.say("/temperature 0")
-    app.set_config(config_with("d2sd", branches=3))
+    app.commands.set_config(config_with("d2sd", branches=3))
     await chat.say("/method dflash")
     assert "Branches is 3" in chat.notices[-1] and "/settings" in chat.notices[-1]
     assert app.config.method == "d2sd"

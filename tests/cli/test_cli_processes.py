@@ -96,7 +96,7 @@ def words_of(command: str, model: Path, tokens: int = 3000) -> list[object]:
 
 @pytest.mark.parametrize(
     "interrupted",
-    ["generate 1", "generate 700", "dflash-chat 1", "dflash-chat 700", "serve 700", "train 300"],
+    ["generate 1", "generate 600", "dflash-chat 1", "dflash-chat 700", "serve 700", "train 300"],
 )
 def test_an_interrupted_import_is_130_without_a_word(place, model, interrupted):
     command, at = interrupted.split()

@@ -243,7 +243,7 @@ def test_an_option_of_its_own_is_refused_with_other_values_and_for_other_methods
 def test_an_option_of_its_own_goes_behind_the_name_and_is_a_setting_of_the_chat():
     (named,) = [*read_methods("toy:stride=3", DecodeConfig()).values()][1:]
     assert named.options == ToyOptions(3)
-    screen = SettingsScreen(DecodeConfig(options=Given.of(stride=4)))
+    screen = SettingsScreen(DecodeConfig(options=Given.of(stride=4)), {})
     groups = dict(screen._groups())
     assert "stride" in groups[DRAFTS] and screen._fields["stride"][1] == 4
     assert label_of("stride") == "Letters at a stride"

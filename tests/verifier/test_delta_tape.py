@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from dflash_mlx.verifier import tape
 from dflash_mlx.verifier.block import Block
+from dflash_mlx.verifier.recurrent import RecurrentLayer
 from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.segments import Segments
 from dflash_mlx.verifier.sequence import Rows
 from dflash_mlx.verifier.tape import Behind, DeltaKernels, settled
-from kernels_metal.delta_net import DeltaNet
 from kernels_metal.dispatch import difference as apart
 from kernels_metal.emulator import emulated
 from support.decoding import ids_of, path_to, start, tree_of
@@ -191,17 +191,16 @@ def test_a_pass_of_a_copy_that_fails_behind_its_commit_leaves_the_state_it_began
     target, monkeypatch
 ):
     """As a prefix that is kept, when the GPU fails in a round that nobody has waited for."""
-    run = DeltaNet.__call__
+    follow = RecurrentLayer.follow
 
-    def failing(*given):
-        step = run(*given)
-        return step._replace(begun=step.begun * np.nan)
+    def failing(layer, net, products, left):
+        follow(layer, net, products, [*left[:3], left[3] * np.nan, *left[4:]])
 
     with emulated():
         cache = fresh(target, PROMPT)
         other = cache.fork()
         with monkeypatch.context() as patch:
-            patch.setattr(DeltaNet, "__call__", failing)
+            patch.setattr(RecurrentLayer, "follow", failing)
             forward(target, other, [5])
             other.commit([0])
         assert off(target, cache, PROMPT) < TOLERANCE
@@ -252,7 +251,7 @@ def test_sequences_side_by_side_replay_what_stays_of_their_own(target):
     "fault", ["nothing", "one row too many", "another's tape", "saved before", "not put back"]
 )
 def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
-    after, settled = tape.Taped.after, tape.settled
+    after, settled = tape.Rows.after, tape.settled
     rows, others = prompt_of(4, 5), []
 
     def stays(layers_rows, cache, path):
@@ -264,7 +263,7 @@ def test_a_wrong_replay_is_noticed(target, fault, monkeypatch):
             behind = Behind(behind.state, others[-1 - NETS]._replace(path=path))
         return [window, behind]
 
-    monkeypatch.setattr(tape.Taped, "after", stays)
+    monkeypatch.setattr(tape.Rows, "after", stays)
     if fault == "saved before":
         early = lambda state: state.state if isinstance(state, Behind) else settled(state)  # noqa: E731
         monkeypatch.setattr("dflash_mlx.verifier.recurrent.settled", early)

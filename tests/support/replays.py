@@ -1,4 +1,4 @@
-"""Targets whose layers are replayed, and how far their passes are off."""
+"""Layers that are replayed: targets, passes, and how many of their layers are."""
 
 from __future__ import annotations
 
