@@ -253,8 +253,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         selected = self.screen.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy_to_clipboard(selected)
-        elif self.listener.comparison is not None:
-            self.listener.comparison.action_leave()
+        elif self.listener.race is not None:
+            self.listener.race.action_leave()
         elif self.listener.job is not None:
             await self.listener.stop()
         else:

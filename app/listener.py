@@ -12,7 +12,7 @@ from dflash_chat.backend import Loaded
 from dflash_chat.conversation import UNFINISHED, Turn
 from dflash_chat.pace import Pace
 from dflash_chat.problems import describe
-from dflash_chat.screens import Comparison
+from dflash_chat.race_screen import RaceScreen
 from dflash_chat.speeds import Timing
 from dflash_chat.status import Progress
 from dflash_mlx.client import (
@@ -56,9 +56,9 @@ class Listener:
         self._pace = Pace()
 
     @property
-    def comparison(self) -> Comparison | None:
+    def race(self) -> RaceScreen | None:
         """The race on screen, None without one."""
-        return next((s for s in self._app.screen_stack if isinstance(s, Comparison)), None)
+        return next((s for s in self._app.screen_stack if isinstance(s, RaceScreen)), None)
 
     def expect(self, config: PairConfig, job: Job) -> None:
         """A pair is being loaded."""
@@ -101,8 +101,8 @@ class Listener:
                 await self._failed(job, describe(event.error))
             case _ if self.job is job:
                 await self._answering(event)
-            case _ if self.comparison is not None and self.comparison.job is job:
-                self.comparison.take(event)
+            case _ if self.race is not None and self.race.job is job:
+                self.race.take(event)
                 self.dirty = True
 
     async def tick(self) -> None:
@@ -157,8 +157,8 @@ class Listener:
         self.dirty = False
         self._app.status.draw()
         self._app.draft.draw()
-        if self.comparison is not None:
-            self.comparison.draw()
+        if self.race is not None:
+            self.race.draw()
         await self._app.transcript.draw()
 
     async def _answering(self, event: object) -> None:
@@ -236,8 +236,8 @@ class Listener:
         elif self.job is job:
             await self.keep_answer("failed")
             await self._app.refuse(problem)
-        elif self.comparison is not None and self.comparison.job is job:
-            self.comparison.end(problem)
+        elif self.race is not None and self.race.job is job:
+            self.race.end(problem)
         else:
             await self._app.refuse(problem)
 

@@ -8,7 +8,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.widgets import Digits, ProgressBar, Static
 
-from dflash_chat.screens import Comparison
+from dflash_chat.screens import Dialog
 from dflash_chat.terminal import assembled
 from dflash_mlx.client import RACE_SIDES, Job, RaceResult, RaceStep
 
@@ -49,22 +49,33 @@ class Side(Vertical):
             self.scroll.scroll_end(animate=False)
 
 
-class RaceScreen(Comparison):
-    """Shows a race that is under way. expected: tokens that the answer may have."""
+class RaceScreen(Dialog[None]):
+    """Shows a race that is under way; leaving stops it.
+
+    job: the worker's. expected: tokens that the answer may have. over: whether it has ended.
+    """
+
+    BINDINGS = [("escape,q,enter", "leave", "Leave")]
 
     def __init__(self, job: Job, expected: int) -> None:
-        super().__init__(job)
-        self._expected = expected
+        super().__init__()
+        self.job, self._expected, self.over = job, expected, False
+        said = "Each side's clock runs only while it decodes."
+        self._verdict = Static(said, id="verdict", markup=False)
         self._sides = [Side(*named) for named in zip(RACE_SIDES, TITLES, strict=True)]
         self._ratio = Digits(id="times")
-        self.verdict.update("Each side's clock runs only while it decodes.")
 
     def compose(self) -> ComposeResult:
         with self.frame("Race: the same question, twice", "Esc goes back", name="race"):
             yield Horizontal(*self._sides, id="sides")
-            yield Horizontal(self._ratio, self.verdict, id="outcome")
+            yield Horizontal(self._ratio, self._verdict, id="outcome")
+
+    def action_leave(self) -> None:
+        self.job.cancelled.set()
+        self.dismiss()
 
     def take(self, event: object) -> None:
+        """What the worker says of it."""
         if isinstance(event, RaceStep):
             side = self._sides[RACE_SIDES.index(event.side)]
             side.text, side.last = side.text + event.text, event
@@ -95,3 +106,10 @@ class RaceScreen(Comparison):
         for side in self._sides:
             side.words.styles.max_width = max(width, 1)  # of both, so that lines agree
             side.draw(total)
+
+    def end(self, text: str, kind: str = "error") -> None:
+        """It is over, and this is what came of it; by default, why it could not be run."""
+        self.over = True
+        self.draw()
+        self._verdict.update(text)
+        self._verdict.add_class(kind)

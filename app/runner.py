@@ -146,7 +146,7 @@ class CommandRunner:
     async def _race(self, text: str) -> None:
         app = self._app
         self._need_idle()
-        if app.listener.comparison is not None:  # the palette opens over a race, too
+        if app.listener.race is not None:  # the palette opens over a race, too
             raise DFlashError("a race is being run", "leave it with Esc first")
         request = app.request(text or None)
         job = app.worker.run(lambda job: app.backend.race(request))

@@ -14,7 +14,6 @@ from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Static
 
 from dflash_chat.aside import Asks
-from dflash_mlx.client import Job
 
 T = TypeVar("T")
 
@@ -47,35 +46,6 @@ class Dialog(Asks, ModalScreen[ScreenResultType]):
 
     def action_leave(self) -> None:
         self.dismiss(None)
-
-
-class Comparison(Dialog[None]):
-    """Shows what the worker compares; leaving stops it. job: its. over: whether it has ended."""
-
-    BINDINGS = [("escape,q,enter", "leave", "Leave")]
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.job, self.over = job, False
-        self.verdict = Static(id="verdict", markup=False)
-
-    def action_leave(self) -> None:
-        self.job.cancelled.set()
-        self.dismiss()
-
-    def take(self, event: object) -> None:
-        """What the worker says of its job."""
-        raise NotImplementedError
-
-    def draw(self) -> None:
-        """Bring the screen up to date with it."""
-
-    def end(self, text: str, kind: str = "error") -> None:
-        """It is over, and this is what came of it; by default, why it could not be run."""
-        self.over = True
-        self.draw()
-        self.verdict.update(text)
-        self.verdict.add_class(kind)
 
 
 def when_given(then: Callable[[T], object]) -> Callable[[T | None], None]:

@@ -31,7 +31,6 @@ class Entry:
 
     file: Path
     title: str
-    created: str
     modified: float
     damaged: bool = False
 
@@ -304,8 +303,8 @@ def _entry(file: Path) -> Entry | None:
         if head["format"] != FORMAT or not isinstance(title, str):
             raise ValueError("another format")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Entry(file, UNTITLED, file.stem, modified, damaged=True)
-    return Entry(file, title, file.stem, modified)
+        return Entry(file, UNTITLED, modified, damaged=True)
+    return Entry(file, title, modified)
 
 
 def _contents(file: Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import socket
 import sys
@@ -128,5 +129,6 @@ def test_with_watch_it_tells_what_it_is_doing_while_it_does_anything(model, tmp_
     with command_of(model, tmp_path, "--watch", "--grace", "0") as (running, url):
         body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
         with CLIENT.stream("POST", url + CHAT, json=body):
+            assert select.select([running.stderr], [], [], 20)[0], "it told nothing"
             said = running.stderr.readline()
     assert "1 answer in the making, 0 waiting" in said and "0 answers done" in said
