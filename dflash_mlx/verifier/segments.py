@@ -60,8 +60,9 @@ class Segments:
     _width: int
     _entries: list[Entry | None]
     at: Any  # positions of the rows
-    # A layer's output, by which the next one knows it, and what that begins with
+    # A layer's output, by which the next one knows it, what that begins with, and which it is
     held: tuple[mx.array | None, Sequence[mx.array]]
+    following: int
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._plans = kernels, Plans(kernels)
@@ -86,7 +87,7 @@ class Segments:
     def entry(self, i: int, x: mx.array) -> tuple[Entry | None, Sequence[mx.array]]:
         """How layer i computes x, and what the layer before it has computed of that."""
         (out, given), self.held = self.held, (None, ())
-        if out is not x:
+        if out is not x or i != self.following:
             given = ()
             self._look(x)
         return self._entries[i] if self._entries else None, given
@@ -106,15 +107,11 @@ class Segments:
         self._key, self._entries = key, found.entries if found and self.at is not None else []
 
     def _made(self) -> Settled:
-        known = [each and self._known(each) for each in self.layers]
+        key: Any = self._key
+        known = [each and _known(each, key, self._fits) for each in self.layers]
         pairs = pairwise([*known, None])
         entries = [here and self._entry(here, following) for here, following in pairs]
         return Settled(entries, MadeOf(chain(*(each.modules for each in known if each))))
-
-    def _known(self, layer: Any) -> Known | None:
-        found = _known(layer, self._key)  # type: ignore[arg-type]
-        fits = found is None or all(map(self._fits, found.mlp))
-        return found if fits else found._replace(mlp=[])  # type: ignore[union-attr]
 
     def _fits(self, mlp: Step) -> bool:
         """Whether a graph can be made of its code, which may ask for more than parts of it have."""
@@ -127,9 +124,7 @@ class Segments:
                 return False
             return True
 
-        if executor() is not metal:
-            return True
-        return bool(self._plans.find(("fits", mlp.key), trial))
+        return executor() is not metal or bool(self._plans.find(("fits", mlp.key), trial))
 
     def _entry(self, here: Known, following: Known | None) -> Entry:
         front: list[Step] = []
@@ -184,7 +179,7 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
             out, *rest = entry.after(given, x, at)
         if entry.then is not None:
             out, *rest = entry.then(self.mlp(rest[0]), out, at)
-        segments.held = out, rest
+        segments.held, segments.following = (out, rest), i + 1
         return out  # type: ignore[no-any-return]
 
     return call
@@ -203,12 +198,13 @@ class Known(NamedTuple):
     is_hooked: bool  # by others
 
 
-def _known(layer: Any, key: Key) -> Known | None:
+def _known(layer: Any, key: Key, fits: Callable[[Step], bool]) -> Known | None:
     """None where a norm is not known. Attention or an MLP that is not, has no steps."""
     norms = [layer["input_layernorm"], layer["post_attention_layernorm"]]
     before, behind, mlp = (_step(module, key) for module in (*norms, layer["mlp"]))
     if before is None or behind is None:
         return None
+    mlp = mlp if mlp and fits(mlp) else None
     mixer = layer[_mixer(layer)]
     attention, (net, steps) = _attention(mixer, key), _net(mixer, key)
     modules = [layer, *norms]

@@ -165,3 +165,17 @@ def test_a_hook_may_change_what_is_between_layers_in_its_place(i, what):
         target.use_kernels("off")
         stock = outputs(target, *CHAIN, 11)
     assert mx.abs(ours - stock).max() < CLOSE
+
+
+def test_layers_that_change_places_get_what_is_theirs():
+    target = make_target(num_hidden_layers=4)
+    target.use_kernels("on")
+    with stand_ins():
+        before = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        layers = target.model.layers
+        layers[1], layers[2] = layers[2], layers[1]
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+        with target.kernels.paused():
+            stock = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+    assert mx.abs(stock - before).max() > 1e-3
