@@ -179,7 +179,7 @@ def first_offer(folder: Path, read_speed: float) -> AvailableModel | None:
 
 def removable(name: str) -> list[CacheEntry]:
     """What lies on the disk of the model of this name, and is the chat's or the hub's to remove."""
-    kinds = ("model", "unfinished", "converted")
+    kinds = ("model", "unfinished")
     return [each for each in cache_entries(Path()) if each.name == name and each.kind in kinds]
 
 
