@@ -30,7 +30,7 @@ from dflash_mlx.client import (
 )
 
 _GROUP = "Enter folds. tok/s is computed from memory; drafts come on top. ! is too large for here."
-_COLUMNS = {"model": None, "download": 9, "memory": 11, "drafts": 12, "tok/s": 7}  # widths
+_COLUMNS = {"model": None, "download": 9, "  memory": 11, "drafts": 12, " tok/s": 7}  # widths
 
 
 class PickerScreen(Dialog[PairConfig | None]):
