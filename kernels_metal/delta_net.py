@@ -256,7 +256,7 @@ def orders(path: tuple[int, ...], parents: tuple[int, ...]) -> mx.array:
 
 
 def _padded(numbers: list[int]) -> mx.array:
-    return mx.array([*numbers, *[0] * (8 - len(numbers))])  # in device memory
+    return mx.array([*numbers, *[0] * (-len(numbers) % 32)])  # of few sizes, in device memory
 
 
 def check_arguments(
