@@ -26,7 +26,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
     RepositoryNotFoundError,
     SafetensorsParsingError,
 )
-from huggingface_hub.utils import tqdm as HubBar  # noqa: N812 - a class
+from huggingface_hub.utils.tqdm import tqdm as HubBar  # noqa: N812 - a class
 from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import Collector, DFlashError, Finding, in_one_line
