@@ -155,7 +155,8 @@ def _talk(
     if app.return_code:  # Textual has written its traceback, which goes into the log
         raise RuntimeError("the chat stopped\n" + "".join(output))
     if app.saved_as:
-        cli.say(f"Saved as “{app.saved_as}”; {PROGRAM} --resume goes on.")
+        again = os.environ.get("DFLASH_CHAT_AS", PROGRAM)  # as it was typed
+        cli.say(f"Saved as “{app.saved_as}”; {again} --resume goes on.")
     for problem in filter(None, (app.left, backend.problem)):
         cli.say(f"{PROGRAM}: {problem}")
     cli.end_program(128 + signal.SIGINT if app.interrupted else cli.BAD_INPUT if app.left else 0)

@@ -42,6 +42,7 @@ venv_create() {
     if [ -e "$venv" ] && [ ! -e "$venv/.dflash-chat" ]; then
         fail "$venv was not made by this script; move it away and try again."
     fi
+    size=", 0.5 GB"
     rm -rf "$venv" # before the search, because its own Python may be the first on PATH
     python=$(venv_find_python) || exit 2
     say "making .venv with $("$python" -V), once; this takes a minute or two (log: $log)"
@@ -66,7 +67,7 @@ venv_find_python() {
 
 venv_install() {
     extras=$1
-    say "installing dflash-chat${extras:+ with its extras $extras}, 0.5 GB"
+    say "installing dflash-chat${extras:+ with its extras $extras}${size:-}"
     rm -f "$venv/stamp"
     # Older pips cannot install a pyproject.toml project as editable.
     if ! venv_pip 'pip>=23' || ! (cd "$root" && venv_pip -c constraints.txt -e ".${extras:+[$extras]}") ||

@@ -97,7 +97,8 @@ def memory_here() -> str:
     """What this machine has, as its maker counts, and what of that other programs leave."""
     installed, free = installed_memory(), available_memory()
     now = f", {amount(free)} free now" if free < installed else ""  # macOS frees what it needs
-    return f"{installed / 2**30:.0f} GB of memory{now}"
+    wider = ", no GPU, so weights become float32" if on_cpu() else ""
+    return f"{installed / 2**30:.0f} GB of memory{now}{wider}"
 
 
 def check_memory(config: PairConfig, machines: int = 1) -> None:
@@ -105,8 +106,9 @@ def check_memory(config: PairConfig, machines: int = 1) -> None:
     names = find_names(config)
     needs, there = needed_by(names, machines), available_memory()
     if needs > there:
-        has = f"needs about {amount(needs)} of memory, and {amount(there)} are available"
-        step = "choose a smaller or a quantised model, or close other programs"
+        wider, kind = (" as float32, without a GPU", "") if on_cpu() else ("", " or a quantised")
+        has = f"needs about {amount(needs)} of memory{wider}, and {amount(there)} are available"
+        step = f"choose a smaller{kind} model, or close other programs"
         raise DFlashError(f"{names.shown} {has}", step)
 
 

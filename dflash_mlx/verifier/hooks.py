@@ -202,7 +202,7 @@ class KernelHooks(Hooks):
             is_known = written_as(stock, *BLOCKS)
             self.segments.layers.append(layer if is_known else None)
             if is_known:
-                self.replace(layer, "__call__", replayed(self.segments, i, stock))
+                self.replace(layer, "__call__", replayed(self.segments, i, stock), True)
 
     def _product(self, module: Any, name: str, alike: dict[Any, list[Any]]) -> None:
         try:

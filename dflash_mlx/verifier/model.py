@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.blas import threads
 from dflash_mlx.verifier.block import Block, Forest
+from dflash_mlx.verifier.fusion import made_for
 from dflash_mlx.verifier.hooks import (
     Hooks,
     KernelHooks,
@@ -94,7 +95,8 @@ class Target:
     def _tap(self, i: int) -> None:
         layer = self.model.layers[i]
         keep = partial(self._keep_output, i)
-        self._hooks.replace(layer, "__call__", through(keep, type(layer).__call__))
+        kept = through(keep, type(layer).__call__)
+        self._hooks.replace(layer, "__call__", kept, made_for(layer))
 
     def _on_rows(self, method: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def product(module: Any, x: mx.array) -> mx.array:

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
 from functools import cached_property
 from itertools import chain
 from operator import is_
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 import platformdirs
 
 from dflash_mlx.system.files import keep_text, kept_json
@@ -39,6 +41,7 @@ from kernels_metal.watchdog import (
 )
 
 T = TypeVar("T")
+_PRODUCTS = nn.Linear, nn.QuantizedLinear
 Key = tuple[tuple[int, ...], mx.Dtype]  # of a pass: its shape without the width, and its dtype
 
 
@@ -223,15 +226,20 @@ def begin_trials(mode: str) -> Trials | None:
 
 
 class MadeOf:
-    """Modules whose code and weights something was made of, as they were then."""
+    """Modules whose code, weights and settings something was made of, as they were then."""
 
     def __init__(self, modules: Iterable[Any] | None) -> None:
-        self._modules = [module for module in modules or () if module]  # that hold something
+        self._modules = [*(modules or ())]
+        # Those of products are bound to their weights
+        settings = [vars(m) for m in self._modules if not isinstance(m, _PRODUCTS)]
+        configs = filter(is_dataclass, chain(*map(dict.values, settings)))
+        self._settings = [*settings, *{id(c): getattr(c, "__dict__", {}) for c in configs}.values()]
+        self._were = [dict(each) for each in self._settings]
         self._kinds, self._values = [*map(type, self._modules)], [*self._found()]
 
     def holds(self) -> bool:
-        """Whether they still have the same weights, modules and hooks."""
-        same = [*map(type, self._modules)] == self._kinds
+        """Whether they still have the same weights, modules, settings and hooks."""
+        same = [*map(type, self._modules)] == self._kinds and self._settings == self._were
         return same and all(map(is_, self._found(), self._values))
 
     def _found(self) -> Iterator[Any]:

@@ -10,10 +10,11 @@ it is not, a segment ends and the module is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dis import get_instructions
 from functools import cache, partial
+from inspect import isfunction
 from itertools import accumulate, chain, pairwise, repeat
 from types import CodeType
 from typing import Any, NamedTuple
@@ -56,10 +57,12 @@ class Segments:
 
     _caches: Iterable[Any] | None
     _key: Key | None
+    _width: int
     _entries: list[Entry | None]
     at: Any  # positions of the rows
-    # A layer's output, by which the next one knows it, and what that begins with
+    # A layer's output, by which the next one knows it, what that begins with, and which it is
     held: tuple[mx.array | None, Sequence[mx.array]]
+    following: int
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels, self._plans = kernels, Plans(kernels)
@@ -84,7 +87,7 @@ class Segments:
     def entry(self, i: int, x: mx.array) -> tuple[Entry | None, Sequence[mx.array]]:
         """How layer i computes x, and what the layer before it has computed of that."""
         (out, given), self.held = self.held, (None, ())
-        if out is not x:
+        if out is not x or i != self.following:
             given = ()
             self._look(x)
         return self._entries[i] if self._entries else None, given
@@ -93,7 +96,7 @@ class Segments:
         if self._caches is None or x.ndim != 3 or x.shape[0] > 1 or x.shape[1] > MAX_ROWS:
             self._key, self._entries = None, []
             return
-        key = x.shape[:-1], x.dtype
+        key, self._width = (x.shape[:-1], x.dtype), x.shape[-1]
         if key == self._key:
             return
         found: Settled | None = self._plans.made(key)
@@ -104,13 +107,30 @@ class Segments:
         self._key, self._entries = key, found.entries if found and self.at is not None else []
 
     def _made(self) -> Settled:
-        known = [each and _known(each, self._key) for each in self.layers]  # type: ignore[arg-type]
+        key: Any = self._key
+        known = [each and _known(each, key, self._fits) for each in self.layers]
         pairs = pairwise([*known, None])
         entries = [here and self._entry(here, following) for here, following in pairs]
         return Settled(entries, MadeOf(chain(*(each.modules for each in known if each))))
 
+    def _fits(self, mlp: Step) -> bool:
+        """Whether a graph can be made of its code, which may ask for more than parts of it have."""
+
+        def trial() -> bool:
+            (rows, dtype), width = self._key, self._width  # type: ignore[misc]
+            try:
+                mx.compile(mlp.run)(mx.zeros((*rows, width), dtype), mlp.arrays)
+            except Exception:
+                return False
+            return True
+
+        return executor() is not metal or bool(self._plans.find(("fits", mlp.key), trial))
+
     def _entry(self, here: Known, following: Known | None) -> Entry:
-        front = [] if following is None or following.net else following.front
+        front: list[Step] = []
+        # Hooks of others may change what is between the two, in its place
+        if following and not (following.net or here.is_hooked or following.is_hooked):
+            front = following.front
         before = self._traced(_front, here.front)
         after = self._traced(_after, here.back, here.norm, here.mlp, front if here.mlp else [])
         then = None if here.mlp else self._traced(_then, front)
@@ -159,7 +179,7 @@ def replayed(segments: Segments, i: int, stock: Call) -> Call:
             out, *rest = entry.after(given, x, at)
         if entry.then is not None:
             out, *rest = entry.then(self.mlp(rest[0]), out, at)
-        segments.held = out, rest
+        segments.held, segments.following = (out, rest), i + 1
         return out  # type: ignore[no-any-return]
 
     return call
@@ -175,21 +195,24 @@ class Known(NamedTuple):
     norm: list[Step]
     mlp: list[Step]  # dense or of experts
     modules: list[Any]
+    is_hooked: bool  # by others
 
 
-def _known(layer: Any, key: Key) -> Known | None:
+def _known(layer: Any, key: Key, fits: Callable[[Step], bool]) -> Known | None:
     """None where a norm is not known. Attention or an MLP that is not, has no steps."""
     norms = [layer["input_layernorm"], layer["post_attention_layernorm"]]
     before, behind, mlp = (_step(module, key) for module in (*norms, layer["mlp"]))
     if before is None or behind is None:
         return None
+    mlp = mlp if mlp and fits(mlp) else None
     mixer = layer[_mixer(layer)]
     attention, (net, steps) = _attention(mixer, key), _net(mixer, key)
     modules = [layer, *norms]
     modules += mixer.modules() if attention or net else []
     modules += layer["mlp"].modules() if mlp else []
     front, back = [before, *attention[:2]], attention[2:]
-    return Known(front, back, net, steps, [behind], [mlp] if mlp else [], modules)
+    mlps, is_hooked = [mlp] if mlp else [], made_for(layer) is None
+    return Known(front, back, net, steps, [behind], mlps, modules, is_hooked)
 
 
 def _mixer(layer: Any) -> str:
@@ -249,7 +272,7 @@ def _itself(arrays: Sequence[mx.array]) -> mx.array:
 def _own(module: Any, kind: Any, key: Key) -> Step | None:
     """What a module computes by the code of this kind, where that and all it calls is known."""
     code = getattr(kind.__call__, "__code__", None)
-    if code is None or not _only_computes(code, kind.__call__.__module__):
+    if code is None or not all(map(_only_computes, *zip(*_called(kind), strict=True))):
         return None
     parts = [_step(value, key) for value in module.values()]
     if not all(parts):
@@ -268,11 +291,24 @@ def _own(module: Any, kind: Any, key: Key) -> Step | None:
     return _joined(run, parts, (code, kind.__module__, kind.__name__, *names, *about))  # type: ignore[arg-type]
 
 
+def _called(kind: type) -> Iterator[tuple[CodeType, str]]:
+    """The code of a module's call and of methods that it names, its parents' too, and whose it is.
+
+    A function that wraps another has that one's name, but is not by the same.
+    """
+    names = {"__call__", *kind.__call__.__code__.co_names}
+    for base in kind.__mro__:
+        for each in filter(isfunction, map(vars(base).get, names)):
+            yield each.__code__, "" if hasattr(each, "__wrapped__") else each.__module__
+
+
 @cache
 def _only_computes(code: CodeType, module: str) -> bool:
     """Whether MLX or mlx-lm has written it, without what a trace would do once or cannot."""
     does = {*code.co_names, *(each.opname for each in get_instructions(code))}
-    return module.split(".")[0] in ("mlx", "mlx_lm") and does.isdisjoint(_ONCE)
+    inside = (each for each in code.co_consts if isinstance(each, CodeType))
+    is_known = module.split(".")[0] in ("mlx", "mlx_lm") and does.isdisjoint(_ONCE)
+    return is_known and all(_only_computes(each, module) for each in inside)
 
 
 def _joined(run: Callable[..., Any], steps: Sequence[Step], about: Hashable) -> Step:

@@ -71,7 +71,10 @@ def test_a_kill_in_the_middle_of_an_answer_keeps_what_was_said_until_then(chat, 
         assert terminal.wait() == 0
 
 
-def test_the_terminal_is_given_back_when_suspended_and_a_goodbye_tells_how_to_go_on(chat):
+def test_the_terminal_is_given_back_when_suspended_and_a_goodbye_tells_how_to_go_on(
+    chat, monkeypatch
+):
+    monkeypatch.setenv("DFLASH_CHAT_AS", "scripts/chat")  # as that script says
     with chat("--max-tokens", "5") as terminal:
         terminal.type("a question" + ENTER)
         terminal.until(lambda screen: "Longest answer" in screen)
@@ -84,7 +87,7 @@ def test_the_terminal_is_given_back_when_suspended_and_a_goodbye_tells_how_to_go
         terminal.until(lambda screen: "half a" in screen)
         terminal.type(CTRL_Q)
         assert terminal.wait() == 0
-        assert "Saved as “a question”; dflash-chat --resume goes on." in terminal.text
+        assert "Saved as “a question”; scripts/chat --resume goes on." in terminal.text
     with chat("--resume") as terminal:
         terminal.until(lambda screen: "a question" in screen and "<-" in screen)
         terminal.type("/new" + ENTER)

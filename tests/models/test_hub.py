@@ -74,6 +74,13 @@ def test_a_repository_is_checked_by_its_heads_and_no_weight_is_fetched(model, hu
     assert set(hub.fetched()) == {"bytes=0-100000"}
 
 
+def test_a_download_says_of_what_and_how_much(hub, monkeypatch, capsys):
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # bars, though this is no terminal
+    Source("owner/model", None, "model").fetch()
+    said = capsys.readouterr().err
+    assert re.search(r"downloading owner/model, [\d.]+[kM]?B of [\d.]+[kM]?B: +\d+%\|", said), said
+
+
 @pytest.mark.parametrize("option", ["model", "drafter"])
 @pytest.mark.parametrize(
     ("name", "value"),

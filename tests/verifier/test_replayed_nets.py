@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from dflash_mlx.verifier import segments
@@ -14,7 +15,7 @@ from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import Rows
 from support.decoding import ids_of, tree_of
 from support.families import VOCAB_SIZE
-from support.hybrids import fresh
+from support.hybrids import fresh, some_tree
 from support.overrides import override
 from support.replays import CHAIN, CLOSE, PASSES, make_target, nets, outputs
 from support.stand_ins import stand_ins
@@ -124,3 +125,26 @@ def test_sequences_side_by_side_leave_nets_that_were_replayed_to_their_own_calls
         for _ in range(3):
             ours = together()
             assert all(mx.abs(a - b).max() < CLOSE for a, b in zip(ours, stock, strict=True))
+
+
+def test_trees_of_many_forms_come_to_few_traces(monkeypatch):
+    made: list[int] = []
+    compile_it = mx.compile
+
+    def counted(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        if function.__module__ != segments.__name__:
+            return compile_it(function, **how)
+        return compile_it(lambda *given: made.append(1) or function(*given), **how)
+
+    monkeypatch.setattr(segments.mx, "compile", counted)
+    target, random = make_target("qwen3_5"), np.random.default_rng(0)
+    target.use_kernels("on")
+    with stand_ins():
+        cache = fresh(target, [*range(11)])
+        for _ in range(60):
+            tree = some_tree(random, 12)
+            mx.eval(target.forward(ids_of(tree), cache, Block.of(tree))[0])
+            with target.kernels.paused():
+                cache.commit([*np.flatnonzero(tree.ancestors[random.integers(12)]).tolist()])
+        assert nets(target) == 2
+    assert len(made) < 24

@@ -130,3 +130,52 @@ def test_norms_of_attention_are_replaced_by_others_whose_weights_change_later():
             with target.kernels.paused():
                 stock = outputs(target, *CHAIN, 11)
             assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+
+
+@pytest.mark.parametrize("name", ["eps", "base"])
+def test_a_setting_of_a_module_counts_from_the_next_pass_on(name):
+    target = make_target()
+    target.use_kernels("on")
+    with stand_ins():
+        before = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        layer = target.model.layers[1]
+        setattr(layer.input_layernorm if name == "eps" else layer.self_attn.rope, name, 3.0)
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+        assert replayed(target) == target.num_layers
+        target.use_kernels("off")
+        stock = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+    assert mx.abs(stock - before).max() > 1e-3
+
+
+@pytest.mark.parametrize("i", [0, 1])
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_a_hook_may_change_what_is_between_layers_in_its_place(i, what):
+    def hook(module, call, x, *others):
+        out = x if what == "input" else call(module, x, *others)
+        out += 1  # the same object, which has other numbers now
+        return call(module, x, *others) if what == "input" else out
+
+    target = make_target()
+    target.use_kernels("on")
+    override(target.model.layers[i], hook)
+    with stand_ins():
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        assert replayed(target) == target.num_layers
+        target.use_kernels("off")
+        stock = outputs(target, *CHAIN, 11)
+    assert mx.abs(ours - stock).max() < CLOSE
+
+
+def test_layers_that_change_places_get_what_is_theirs():
+    target = make_target(num_hidden_layers=4)
+    target.use_kernels("on")
+    with stand_ins():
+        before = [outputs(target, *CHAIN, 11) for _ in range(3)][-1]
+        layers = target.model.layers
+        layers[1], layers[2] = layers[2], layers[1]
+        ours = [outputs(target, *CHAIN, 11) for _ in range(3)]
+        with target.kernels.paused():
+            stock = outputs(target, *CHAIN, 11)
+    assert all(mx.abs(each - stock).max() < CLOSE for each in ours)
+    assert mx.abs(stock - before).max() > 1e-3

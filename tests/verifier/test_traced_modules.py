@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -226,6 +227,117 @@ def test_code_of_mlx_lm_that_keeps_something_is_not_traced(monkeypatch):
         logits(target)
         assert traced(target)[-1] == target.num_layers - 1
     assert mlp.calls == calls + 2  # the prompt's pass, and this one
+
+
+STOCK = qwen3_moe.Qwen3MoeSparseMoeBlock.__call__
+wrapped_calls: list[int] = []
+
+
+@wraps(STOCK)
+def wrapped(self, x):
+    wrapped_calls.append(1)
+    return STOCK(self, x)
+
+
+def test_a_function_that_wraps_mlx_lm_s_is_not_taken_for_it():
+    target = make_target()
+    mlp = target.model.layers[1].mlp
+    mlp.__class__ = type("Wrapped", (type(mlp),), {"__call__": wrapped})
+    with stand_ins():
+        for _ in range(3):
+            logits(target)
+        wrapped_calls.clear()
+        logits(target)
+        assert traced(target)[-1] == target.num_layers - 1
+    assert len(wrapped_calls) == 2  # the prompt's pass, and this one
+
+
+@pytest.mark.parametrize("name", ["top_k", "config"])
+def test_a_setting_of_an_mlp_counts_from_the_next_pass_on(name):
+    target = make_target("qwen3_moe" if name == "top_k" else "glm4_moe")
+    with stand_ins():
+        before = [logits(target) for _ in range(3)][-1]
+        for layer in target.model.layers:
+            if name == "top_k":
+                layer.mlp.top_k = 4
+            elif "switch_mlp" in layer.mlp:
+                layer.mlp.config.n_shared_experts = None
+        found = [logits(target) for _ in range(3)]
+        own = by_own_calls(target, lambda: logits(target))
+    assert all(mx.array_equal(each, own) for each in found)
+    assert mx.abs(own - before).max() > 1e-2
+
+
+def test_a_hook_on_an_activation_that_comes_later_is_called():
+    target, seen = make_target(), []
+    mlp = target.model.layers[1].mlp
+    mlp.switch_mlp.activation = switch_layers.SwiGLU()  # which holds no arrays
+    with stand_ins():
+        for _ in range(3):
+            logits(target)
+        assert traced(target)[-1] == target.num_layers
+        override(mlp.switch_mlp.activation, lambda m, call, *x: seen.append(1) or call(m, *x))
+        for _ in range(3):
+            logits(target)
+    assert len(seen) == 6
+
+
+class AskingForValues(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    """Without a word that says so."""
+
+    def __call__(self, x):
+        return super().__call__(x) if mx.any(x > 1e9) else super().__call__(x) * 2
+
+
+class AskingForParts(qwen3_moe.Qwen3MoeSparseMoeBlock):
+    """A part has more than a call."""
+
+    def __call__(self, x):
+        return super().__call__(x) * self.gate.weight.ndim
+
+
+@pytest.mark.parametrize("kind", [AskingForValues, AskingForParts])
+def test_code_that_no_graph_can_be_made_of_is_called_as_it_is(kind, monkeypatch):
+    monkeypatch.setattr(kind.__call__, "__module__", "mlx_lm.models.qwen3_moe")
+    target = make_target()
+    target.model.layers[1].mlp.__class__ = kind
+    with stand_ins():
+        found = [logits(target) for _ in range(3)][-1]
+        assert traced(target)[-1] == target.num_layers - 1
+        own = by_own_calls(target, lambda: logits(target))
+    assert mx.array_equal(found, own)
+
+
+class Inside(nn.Module):
+    """What it does is in a part of its code, or in methods of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __call__(self, x):
+        return [each.item() for each in x]
+
+
+class ByMethod(Inside):
+    def _keep(self, x):
+        self.last = x
+
+    def __call__(self, x):
+        self._keep(x)
+        return x
+
+
+class ByParent(ByMethod):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("kind", [Inside, ByMethod, ByParent])
+def test_code_is_looked_for_where_it_is(kind, monkeypatch):
+    for function in (Inside.__call__, ByMethod._keep, ByMethod.__call__, ByParent.__call__):
+        monkeypatch.setattr(function, "__module__", "mlx_lm.models.qwen3_moe")
+    assert segments._own(kind("so"), kind, ((1, 4), mx.float32)) is None
 
 
 def test_code_that_asks_for_values_or_chance_or_is_by_others_is_not_traced():
