@@ -21,7 +21,7 @@ ENDINGS = {
     "stopped": "stopped here; /continue goes on",
     "length": f"cut: /continue goes on; raise “{label_of('max_tokens')}” in /settings",
     "context": "cut: the context is full; /new starts over",
-    "failed": "stopped by an error",
+    "failed": "stopped by an error; /continue goes on",
     UNFINISHED: "stopped here; /retry answers again, /continue goes on",
 }
 

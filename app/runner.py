@@ -41,6 +41,7 @@ from dflash_mlx.client import (
 
 USUAL = 2.0  # the highest temperature at which answers still make sense
 
+_CUT = "stopped", "length", "failed", UNFINISHED  # endings of answers that may go on
 _IF_ALLOWED = ", if this terminal lets programs copy (Terminal.app does not; /export writes a file)"
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class CommandRunner:
     async def _continue(self, _: str) -> None:
         self._need_idle()
         app, talk = self._app, self._app.conversation
-        if not talk.turns or talk.turns[-1].ending not in ("stopped", "length", UNFINISHED):
+        if not talk.turns or talk.turns[-1].ending not in _CUT:
             raise DFlashError("no answer was cut", "ask something, or type /retry")
         request = Question((*talk.messages,), app.system, app.config)
         said = talk.turns.pop().content

@@ -129,6 +129,15 @@ async def test_a_cut_answer_is_never_lost_when_nothing_follows(chat, app, backen
     assert turns == [("Count.", ""), (said, "stopped")]
 
 
+@in_chat(lambda cut: ScriptedBackend([ValueError("no memory"), " and so on."]), resume=True)
+async def test_a_cut_answer_that_an_error_stopped_can_be_gone_on_with(chat, app, backend):
+    await chat.say("/continue")
+    await chat.until(lambda: "no memory" in "".join(chat.notices) and app.listener.job is None)
+    assert [turn.content for turn in app.conversation.turns] == ["Count.", COUNTED]
+    await chat.say("/continue")
+    await chat.until(lambda: len(chat.saved) == 2 and chat.saved[1].content.endswith("so on."))
+
+
 # What gives its room to what
 
 
