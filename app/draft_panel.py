@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from dflash_chat.figures import counted
-from dflash_chat.naming import TARGET, legend, source_shape, source_style
+from dflash_chat.naming import ALONE, TARGET, legend, source_shape, source_style
 from dflash_chat.terminal import assembled
 from dflash_chat.tree_view import (
     ACCEPTED,
@@ -36,7 +36,7 @@ SHOWN = 2000  # tokens of an answer
 KNOWN = 10_000  # tokens of an answer, for its picture
 ANSWERS = 50  # whose tokens are known
 KEPT = 1000  # rounds that one can go back to
-_ROUNDS = Binding.Group("other rounds", compact=True)
+_ROUNDS = Binding.Group("rounds", compact=True)
 STYLES = {
     ACCEPTED: "bold $text-success",
     REJECTED: "$text-error",
@@ -79,7 +79,7 @@ class DraftPanel(Vertical, can_focus=True):
         Binding("right", "step(1)", "round after", group=_ROUNDS),
         Binding("home", "step(-1000)", "first round", show=False),
         Binding("end", "step(1000)", "newest round", show=False),
-        Binding("escape", "leave", "back to the question"),
+        Binding("escape", "leave", "back"),
     ]
 
     def __init__(self) -> None:
@@ -214,14 +214,13 @@ def round_sentence(delta: Delta) -> str:
 
 def _legend(delta: Delta) -> list[Line]:
     mine = {source.name for source in find_method(delta.statistics.method).sources}
-    origins: Line = [("guessed by ", LINES)] if mine else []
+    origins: Line = [("guessed by", LINES)]
     for label, source in legend():
         if source in mine:
-            origins += [(f" {label} ", source), (" ", LINES)]
-        elif source == TARGET:
-            origins.append((label, source))
-    signs: Line = [(YES, ACCEPTED), (" accepted  ", LINES), (NO, REJECTED), (" rejected  ", LINES)]
-    return [origins, [*signs, (f"{END} end", LINES)]]
+            origins += [(" ", LINES), (f" {label} ", source)]
+    signs: Line = [(f"{ALONE}  ", TARGET), (YES, ACCEPTED), (" accepted  ", LINES)]
+    signs += [(NO, REJECTED), (" rejected  ", LINES), (f"{END} end", LINES)]
+    return [origins, signs] if mine else [signs]
 
 
 def styled(lines: Sequence[Line], shapes: bool = False) -> Content:

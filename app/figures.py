@@ -17,7 +17,7 @@ SEPARATOR = " · "
 _EIGHTHS: tuple[str, ...] = ("", *"▏▎▍▌▋▊▉")
 _NEARLY_FULL = 0.8  # share of the context from which it is worth a place among the first figures
 _ROOMY = 50  # columns in which bars may have more words beside them
-_LEAST_RATIO, _MOST_RATIO = 1.05, 100.0  # to plain decoding; nothing real lies beyond the latter
+LEAST_RATIO, _MOST_RATIO = 1.05, 100.0  # to plain decoding; nothing real lies beyond the latter
 _LEAST_TOKENS = 20  # of an answer, for its speed to be compared
 _ENOUGH_PLAIN = 8  # rounds without drafts, for their time to be measured
 
@@ -88,7 +88,7 @@ def fit(parts: Sequence[str], width: int, separator: str = SEPARATOR) -> str:
 def times_plain(figures: Figures) -> str:
     """How many times as fast as plain decoding, "~" where it is an estimate, "" where unknown."""
     short = figures["generated_tokens"] < _LEAST_TOKENS
-    if short or not _LEAST_RATIO <= figures["times_plain"] <= _MOST_RATIO:
+    if short or not LEAST_RATIO <= figures["times_plain"] <= _MOST_RATIO:
         return ""
     plain = re.search(r"(\d+) plain", figures["modes"])
     measured = plain is not None and int(plain[1]) >= _ENOUGH_PLAIN
@@ -209,7 +209,7 @@ def _against_plain(figures: Figures) -> str:
     if not figures["accepted_by_position"]:
         return _no_drafts(figures)
     ratio, enough = figures["times_plain"], figures["generated_tokens"] >= _LEAST_TOKENS
-    if enough and 0.05 < ratio < _LEAST_RATIO:
+    if enough and 0.05 < ratio < LEAST_RATIO:
         return f"{'no faster' if ratio > 0.95 else 'slower'}: no drafts pay here"
     if not times_plain(figures):
         return "not known, /race compares"

@@ -7,10 +7,10 @@ from itertools import takewhile
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_block import StateBlock
-from markdown_it.rules_block.table import table
+from markdown_it.rules_block.table import escapedSplit, table
 from markdown_it.rules_core import StateCore
 
-_CELL_END = re.compile(r"(?<!\\)\|")
+_LANGUAGE = re.compile(r"\s*[\w+#-]*\s*")
 
 
 def markdown_parser() -> MarkdownIt:
@@ -26,12 +26,13 @@ def _whole_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
     if not table(state, start, end, True):
         return False
     lines = (state.getLines(n, n + 1, state.blkIndent, False) for n in range(start, end))
-    cells = [len(_CELL_END.split(line.strip().strip("|"))) for line in takewhile(str.strip, lines)]
+    rows = [escapedSplit(line.strip()) for line in takewhile(str.strip, lines)]
+    cells = [len(row) - (not row[0]) - (not row[-1]) for row in rows]  # an edge is no cell
     return max(cells) <= cells[0] and table(state, start, end, silent)
 
 
 def _show_info(state: StateCore) -> None:
-    """What stands behind the language of a block of code is shown as its first line."""
+    """What else than its language stands at a block of code is shown as its first line."""
     for token in state.tokens:
-        if token.type == "fence" and len(token.info.split()) > 1:
+        if token.type == "fence" and not _LANGUAGE.fullmatch(token.info):
             token.content = f"{token.info.strip()}\n{token.content}"

@@ -30,7 +30,7 @@ from dflash_mlx.client import (
 )
 
 _GROUP = "Enter folds. tok/s is computed from memory; drafts come on top. ! is too large for here."
-_COLUMNS = {"model": None, "download": 9, "memory": 11, "drafts": 12, "tok/s": 7}  # widths
+_COLUMNS = {"model": None, "download": 9, "  memory": 11, "drafts": 12, " tok/s": 7}  # widths
 
 
 class PickerScreen(Dialog[PairConfig | None]):
@@ -179,7 +179,7 @@ def first_offer(folder: Path, read_speed: float) -> AvailableModel | None:
 
 def removable(name: str) -> list[CacheEntry]:
     """What lies on the disk of the model of this name, and is the chat's or the hub's to remove."""
-    kinds = ("model", "unfinished", "converted")
+    kinds = ("model", "unfinished")
     return [each for each in cache_entries(Path()) if each.name == name and each.kind in kinds]
 
 

@@ -96,7 +96,7 @@ class RaceScreen(Dialog[None]):
             self._ratio.update(f"{result.ratio:.1f}x")
             faster = self._sides[result.ratio > 1]
             faster.add_class("faster")
-            faster.border_subtitle = f"faster {faster.border_subtitle}".strip()
+            faster.border_subtitle = ", ".join(filter(None, [faster.border_subtitle, "faster"]))
 
     def draw(self) -> None:
         steps = [side.last for side in self._sides if side.last is not None]

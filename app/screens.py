@@ -70,7 +70,7 @@ class RowsScreen(Dialog[None]):
     def compose(self) -> ComposeResult:
         table = Table.grid(padding=(0, 2))
         for row in self._rows:
-            table.add_row(*map(Text, row))
+            table.add_row(Text(row[0], "bold"), *map(Text, row[1:]))
         with self.frame(self._title, "Esc closes"), VerticalScroll():
             yield Static(table)
 

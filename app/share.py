@@ -31,14 +31,18 @@ _NO_FONTS = re.compile("last ?resort|color emoji", re.IGNORECASE)  # boxes; bitm
 _UNFIT = re.compile(
     "[\ud800-\udfff\ufffe\uffff\u200d\ufe0f]"
 )  # no text; joins what no font here joins
+_END = "</think>"
 _WORD, _MUTED, _BOLD, _MARK = "$foreground", "$secondary", "bold $foreground", "bold $text-primary"
 
 
 def card(question: str, answer: Turn, tokens: Sequence[Segment], model: str) -> list[Content]:
     """What a picture shows, in lines of at most WIDTH columns. tokens: none where not known."""
     shown = tokens or [(split_thinking(answer.content).answer, TARGET)]
-    start = max((i for i, (text, _) in enumerate(shown, 1) if "</think>" in text), default=0)
-    said = [(text, style_of(source)) for text, source in shown[start:]]
+    whole, said = "".join(text for text, _ in shown), []
+    thought = whole.rfind(_END) + len(_END) if _END in whole else 0  # characters to leave out
+    for text, source in shown:
+        said.append((text[max(thought, 0) :], style_of(source)))
+        thought -= len(text)
     lines = [*_lines([(question, _BOLD)], QUESTION_LINES), Content()]
     lines += [*_lines(said, ANSWER_LINES), Content()]
     figures, machine = read_figures(answer.figures or {}), describe_machine()
@@ -122,7 +126,8 @@ def _placed(lines: Sequence[Content]) -> Iterator[tuple[int, int, str, str]]:
             yield row, 0 if ways[0] == "L" else WIDTH, line.plain, _WORD
             continue
         for start, end, style in line.spans:
-            word = r".+" if "large" in str(style) else r"\S+"
+            apart = not {"large", "on"} & set(str(style).split())  # else a gap would be seen
+            word = r"\S+" if apart else r"\S+( \S+)*"
             for found in re.finditer(word, line.plain[start:end]):
                 yield row, cell_len(line.plain[: start + found.start()]), found[0], str(style)
 

@@ -10,7 +10,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from dflash_chat.aside import Asks, aside
-from dflash_chat.figures import counted, speed
+from dflash_chat.figures import LEAST_RATIO, counted, speed
 from dflash_chat.naming import method_name, short_name
 from dflash_chat.prompt import Prompt
 from dflash_chat.speeds import Earlier, SpeedLog, Timing
@@ -117,7 +117,8 @@ class Welcome(Asks, Vertical):
 def speed_here(earlier: Earlier | None, timing: Timing) -> str:
     """What this machine does, by the last answers, else by timed passes; "" without a ground."""
     if earlier is not None:
-        ratio = f", ~{earlier.times_plain:.1f}x plain decoding" if earlier.times_plain else ""
+        told = earlier.times_plain >= LEAST_RATIO
+        ratio = f", ~{earlier.times_plain:.1f}x plain decoding" if told else ""
         ground = f"last {counted(earlier.answers, 'answer')}, {day_in_words(earlier.day)}"
         return f"~{speed(earlier.tokens_per_second)} tokens per second{ratio} ({ground})"
     if timing.plain and timing.day:

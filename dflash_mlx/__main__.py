@@ -7,9 +7,10 @@ dflash-serve                     a server for programs that speak OpenAI's or An
 python -m dflash_mlx.generate    one answer, with every setting and figures as JSON
 python -m dflash_mlx.benchmark   methods compared over many prompts
 python -m dflash_mlx.convert     models converted and quantised
-python -m dflash_mlx.doctor      what this machine is, whether a pair fits, and its kernels
+python -m dflash_mlx.doctor      what this machine is, and whether a pair fits
 python -m dflash_mlx.corpus      answers collected, to train a draft model
 python -m dflash_mlx.train       a draft model trained
+python -m kernels_metal.sweep    every Metal kernel against its reference
 
 Each says more with --help."""
 

@@ -120,7 +120,8 @@ def make(file: Path, rehearse: bool, say: Callable[[str], None] = print) -> bool
         problem = "this machine has no Metal, so there is nothing to report"
         raise DFlashError(problem, "--rehearse runs all of it in the emulator")
     if rehearse and (why := no_emulator()):
-        raise DFlashError(f"nothing can be rehearsed: {why}", "use a clone of the project")
+        step = "a clone of the project with clang, or with the package ziglang, can"
+        raise DFlashError(f"nothing can be rehearsed: {why}", step)
     report = opened(file, rehearse)
     children = Children(COMMAND, wanted=True)
     try:

@@ -252,11 +252,12 @@ def orders(path: tuple[int, ...], parents: tuple[int, ...]) -> mx.array:
         steps[0] += 2 * is_branch
         walk += steps
         last, ahead = row, ahead + children.get(row, [])[::-1]
-    return _padded([len(path), len(walk), *path, *walk])
+    numbers = [len(path), len(walk), *path, *walk]
+    return _padded(numbers, -(-len(numbers) // 32) * 32)  # few sizes, by which graphs are traced
 
 
-def _padded(numbers: list[int]) -> mx.array:
-    return mx.array([*numbers, *[0] * (-len(numbers) % 32)])  # of few sizes, in device memory
+def _padded(numbers: list[int], size: int = 8) -> mx.array:
+    return mx.array([*numbers, *[0] * (size - len(numbers))])  # in device memory
 
 
 def check_arguments(

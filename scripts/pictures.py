@@ -194,7 +194,7 @@ async def session(camera: Camera, tokens: int) -> None:
     await pilot.press("f2")
     await pilot.pause(0.5)
     app.draft.focus()
-    for _ in range(20):  # back to a round that shows branches of both kinds
+    for _ in range(200):  # back to a round that shows branches of both kinds
         if (shown := app.draft.shown) and 1 < len(shown.accepted.path) < len(shown.accepted.tree):
             parents = shown.accepted.tree.parents
             if len(set(parents)) < len(parents):

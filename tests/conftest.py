@@ -59,3 +59,5 @@ def known_times(request: pytest.FixtureRequest) -> None:
         patch = request.getfixturevalue("monkeypatch")
         nowhere = Path(__file__) / "speeds.json"  # a place below a file
         patch.setattr("dflash_mlx.models.choice.speeds_file", lambda *_: nowhere)
+    if "dflash_mlx.models.library" in sys.modules:  # nor are the user's models listed
+        request.getfixturevalue("monkeypatch").setattr("dflash_mlx.models.library._LM_STUDIO", ())

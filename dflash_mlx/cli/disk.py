@@ -124,11 +124,12 @@ def _everything(here: Path) -> Iterator[str]:
     yield memory_here()
     groups, best = grouped(available_models(here), installed, speed)
     *shown, large = groups
+    wide = max(len(model.name) for group in shown for model in groups[group])
     for group in shown:
         if groups[group]:
-            yield f"\n{group:<38}  {'download':>8}  {'memory':>8}  {'drafts':<13}   tok/s"
+            yield f"\n{group:<{wide + 2}}  {'download':>8}  {'memory':>8}  {'drafts':<13}   tok/s"
         for model in groups[group]:
-            yield _row(model, installed, speed) + "  recommended" * (model is best)
+            yield _row(model, wide, installed, speed) + "  recommended" * (model is best)
     if groups[large]:
         names = ", ".join(model.name for model in groups[large])
         yield "\n" + fill(f"{large}: {names}", 100, subsequent_indent="  ", break_on_hyphens=False)
@@ -137,9 +138,9 @@ def _everything(here: Path) -> Iterator[str]:
     yield from _lines(cache_entries(here))
 
 
-def _row(model: AvailableModel, installed: int, speed: float) -> str:
+def _row(model: AvailableModel, wide: int, installed: int, speed: float) -> str:
     download, memory, drafts, plain = model.cells(installed, speed)
-    return f"  {model.name:<36}  {download}  {memory}  {drafts:<11}  {plain}".rstrip()
+    return f"  {model.name:<{wide}}  {download}  {memory}  {drafts:<11}  {plain}".rstrip()
 
 
 def _lines(kept: Sequence[CacheEntry]) -> Iterator[str]:

@@ -262,10 +262,9 @@ def read_stdin() -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DFlashError(
-            f"standard input is not UTF-8: byte {data[error.start]:#04x} at position {error.start}",
-            "convert it first, with iconv for example",
-        ) from None
+        where = f"byte {data[error.start]:#04x} at position {error.start}"
+        what = f"standard input is not UTF-8: {where}"
+        raise DFlashError(what, "convert it first, with iconv for example") from None
 
 
 def print_stream(deltas: Iterator[Delta]) -> None:

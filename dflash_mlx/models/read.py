@@ -203,11 +203,8 @@ def likely_tokens(folder: Path, tokenizer: Any, vocabulary: int) -> npt.NDArray[
 def draft_size(asked: int | None, vocabulary: int) -> int:
     """How many of them drafts are made of; DFlashError for more than there are."""
     if asked is not None and asked > vocabulary:
-        raise DFlashError(
-            f"draft_vocabulary is {asked}, but the model has {vocabulary} tokens",
-            f"choose 1 to {vocabulary}",
-            "draft_vocabulary",
-        )
+        what = f"draft_vocabulary is {asked}, but the model has {vocabulary} tokens"
+        raise DFlashError(what, f"choose 1 to {vocabulary}", "draft_vocabulary")
     return asked or max(min(_LEAST, vocabulary), vocabulary // _SHARE)
 
 

@@ -42,7 +42,7 @@ async def test_the_footer_tells_what_keys_do_now(chat, app, backend, monkeypatch
     await chat.goes_on()
     await keys(chat, "F4/^r race", gone=("stop",))
     await chat.press("f2", "tab")
-    await keys(chat, "←→ other rounds", "esc back to the question", gone=("send",))
+    await keys(chat, "←→ rounds", "esc back", gone=("send",))
     await chat.press("escape", "h")
     await keys(chat, "send", gone=("rounds",))
     assert app.prompt.text == "h"

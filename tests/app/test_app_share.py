@@ -58,7 +58,7 @@ def test_each_token_has_the_colour_of_who_guessed_it_and_the_legend_names_them(t
     _, svg, png = drawn(tmp_path, lines, theme)
     colours = COLOURS[theme]
     found = {name: svg.count(colours[name].lower()) for name in ("primary-muted", "accent-muted")}
-    assert found == {"primary-muted": 2 + 1, "accent-muted": 1 + 2}, "words, and the legend's"
+    assert found == {"primary-muted": 2 + 1, "accent-muted": 1 + 1}, "words, and the label"
     assert colours["warning-muted"].lower() not in svg, "nobody's second draft"
     assert "<text" not in svg and 'href="#' in svg, "letters are in the file"
     assert png.width > 1200
@@ -261,3 +261,13 @@ def test_what_went_on_from_words_of_an_earlier_start_has_no_colours():
             panel.take(delta, WORDS)
         panel.end(f"{said}the Rhine and the Main")
         assert bool(panel.pieces_of(f"{said}the Rhine and the Main")) == known
+
+
+def test_words_of_the_token_that_ends_a_thought_stay_and_a_label_is_one_piece(tmp_path):
+    tokens = [("<think>so", "first"), ("</think>Two", "second"), (" rivers", "target")]
+    lines = card("Why?", Turn("assistant", "".join(text for text, _ in tokens)), tokens, "M")
+    assert "Two rivers" in texts(lines) and not [text for text in texts(lines) if "think" in text]
+    split = card("Why?", Turn("assistant", "x"), [("a</th", "first"), ("ink>B", "first")], "M")
+    assert "B" in texts(split)
+    pieces = [text for _, _, text, style in sharing._placed(lines) if " on " in style]
+    assert "Two" in pieces and "second draft" in pieces

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub.utils import WeakFileLock
 
 from dflash_chat import main
-from dflash_mlx import DFlashError
+from dflash_mlx import DFlashError, PairConfig
 from dflash_mlx.cli import disk
 from dflash_mlx.models.names import whole_copy
 from support.hub_server import Hub, serve
@@ -133,3 +133,15 @@ def test_clean_leaves_what_another_program_downloads_and_says_so(hub, said, tmp_
         assert line.endswith("(being downloaded)")
     said("clean", QUANTISED, "--yes")
     assert whole_copy(QUANTISED) is None
+
+
+def test_the_table_of_models_stays_aligned_where_names_are_paths(tmp_path, monkeypatch):
+    models = [
+        disk.AvailableModel(PairConfig(name), 10**9, place="local folder", drafts="lookup")
+        for name in ("/Users/somebody/.lmstudio/models/mlx-community/Qwen3-4B-4bit", "short")
+    ]
+    monkeypatch.setattr(disk, "available_models", lambda here: models)
+    monkeypatch.setattr(disk, "read_speed", lambda: 1e9)
+    _, heading, *rows = [line for line in disk._everything(tmp_path) if line][:4]
+    ends = {row.index(" GB") + len(" GB") for row in rows}
+    assert ends == {heading.strip("\n").index("memory") + len("memory")}

@@ -73,7 +73,7 @@ def test_what_is_for_the_report_alone_is_refused_without_it(words, capsys):
 
 def test_without_the_emulator_nothing_is_rehearsed_or_written(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "no_emulator", lambda: "the emulator is in a checkout")
-    with pytest.raises(DFlashError, match="the emulator is in a checkout; use a clone"):
+    with pytest.raises(DFlashError, match="is in a checkout; a clone of the project with clang"):
         command.make(tmp_path / "out.json", rehearse=True)
     assert [*tmp_path.iterdir()] == []
 

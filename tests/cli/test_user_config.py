@@ -110,6 +110,8 @@ def test_the_system_prompt_is_for_questions_not_for_whole_conversations_or_plain
         ("method = 'd2sd'\nbranches = 3", ["--method", "none"], {"method": "none"}),
         ("drafter = 'owner/x'", ["--method", "ngram"], {"method": "ngram"}),
         ("method = 'ngram'\ndrafter = 'owner/x'", [], {"method": "ngram"}),
+        ("method = 'dflash'", ["--drafter", "none"], {"method": "auto"}),
+        ("method = 'none'", ["--drafter", "none"], {"method": "none"}),
         ("exact = true", ["--temperature", "1"], {"exact": False}),
         ("temperature = 1", ["--exact"], {"exact": True}),
         ("top_p = 0.9", [], {"method": "auto"}),
@@ -121,7 +123,8 @@ def test_what_does_not_go_with_the_typed_options_gives_way_to_them(file, lines, 
     config = read_decode_config(arguments)
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert values_given(config.options) == {}
-    assert read_pair_config(arguments).drafter is None
+    asked = "none" if "--drafter" in typed else None
+    assert read_pair_config(arguments).drafter == asked
 
 
 # What is wrong
@@ -134,7 +137,7 @@ WRONG = [
     ('# mine\n\ntemprature = "x"', 3, "temprature", "write temperature"),
     ("zzz = 1", 1, "zzz is not known", "max_tokens, "),
     ('"max tokens" = 1', 1, "max tokens is not known", "max_tokens"),
-    ("config = 'x'", 1, "config is not known", ""),
+    ("config = 'x'", 1, "config is not known", "write system, "),
     ("[sampling]\ntemperature = 1", 1, "sampling is not known", ""),
     ("top_p = 3.0", 1, "top_p is 3.0", "above 0 and up to 1"),
     ("temperature = nan", 1, "temperature is nan", "0 to 10"),
@@ -152,6 +155,9 @@ WRONG = [
     ("branches = 0", 1, "branches is 0", "1 to"),
     ("budget = 'some'", 1, "budget is 'some'", ""),
     ("keys = 5", 1, "keys is 5", "a table"),
+    ("theme = 'dark'\n[keys]\ndraft = 5", 3, "draft is 5", "a text"),
+    ("keys.draft = ['f5']", 1, "draft is ['f5']", "a text"),
+    ("[keys.draft]\nkey = 'f5'", 1, "draft is {'key': 'f5'}", "a text"),
     ("template = ['a']", 1, "template is 'a'", "KEY=VALUE"),
     ("temperature = 1\nexact = true", 2, "exact is for greedy", "temperature 0"),
     ("method = 'none'\nbranches = 2", 2, "branches is 2, but none", "d2sd"),

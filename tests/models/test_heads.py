@@ -188,8 +188,8 @@ def test_a_list_of_models_says_that_one_has_its_drafter_in_it(tmp_path):
         name: on_this_machine(Source.of(write_target(tmp_path / name, **more), "model"), [])
         for name, more in (("with", {}), ("without", {"mtp": {}}))
     }
-    assert found["with"].drafter == "drafter in its own folder"
-    assert found["without"].drafter == "no drafter"
+    assert (found["with"].drafter, found["with"].drafts) == ("", "own head")
+    assert (found["without"].drafter, found["without"].drafts) == ("", "lookup")
 
 
 def test_a_known_drafter_goes_before_the_head(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from dflash_mlx.models.source import Source
 from dflash_mlx.system.machine import available_memory
 
 TARGET, FORK, DRAFTER, OTHER = "owner/model", "fork/model", "owner/drafter", "owner/other"
+LM_STUDIO = library._LM_STUDIO  # before it is emptied for tests
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
 
 
@@ -198,6 +200,7 @@ def test_models_of_lm_studio_are_listed_where_this_program_can_load_them(
     tmp_path, folders, monkeypatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_LM_STUDIO", LM_STUDIO)
     old = link(folders["model"], tmp_path / ".cache" / "lm-studio" / "models" / "owner", "old")
     new = link(folders["model"], tmp_path / ".lmstudio" / "models" / "owner", "new")
     gguf = tmp_path / ".lmstudio" / "models" / "owner" / "gguf"
@@ -206,6 +209,13 @@ def test_models_of_lm_studio_are_listed_where_this_program_can_load_them(
     found = listed(tmp_path / "none")
     assert {str(old), str(new)} <= found.keys() and str(gguf) not in found
     assert found[str(new)].here
+    inside = [model.name for model in available_models(new.parent)]
+    assert inside.count(str(new)) == 1, "also where the chat is started in that folder"
+    shutil.rmtree(tmp_path / ".cache")
+    link(tmp_path / ".lmstudio", tmp_path / ".cache", "lm-studio")
+    (new.parent.parent / "loop").symlink_to(".")
+    once = [name for name in listed(tmp_path / "none") if name.endswith("/new")]
+    assert once == [str(new)], "the older place is a link to the newer one"
 
 
 @pytest.mark.usefixtures("cached")

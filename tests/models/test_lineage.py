@@ -62,7 +62,7 @@ def test_a_folder_is_offered_its_parent_s_drafter_and_told_so(tmp_path):
     assert dict(names.preset.template) == {"enable_thinking": False}
     assert all(part in names.lineage for part in (folder, PARENT, DRAFTER))
     listed = on_this_machine(Source.of(Path(folder)), [])
-    assert DRAFTER in listed.drafter and not listed.verified
+    assert listed.drafter == DRAFTER and not listed.entry.verified
     assert listed.config == PairConfig(folder)
 
 

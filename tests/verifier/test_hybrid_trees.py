@@ -199,7 +199,7 @@ def test_recurrent_layers_that_were_never_tried_on_branches_verify_chains_alone(
     """Bailing's hand a position of every row to their mixers."""
     assert set(RECURRENT) - TREE_MIXERS == {"bailing_hybrid"}
     target, tree = target_of("bailing_hybrid"), of_shape(SHAPES["wide"])
-    reason = r"bailing_hybrid .* never tried on branches.*; use --method dflash or --method ngram"
+    reason = 'bailing_hybrid .* never tried on branches.*; use method="dflash" or method="ngram"'
     with pytest.raises(DFlashError, match=reason):
         target.check_trees()
     cache = fresh(target, prompt_of(8, 5))

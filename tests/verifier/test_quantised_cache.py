@@ -98,7 +98,7 @@ def test_attention_sees_what_is_stored_close_to_what_was_written(bits, width):
 @pytest.mark.parametrize("width", [16, 80])
 def test_widths_that_no_group_divides_are_refused_with_the_width(width):
     rows = random_rows(1, width)
-    expected = rf"are {width} numbers wide, .* no multiple of 32.*; leave out --kv-bits"
+    expected = rf"are {width} numbers wide, .* no multiple of 32.*; leave out kv_bits="
     with pytest.raises(DFlashError, match=expected):
         LayerCache(kv_bits=8).update_and_fetch(rows, rows)
     LayerCache().update_and_fetch(rows, rows)

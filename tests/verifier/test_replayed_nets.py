@@ -132,6 +132,8 @@ def test_trees_of_many_forms_come_to_few_traces(monkeypatch):
     compile_it = mx.compile
 
     def counted(function: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+        if function.__module__ != segments.__name__:
+            return compile_it(function, **how)
         return compile_it(lambda *given: made.append(1) or function(*given), **how)
 
     monkeypatch.setattr(segments.mx, "compile", counted)
