@@ -268,7 +268,7 @@ def main(argv: Sequence[str]) -> None:
     cli.check_output(arguments.json)
     methods = simulated(arguments.methods, cli.read_decode_config(arguments))
     check_every(arguments.every)
-    pair = load_pair(cli.read_pair_config(arguments), NEEDS_TREES)
+    pair = load_pair(cli.read_pair_config(arguments), *methods.values())
     rows = read_answers(arguments.corpus, vocabulary_size(pair.target))[:: arguments.every]
     with remembering() as memory:
         counts = simulate(pair, dict(made(pair, methods)), rows, memory)
@@ -297,7 +297,7 @@ def simulated(names: str, config: DecodeConfig) -> dict[str, DecodeConfig]:
 
 def by_times(config: DecodeConfig) -> tuple[str, str] | None:
     """What times decide with a method, and how to write it so that they do not; None for none."""
-    block = config.method in ("dflash", "ngram", "eagle3", "mtp", "specdiff")
+    block = config.method in ("dflash", "ngram", "eagle3", "mtp", "assistant", "lm", "specdiff")
     if block and config.block_size is None and config.budget is None:
         return "length", "8"
     options = config.options

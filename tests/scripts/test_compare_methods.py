@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from shutil import copytree
 from typing import Any
 
 import compare_methods
@@ -19,6 +20,7 @@ from dflash_mlx.verifier.model import Target
 from support.decoding import answer_rounds as answer
 from support.families import make_model
 from support.pairs import full_pair
+from support.tiny_training import corpus_rows
 
 METHODS = (
     "dflash:8,dflash:3,d2sd:growth=paper,d2sd:budget=12,ddtree:budget=7,ngram:16,"
@@ -38,6 +40,17 @@ def decoded(pair, config):
     found = [r.accepted for r in answer(pair.target, make_drafter(pair, config), PROMPT, config)]
     tokens = [token for accepted in found for token in accepted.tokens]
     return tokens, [(len(accepted.path), len(accepted.tree)) for accepted in found[1:]]
+
+
+def test_a_model_that_drafts_alone_is_walked_with(place, capsys):
+    rows = [row for row in corpus_rows() if row.temperature == 0]
+    corpus, own = place.write("greedy.jsonl", rows), copytree(place.model, place.root / "own")
+    models = ["--model", str(place.model), "--drafter", str(own)]
+    script.main(["--corpus", str(corpus), *models, "--methods", "lm:4"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("lm:4"))
+    rounds = sum(-(-(len(row.answer) - 1) // 4) for row in rows)
+    expected = sum(len(row.answer) - 1 for row in rows) / rounds
+    assert f" {expected:.2f} (" in line, "a target that drafts for itself is always right"
 
 
 def test_simulated_rounds_are_those_of_decoding(pair):
