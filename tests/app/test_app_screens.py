@@ -270,8 +270,8 @@ async def raced(chat, app, result, steps=(), line="/race Why?"):
 async def test_a_race_ends_with_a_large_ratio_where_there_is_one(chat, app):
     same = "✓ same answer"
     for ratio, outcome in (
-        (2.5, ([same, f"faster {same}"], "2.5x")),
-        (0.5, ([f"faster {same}", same], "0.5x")),
+        (2.5, ([same, f"{same}, faster"], "2.5x")),
+        (0.5, ([f"{same}, faster", same], "0.5x")),
         (0.0, ([same, same], "")),
     ):
         assert await raced(chat, app, RaceResult("Told.", True, ratio)) == outcome
