@@ -29,7 +29,7 @@ def source_style(name: str) -> str:
 
 
 def source_shape(name: str) -> str:
-    """The same without colours: drafted tokens are underlined or slanted, the target's own not."""
+    """A style without colours: drafted tokens underlined or slanted, the target's own plain."""
     if name == TARGET:
         return ""
     known = [source.name for source in token_sources()]

@@ -71,7 +71,7 @@ class Metrics:
         self._answers.labels(how).inc()
 
     def line(self, seconds: float) -> str:
-        """What it is doing, in a line, "" for nothing. seconds: since the last call."""
+        """What the server is doing, "" for nothing. seconds: since the call before."""
         now = self._sum("tokens_total")
         new, self._before = now - self._before, now
         decoding, waiting = int(self._sum("decoding")), int(self._sum("waiting"))

@@ -193,7 +193,7 @@ class Products:
         return product
 
     def _by_nodes(self, paths: Paths, x: mx.array) -> mx.array:
-        """The same array for all products of one input, by which these are known to be a group."""
+        """Nodes of `x` by path; one array for all products of `x`, which makes them a group."""
         if self._nodes is None or self._nodes[0] is not x:
             self._nodes = x, paths.collect(x)
         return self._nodes[1]

@@ -39,7 +39,7 @@ CONTEXT = 200
 
 
 def make(case: str) -> Any:
-    """The same model on all ranks."""
+    """The model of a case, with equal weights on every rank."""
     family, _, how = case.partition(" ")
     model = make_model(family, **CASES[case])
     if how == "in 4 bits":

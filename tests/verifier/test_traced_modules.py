@@ -309,7 +309,7 @@ def test_code_that_no_graph_can_be_made_of_is_called_as_it_is(kind, monkeypatch)
 
 
 class Inside(nn.Module):
-    """What it does is in a part of its code, or in methods of its own."""
+    """A module whose `__call__` leaves the work to inner functions or to methods of its own."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
