@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants
 
@@ -20,6 +19,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.models import default_model
+from dflash_mlx.models.bars import telling
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.names import (
     DEFAULT_MODEL,
@@ -37,7 +37,6 @@ from dflash_mlx.models.source import (
     CONFIG,
     HEADROOM,
     MODEL,
-    NoBar,
     Source,
     check_weights,
     published,
@@ -329,21 +328,5 @@ class Download:
         for source, wanted in files:
             for file in wanted:
                 self.advance(0)
-                source.fetch_file(file, _bar(self))
+                source.fetch_file(file, telling(self.advance))
             source.fetch()  # all is here: this notes that it is whole
-
-
-def _bar(download: Download) -> type:
-    """What huggingface_hub takes for a class of progress bars, telling `download` of bytes."""
-
-    class Bar(NoBar):
-        def update(self, count: float | None = 1) -> None:
-            download.advance(count or 0)
-
-        def update_transfer(self, _: float | None = 1) -> None:
-            """Bytes on the network, of which Xet needs fewer than it writes."""
-
-        def set_transfer_postfix_str(self, *_: Any, **__: Any) -> None:
-            pass
-
-    return Bar

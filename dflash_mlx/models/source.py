@@ -26,11 +26,10 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
     RepositoryNotFoundError,
     SafetensorsParsingError,
 )
-from huggingface_hub.utils.tqdm import tqdm as HubBar  # noqa: N812 - a class
-from tqdm.auto import tqdm
 
 from dflash_mlx.core.errors import Collector, DFlashError, Finding, in_one_line
 from dflash_mlx.core.text import parse_json
+from dflash_mlx.models.bars import NoBar, naming
 from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
@@ -54,29 +53,9 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _STORED = re.compile(
     r"(?!.*(window|chunk|block|group|batch))(.*_(size|dim|dims|layers|heads|rank|experts)|n_\w+|d_\w+|dim)"
 )
-_BAR = "{desc}, {n_fmt}B of {total_fmt}B: {percentage:3.0f}%|{bar}|"
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Headers = dict[str, TensorHeader]
-
-
-class NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A progress bar that shows nothing."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **{**keywords, "disable": True})
-
-
-def _bar(name: str) -> type:
-    """Progress bars of the hub that say what comes and how much; its own say no total."""
-
-    class Bar(HubBar):
-        def __init__(self, *arguments: Any, **keywords: Any) -> None:
-            if keywords.get("unit") == "B":
-                keywords |= {"desc": f"downloading {name}", "bar_format": _BAR}
-            super().__init__(*arguments, **keywords)
-
-    return Bar
 
 
 @dataclass
@@ -177,7 +156,7 @@ class Source:
         if self.folder is not None:
             return self
         with self._asking():
-            found = self._snapshot([*LICENCES, CARD, *self._wanted], tqdm_class=_bar(self.name))
+            found = self._snapshot([*LICENCES, CARD, *self._wanted], tqdm_class=naming(self.name))
         return replace(self, name=str(found), folder=Path(found))
 
     def missing(self) -> int:
