@@ -82,7 +82,9 @@ def test_the_terminal_is_given_back_when_suspended_and_a_goodbye_tells_how_to_go
         stops = terminal.process.pid, os.WUNTRACED | os.WNOHANG
         terminal.until(lambda _: os.WIFSTOPPED(os.waitpid(*stops)[1]))
         terminal.until(lambda _: b"\x1b[?1049l" in terminal.raw)  # the shell has its screen
+        stopped = len(terminal.raw)
         terminal.process.send_signal(signal.SIGCONT)  # as `fg` does
+        terminal.until(lambda _: b"palette" in terminal.raw[stopped:])  # until then Ctrl+Q is XON
         terminal.type("half a")
         terminal.until(lambda screen: "half a" in screen)
         terminal.type(CTRL_Q)
