@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies
 from dflash_mlx.serve.chat import Json
-from dflash_mlx.serve.errors import ApiError, as_json, response_of
+from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
+from dflash_mlx.serve.lenient import LenientRoute
 from dflash_mlx.serve.service import Service
 
 _ERROR = {"description": "one sentence, in the shape of the API"}
@@ -74,6 +75,8 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
+    if not service.config.strict:
+        api.router.route_class = LenientRoute
     for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
@@ -118,8 +121,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     the length is what is said.
     """
     long = [each for each in problems if each["type"] == "too_long"]
-    problem = max(long or problems, key=lambda each: len(_place(each, body)))
-    field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in _place(problem, body))
+    problem = max(long or problems, key=lambda each: len(place_of(each, body)))
+    field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place_of(problem, body))
     field = field.removeprefix(".")[:200]
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"{field} is not known to this server; leave it out", field)
@@ -129,19 +132,6 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     told = long or problem["type"] == "missing"
     given = "" if told else f", not {reprlib.repr(problem['input'])}"
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
-
-
-def _place(problem: Json, body: Any) -> list[str | int]:
-    """Where it is; pydantic's place also has names of the types that it tried."""
-    found: list[str | int] = []
-    for each in problem["loc"][1:]:
-        is_key = isinstance(body, dict) and each in body
-        if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
-            body = body[each]
-        elif problem["type"] != "missing" or each != problem["loc"][-1]:
-            continue
-        found.append(each)
-    return found
 
 
 def _model(service: Service, name: str) -> Json:

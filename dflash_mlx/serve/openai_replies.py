@@ -35,7 +35,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def _begin(service: Service, body: CompletionRequest) -> ResponseStream:
-    service.check_model(body.model)
+    service.check(body)
     body.check()
     prompts = await service.prepare(lambda: _prompts(service, body.prompt))
     if (answers := len(prompts) * body.answers) > MOST_ANSWERS:

@@ -32,6 +32,7 @@ class Reply(Request):
     index: int = 0  # among the answers of its HTTP request
     behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
+    ignored: Sequence[str] = ()  # fields of its request that changed nothing
     # Where it goes on with a text: whether a token begins with a space. mlx-lm cuts that off at
     # the beginning of an answer.
     is_spaced: Callable[[int], bool] | None = None

@@ -63,6 +63,12 @@ class ServeConfig:
     grace: float = option(
         30.0, "seconds that running answers may take to finish after Ctrl+C or SIGTERM", least=0
     )
+    strict: bool = option(
+        False,
+        "refuse fields and names of models that are not known here, instead of telling in the "
+        "response that they were ignored",
+        action="store_true",
+    )
     watch: bool = option(
         False, "tell every few seconds what it is doing, if anything", action="store_true"
     )

@@ -1,0 +1,97 @@
+"""What programs send unasked: taken, and named in the response, where it changes no answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.models import TEMPLATE as PLAIN_TEMPLATE
+from support.serving import CHAT, MODEL, TEXTS, WORDS, actor_pair, said, serving, speak, user
+
+KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # as Claude Code sends it
+
+
+def ignored(found):
+    assert found.status_code == 200, found.text
+    return found.json()["dflash"]["ignored"]
+
+
+def test_a_program_that_sends_context_management_is_answered_and_told_that_it_did_nothing(server):
+    assert ignored(server.message(context_management=KEEP)) == ["context_management"]
+    body = {"model": MODEL, "messages": user("a"), "context_management": KEEP}
+    assert server.post("/v1/messages/count_tokens", body).status_code == 200
+    with serving(speak, strict=True) as strict:
+        assert strict.message(context_management=KEEP).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"verbosity": "low", "prediction": {"type": "content", "content": "x"}},
+        {"service_tier": "flex", "store": True, "cache_prompt": True, "keep_alive": -1},
+        {"stream_options": {"include_usage": True}},
+        {"reasoning_effort": "high"},
+        {"provider": {"order": ["a"]}, "transforms": [], "some_new_field": {"a": 1}},
+    ],
+)
+def test_what_changes_no_answer_is_named(server, fields):
+    assert set(ignored(server.chat(**fields))) == set(fields)
+
+
+def test_fields_of_messages_and_parts_are_named_without_their_numbers(server):
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+    talk = [{"role": "user", "content": [part, part], "id": "1"}] * 2
+    found = server.post(CHAT, {"model": MODEL, "messages": talk})
+    assert set(ignored(found)) == {"messages[].id", "messages[].content[].cache_control"}
+
+
+def test_a_stream_names_them_with_its_figures(server):
+    body = {"model": MODEL, "messages": user("a"), "stream_options": {"continuous_usage_stats": 1}}
+    with server.streaming(CHAT, body) as lines:
+        assert any('"ignored":["stream_options.continuous_usage_stats"]' in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"top_k": -1}, {"max_tokens": -1}, {"seed": -1}, {"seed": 2**70}, {"seed": -5}),
+        *({"stop": ""}, {"functions": []}, {"function_call": "none"}, {"best_of": 1}),
+        *({"model": ""}, {"model": None}, {"ignore_eos": False}),
+        {"repeat_penalty": 1.1, "repetition_context_size": 5},
+    ],
+)
+def test_what_means_the_default_is_taken(server, fields):
+    found = server.chat(**fields)
+    assert found.status_code == 200, found.text
+    assert said(found) == WORDS and found.json()["model"] == MODEL
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"functions": [{"name": "f"}]}, {"ignore_eos": True}, {"min_tokens": 5}),
+        *({"presence_penalty": -1}, {"logit_bias": {"5": 1}}, {"grammar": "root"}),
+        *({"thread": {"type": "create"}}, {"temperature": -1}, {"n": -1}, {"best_of": 2}),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(server, fields):
+    error = server.chat(**fields).json()["error"]
+    assert error["param"] in fields and error["param"] in error["message"]
+
+
+def test_other_names_of_a_field_are_honoured(server):
+    assert said(server.chat(n_predict=4)) == "Once"
+    found = server.post(TEXTS, {"prompt": "[user]a[assistant]", "n_predict": 4})
+    assert (found.json()["choices"][0]["text"], found.json()["model"]) == ("Once", MODEL)
+
+
+def test_ten_thousand_fields_are_not_all_told(server):
+    names = ignored(server.chat(**{f"{i}" * 200: i for i in range(10_000)}))
+    assert len(names) == 32 and max(map(len, names)) == 100
+
+
+def test_an_argument_that_the_template_does_not_read_is_named_and_a_forbidden_one_refused():
+    with serving(actor_pair(speak, PLAIN_TEMPLATE)) as server:
+        found = server.chat(chat_template_kwargs={"enable_thinking": True})
+        assert ignored(found) == ["chat_template_kwargs.enable_thinking"]
+        assert ignored(server.message(thinking={"type": "enabled"})) == ["thinking"]
+        assert server.chat(chat_template_kwargs={"tokenize": False}).status_code == 400
