@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
-from dflash_mlx.serve.lenient import LenientRoute
+from dflash_mlx.serve.lenient import LenientRoute, unseen
 from dflash_mlx.serve.service import Service
 
 _ERROR = {"description": "one sentence, in the shape of the API"}
@@ -128,6 +128,9 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
         return ApiError(400, f"{field} is not known to this server; leave it out", field)
     if not field:
         return ApiError(400, "the request is not a JSON object; correct it")
+    part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
+    if (kind := unseen(part)) is not None:
+        return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
     said = str(problem["msg"])[:300]
     told = long or problem["type"] == "missing"
     given = "" if told else f", not {reprlib.repr(problem['input'])}"

@@ -13,6 +13,12 @@ from starlette.responses import Response
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import place_of
 
+_NOTE = "[{} was here, which this model cannot see]"
+_UNSEEN = {  # what a part is called in a note, by its type
+    **dict.fromkeys(("image", "image_url", "input_image"), "a picture"),
+    **dict.fromkeys(("document", "file", "input_file"), "a document"),
+    **dict.fromkeys(("audio", "input_audio"), "a sound"),
+}
 _TRIES = 8  # a field may be wrong only once another is gone
 _MOST_TOLD, _LONGEST_TOLD = 32, 100  # names of ignored fields, characters of one
 # What other servers call fields of ours.
@@ -51,7 +57,8 @@ class LenientRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:
-            request.state.ignored = ignored = []
+            ignored: list[str] = []
+            request.state.ignored = ignored
             for _ in range(_TRIES):
                 try:
                     return await handle(request)
@@ -63,6 +70,12 @@ class LenientRoute(APIRoute):
         return read
 
 
+def unseen(part: Any) -> str | None:
+    """What a part of a message is that a model of texts cannot see; None for any other."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return _UNSEEN.get(kind) if isinstance(kind, str) else None
+
+
 def told(names: list[str]) -> list[str]:
     """Each name once, as many as a response bears."""
     return [*dict.fromkeys(each[:_LONGEST_TOLD] for each in names)][:_MOST_TOLD]
@@ -70,7 +83,7 @@ def told(names: list[str]) -> list[str]:
 
 def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     """Take away what may be, in the body itself; whether anything was."""
-    changed = False
+    changed = _note_unseen(error.body, ignored)
     for problem in error.errors():
         place = place_of(problem, error.body)
         holder: Any = error.body
@@ -85,6 +98,30 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
             changed = True
             if problem["type"] == "extra_forbidden" or place[0] in _HINTS:
                 ignored.append(_name(place))
+    return changed
+
+
+def _note_unseen(body: Any, ignored: list[str]) -> bool:
+    """Put notes for pictures of tools and of earlier turns, which would end the conversation.
+
+    Those of the last words that are not a tool's stay, and are refused: the answer is about them.
+    """
+    given = body.get("messages") if isinstance(body, dict) else None
+    messages, changed = given if isinstance(given, list) else [], False
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        is_past = i + 1 < len(messages) or message.get("role") == "tool"
+        for part in content if isinstance(content, list) else []:
+            is_result = isinstance(part, dict) and part.get("type") == "tool_result"
+            inner = part.get("content") if is_result else [part] if is_past else []
+            for each in inner if isinstance(inner, list) else []:
+                if (kind := unseen(each)) is not None:
+                    ignored.append(f"messages[].content[] of type {each['type']}")
+                    each.clear()
+                    each.update(type="text", text=_NOTE.format(kind))
+                    changed = True
     return changed
 
 

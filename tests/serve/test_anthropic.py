@@ -106,7 +106,7 @@ def test_effort_goes_to_a_template_that_reads_it_and_is_no_error_elsewhere(reads
 
 def test_errors_have_the_shape_of_the_api(other, server):
     with pytest.raises(anthropic.BadRequestError) as found:
-        ask(other, temperature=50)
+        ask(other, max_tokens=-5)
     assert found.value.body["error"]["type"] == "invalid_request_error"
     with serving(speak, strict=True) as strict:
         unknown = strict.message(model="claude").json()

@@ -95,3 +95,30 @@ def test_an_argument_that_the_template_does_not_read_is_named_and_a_forbidden_on
         assert ignored(found) == ["chat_template_kwargs.enable_thinking"]
         assert ignored(server.message(thinking={"type": "enabled"})) == ["thinking"]
         assert server.chat(chat_template_kwargs={"tokenize": False}).status_code == 400
+
+
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
+SCREEN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
+
+
+def test_a_picture_of_a_tool_or_an_earlier_turn_becomes_a_note():
+    seen = []
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [PICTURE]}
+    talk = [*user("a"), {"role": "assistant", "content": [use]}]
+    with serving(lambda prompt: seen.append(prompt) or "so") as server:
+        found = server.message(messages=[*talk, {"role": "user", "content": [result]}])
+        assert ignored(found) == ["messages[].content[] of type image"]
+        assert "[tool][a picture was here" in seen[0]
+        earlier = {"role": "user", "content": [SCREEN]}
+        found = server.post(CHAT, {"model": MODEL, "messages": [earlier, *talk[:1]]})
+        assert ignored(found) == ["messages[].content[] of type image_url"]
+
+
+@pytest.mark.parametrize("part", [PICTURE, SCREEN])
+def test_a_picture_that_is_asked_about_is_refused_as_one(server, part):
+    talk = [{"role": "user", "content": [part]}]
+    ask = server.message if part is PICTURE else server.chat
+    found = ask(messages=talk)
+    assert found.status_code == 400
+    assert "a picture" in found.json()["error"]["message"]
