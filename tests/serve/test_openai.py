@@ -163,11 +163,15 @@ def test_a_call_and_its_result_go_round(client):
     assert (again.finish_reason, again.message.content) == ("stop", "It is 3.")
 
 
-def test_a_stream_has_calls_whole_and_by_number(client):
+def test_a_stream_has_calls_as_they_are_made_and_by_number(client):
     chunks = [*ask(client, "two", tools=[TOOL], stream=True)]
     calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-    assert [(call.index, call.function.name) for call in calls] == [(0, "add"), (1, "add")]
-    assert calls[0].id != calls[1].id
+    begun = [call for call in calls if call.id]
+    assert [(call.index, call.function.name) for call in begun] == [(0, "add"), (1, "add")]
+    assert begun[0].id != begun[1].id
+    for index in (0, 1):
+        given = [call.function.arguments for call in calls if call.index == index]
+        assert len(given) > 5 and json.loads("".join(given)) == {"a": 1, "b": "2"}
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "First.\n"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
