@@ -43,7 +43,8 @@ class Chat:
     tools: Sequence[Json] = ()  # that may be called, as OpenAI's
     required: str | None = None  # the tool that has to be called, "" for any of them
     one_call: bool = False  # the answer is over with its first call
-    schema: Mapping[str, Any] | None = None  # that the answer follows, None for words
+    schema: Json | None = None  # that the answer follows, None for words
+    is_strict: bool = False  # nothing of the schema may be left out
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     named: Mapping[str, str] = field(default_factory=dict)  # fields of arguments with their own
     hints: Mapping[str, Any] = field(default_factory=dict)  # arguments where they are read

@@ -204,6 +204,7 @@ class ChatRequest(ChatBody, Completed):
         required: str | None = "" if self.tool_choice == "required" else None
         if isinstance(self.tool_choice, NamedTool):
             required = self.tool_choice.function["name"]
+        form = self.response_format
         tools = self.tools or [] if self.tool_choice != "none" else []
         given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
         own = effort if self.reasoning_effort is not None else {}
@@ -213,7 +214,8 @@ class ChatRequest(ChatBody, Completed):
             [each.model_dump(exclude_none=True) for each in tools],
             required,
             self.parallel_tool_calls is False,
-            self.response_format.wanted if self.response_format is not None else None,
+            form.wanted if form is not None else None,
+            form is not None and form.json_schema is not None and bool(form.json_schema.strict),
             arguments={**own, **given},
             named={name: name for name in own if name not in given},
         )
