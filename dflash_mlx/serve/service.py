@@ -67,8 +67,12 @@ class Service:
             raise ApiError(404, what, "model", "model_not_found")
 
     async def prepare(self, work: Callable[[], T]) -> T:
-        """Do what may take long, as rendering a long prompt, while answers stream on."""
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
+        """Do what may take long, as rendering a long prompt, while answers stream on.
+
+        ApiError where no answer would be let in, before anything is done.
+        """
+        with self.queue.preparing():
+            return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
     async def read(self, body: Conversation) -> Understood:
         """A conversation, what an answer to it has to be, and its prompt."""
@@ -142,7 +146,8 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
         reader: Callable[[], AnswerReader] = AnswerReader
         if chat.schema is None or chat.tools:  # else JSON, taken as it is
             in_thought = opens_thought(tokenizer, tokens)
-            reader = partial(AnswerReader, tokenizer, chat.told, in_thought, chat.one_call)
+            how = chat.told, in_thought, chat.one_call, bool(body.stream)
+            reader = partial(AnswerReader, tokenizer, *how)
         stream = await service.ask(body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         return stream
