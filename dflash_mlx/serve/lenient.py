@@ -87,8 +87,11 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     for problem in error.errors():
         place = place_of(problem, error.body)
         holder: Any = error.body
-        for each in place[:-1]:
-            holder = holder[each]
+        try:
+            for each in place[:-1]:
+                holder = holder[each]
+        except (LookupError, TypeError):  # the tag of a part that has no such field
+            continue
         if not place or not isinstance(holder, dict):
             continue
         if place == ["model"] and holder.get("model") in (None, ""):
