@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,9 +14,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
@@ -40,6 +42,13 @@ async def model(name: str, request: Request) -> Response:
     return as_json(_model(request.app.state.service, name))
 
 
+async def hello(request: Request) -> Response:
+    """What this is, for people who open the address in a browser."""
+    paths = "\n".join(f"  {path}" for path in (*_ASKED, *_TOLD))
+    name = request.app.state.service.names[0]
+    return PlainTextResponse(f"dflash-serve answers programs, with {name}. Its paths:\n\n{paths}\n")
+
+
 async def health() -> Response:
     """That the server is there."""
     return as_json({"status": "ok"})
@@ -58,6 +67,7 @@ _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
 }
 _TOLD: dict[str, Callable[..., Any]] = {  # by GET
+    "/": hello,
     "/v1/models": models,
     "/v1/models/{name:path}": model,
     guard.HEALTH: health,
@@ -80,6 +90,8 @@ def make_app(service: Service) -> ASGIApp:
     for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
+            if method == "GET":  # probes ask so
+                api.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
     config, most = service.config, int(service.config.body_mb * 10**6)
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
@@ -138,6 +150,15 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
 
 
 def _model(service: Service, name: str) -> Json:
+    tokenizer, length = service.pair.tokenizer, service.pair.target.context_length
+    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
+    can = {
+        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "thinking": bool(tokenizer.has_thinking),
+        "structured_outputs": find_spec("llguidance") is not None,
+        "image_input": False,
+        "pdf_input": False,
+    }
     began = datetime.fromtimestamp(service.started, timezone.utc)
     return {
         "id": name,
@@ -147,5 +168,8 @@ def _model(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_model_len": service.pair.target.context_length,
+        "max_model_len": length,
+        "context_length": length,
+        "max_input_tokens": length,
+        "capabilities": {name: {"supported": each} for name, each in can.items()},
     }

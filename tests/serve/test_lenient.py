@@ -122,3 +122,40 @@ def test_a_picture_that_is_asked_about_is_refused_as_one(server, part):
     found = ask(messages=talk)
     assert found.status_code == 400
     assert "a picture" in found.json()["error"]["message"]
+
+
+def test_the_address_says_what_it_is_and_probes_are_answered(server):
+    assert "/v1/chat/completions" in server.get("/").text
+    for path in ("/", "/health", "/v1/models"):
+        found = server.get(path, "HEAD")
+        assert (found.status_code, found.content) == (200, b"")
+
+
+def test_a_model_says_what_it_can(server):
+    told = server.get(f"/v1/models/{MODEL}").json()
+    assert told["context_length"] == told["max_input_tokens"] == 4000
+    can = {name: each["supported"] for name, each in told["capabilities"].items()}
+    assert can["tools"] and not can["image_input"]
+    with serving(actor_pair(speak, PLAIN_TEMPLATE)) as plain:
+        told = plain.get(f"/v1/models/{MODEL}").json()
+    assert not told["capabilities"]["tools"]["supported"]
+
+
+@pytest.mark.parametrize(
+    "origin", ["app://obsidian.md", "tauri://localhost", "chrome-extension://ab"]
+)
+def test_programs_whose_pages_are_no_web_pages_can_be_let_in(origin):
+    with serving(lambda prompt: "so", allow_origin=(origin,)) as server:
+        assert server.get("/health", headers={"Origin": origin}).status_code == 200
+        assert server.get("/health", headers={"Origin": "app://other"}).status_code == 403
+
+
+def test_a_request_that_finds_no_place_is_told_so_before_its_prompt_is_made(server):
+    with serving(lambda prompt: "so", parallel=1, queue=0) as full, full.queue.preparing():
+        full.service._prompts.shutdown()  # nothing can be made any more
+        assert full.chat().status_code == 429
+
+
+def test_a_part_without_its_text_is_refused(server):
+    found = server.chat(messages=[{"role": "user", "content": [{"type": "text"}]}])
+    assert found.status_code == 400 and "text" in found.json()["error"]["message"]
