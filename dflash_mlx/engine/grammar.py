@@ -168,6 +168,15 @@ def check_structure(structure: StructureConfig) -> None:
             raise _refused(structure, said)
 
 
+def left_out(structure: StructureConfig) -> list[str]:
+    """What llguidance ignores of a lenient schema; DFlashError where it refuses even that."""
+    matcher, limits = _llguidance(structure).LLMatcher, _limits(structure)
+    is_error, said = matcher.validate_grammar_with_warnings(_source(structure), limits=limits)
+    if is_error:
+        raise _refused(structure, "; ".join(said))
+    return [str(each) for each in said]
+
+
 class Grammars:
     """Grammars compiled for one tokenizer, those asked for last; several threads may ask."""
 

@@ -46,7 +46,10 @@ class BlockWriter:
         (self._reply,) = replies
         head = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": body.model}
-        self._index, self._open = -1, ""  # the last block of a stream, and its kind if it is open
+        self._index, self._open = (
+            -1,
+            "",
+        )  # the last block of a stream; its kind or call if it is open
         self.ping = _event("ping")
 
     def start(self) -> bytes:
@@ -56,9 +59,9 @@ class BlockWriter:
 
     def part(self, reply: Reply, part: Part) -> bytes:
         begin = b""
-        if part.kind == CALL or part.kind != self._open:
+        if (part.identity or part.kind) != self._open:
             begin, block = self._close(), _block(replace(part, text=""))
-            self._index, self._open = self._index + 1, part.kind
+            self._index, self._open = self._index + 1, part.identity or part.kind
             begin += _event("content_block_start", index=self._index, content_block=block)
         kind, key = _DELTAS[part.kind]
         return begin + self._add({"type": kind, key: part.text})

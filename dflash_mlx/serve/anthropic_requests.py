@@ -147,6 +147,10 @@ class Counted(Conversation):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
+    def idle(self) -> list[str]:
+        has_budget = self.thinking is not None and self.thinking.budget_tokens is not None
+        return ["thinking.budget_tokens"] if has_budget else []
+
     def chat(self, pair: Pair) -> Chat:
         messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         for each in self.messages:
@@ -183,9 +187,6 @@ class Counted(Conversation):
         thinking = self.thinking
         if thinking is None or thinking.type == "adaptive":  # as the model has it
             return {}
-        if thinking.type == "enabled" and thinking.budget_tokens is not None:
-            step = 'send {"type": "adaptive"}, and max_tokens for all of the answer'
-            raise refusal("thinking.budget_tokens", "is not supported by this server", step)
         if thinking.type == "disabled" and not pair.tokenizer.has_thinking:
             return {}
         return {"enable_thinking": thinking.type == "enabled"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,12 +14,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies
 from dflash_mlx.serve.chat import Json
-from dflash_mlx.serve.errors import ApiError, as_json, response_of
+from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
+from dflash_mlx.serve.lenient import LenientRoute, unseen
 from dflash_mlx.serve.service import Service
 
 _ERROR = {"description": "one sentence, in the shape of the API"}
@@ -39,6 +42,13 @@ async def model(name: str, request: Request) -> Response:
     return as_json(_model(request.app.state.service, name))
 
 
+async def hello(request: Request) -> Response:
+    """What this is, for people who open the address in a browser."""
+    paths = "\n".join(f"  {path}" for path in (*_ASKED, *_TOLD))
+    name = request.app.state.service.names[0]
+    return PlainTextResponse(f"dflash-serve answers programs, with {name}. Its paths:\n\n{paths}\n")
+
+
 async def health() -> Response:
     """That the server is there."""
     return as_json({"status": "ok"})
@@ -57,6 +67,7 @@ _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
 }
 _TOLD: dict[str, Callable[..., Any]] = {  # by GET
+    "/": hello,
     "/v1/models": models,
     "/v1/models/{name:path}": model,
     guard.HEALTH: health,
@@ -74,9 +85,13 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
+    if not service.config.strict:
+        api.router.route_class = LenientRoute
     for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
+            if method == "GET":  # probes ask so
+                api.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
     config, most = service.config, int(service.config.body_mb * 10**6)
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
@@ -118,33 +133,32 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     the length is what is said.
     """
     long = [each for each in problems if each["type"] == "too_long"]
-    problem = max(long or problems, key=lambda each: len(_place(each, body)))
-    field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in _place(problem, body))
+    problem = max(long or problems, key=lambda each: len(place_of(each, body)))
+    field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place_of(problem, body))
     field = field.removeprefix(".")[:200]
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"{field} is not known to this server; leave it out", field)
     if not field:
         return ApiError(400, "the request is not a JSON object; correct it")
+    part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
+    if (kind := unseen(part)) is not None:
+        return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
     said = str(problem["msg"])[:300]
     told = long or problem["type"] == "missing"
     given = "" if told else f", not {reprlib.repr(problem['input'])}"
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 
 
-def _place(problem: Json, body: Any) -> list[str | int]:
-    """Where it is; pydantic's place also has names of the types that it tried."""
-    found: list[str | int] = []
-    for each in problem["loc"][1:]:
-        is_key = isinstance(body, dict) and each in body
-        if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
-            body = body[each]
-        elif problem["type"] != "missing" or each != problem["loc"][-1]:
-            continue
-        found.append(each)
-    return found
-
-
 def _model(service: Service, name: str) -> Json:
+    tokenizer, length = service.pair.tokenizer, service.pair.target.context_length
+    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
+    can = {
+        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "thinking": bool(tokenizer.has_thinking),
+        "structured_outputs": find_spec("llguidance") is not None,
+        "image_input": False,
+        "pdf_input": False,
+    }
     began = datetime.fromtimestamp(service.started, timezone.utc)
     return {
         "id": name,
@@ -154,5 +168,8 @@ def _model(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "max_model_len": service.pair.target.context_length,
+        "max_model_len": length,
+        "context_length": length,
+        "max_input_tokens": length,
+        "capabilities": {name: {"supported": each} for name, each in can.items()},
     }

@@ -43,11 +43,19 @@ class Chat:
     tools: Sequence[Json] = ()  # that may be called, as OpenAI's
     required: str | None = None  # the tool that has to be called, "" for any of them
     one_call: bool = False  # the answer is over with its first call
-    schema: Mapping[str, Any] | None = None  # that the answer follows, None for words
+    schema: Json | None = None  # that the answer follows, None for words
+    is_strict: bool = False  # nothing of the schema may be left out
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
     named: Mapping[str, str] = field(default_factory=dict)  # fields of arguments with their own
     hints: Mapping[str, Any] = field(default_factory=dict)  # arguments where they are read
     go_on: bool = False  # the last message is the beginning of the answer
+    ignored: list[str] | None = None  # names of what changes nothing; None where that is refused
+
+    def ignore(self, name: str, problem: str, next_step: str) -> None:
+        """Note what cannot be honoured; ApiError where the server is strict."""
+        if self.ignored is None:
+            raise refusal(name, problem, next_step)
+        self.ignored.append(name)
 
     @property
     def asks(self) -> bool:
@@ -152,8 +160,8 @@ def _arguments(pair: Pair, chat: Chat) -> Json:
         if not name.isidentifier() or name in RESERVED:
             raise refusal(field, "cannot be set by a request", "leave it out")
         if name in unread:
-            raise refusal(field, "is not read by the model's chat template", "leave it out")
-        if chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
+            chat.ignore(field, "is not read by the model's chat template", "leave it out")
+        elif chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
             what = "asks for thoughts, and an answer in a given format has no room for them"
             raise refusal(field, what, "turn them off, or leave the format to the model")
     if chat.tools:

@@ -63,6 +63,19 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
     return {"error": {"message": error.detail, "type": openai, **about}}
 
 
+def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
+    """Where a problem of pydantic's is; its own place also names the types that it tried."""
+    found: list[str | int] = []
+    for each in problem["loc"][1:]:
+        is_key = isinstance(body, dict) and each in body
+        if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
+            body = body[each]
+        elif problem["type"] != "missing" or each != problem["loc"][-1]:
+            continue
+        found.append(each)
+    return found
+
+
 def response_of(error: HTTPException, path: str) -> Response:
     """The response that says so."""
     return as_json(body_of(error, path), error.status_code, error.headers)

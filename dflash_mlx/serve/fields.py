@@ -28,6 +28,16 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Asked(Strict):
+    """The body of a request."""
+
+    model: Name
+
+    def idle(self) -> list[str]:
+        """Fields that change nothing, given the others."""
+        return []
+
+
 class Sampled(Strict):
     """How tokens are drawn, under the names that both APIs and ours have."""
 
@@ -40,12 +50,11 @@ class Sampled(Strict):
     repetition_context: Count | None = None
 
 
-class Answered(Sampled):
+class Answered(Sampled, Asked):
     """A request for answers, whatever its API; what is not a field here is said by properties."""
 
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
 
-    model: Name
     stream: bool | None = None
     max_tokens: Count | None = None
 
@@ -74,10 +83,9 @@ class Answered(Sampled):
         """ApiError for fields that do not go together."""
 
 
-class Conversation(Strict):
+class Conversation(Asked):
     """A conversation in the words of an API."""
 
-    model: Name
     messages: Sequence[Any]
     chat_template_kwargs: Json | None = None
 

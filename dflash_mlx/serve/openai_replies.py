@@ -35,7 +35,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 async def _begin(service: Service, body: CompletionRequest) -> ResponseStream:
-    service.check_model(body.model)
+    service.check(body)
     body.check()
     prompts = await service.prepare(lambda: _prompts(service, body.prompt))
     if (answers := len(prompts) * body.answers) > MOST_ANSWERS:
@@ -70,6 +70,7 @@ class ChatWriter:
             "created": int(time.time()),
             "model": body.model,
         }
+        self._calls: dict[Reply, list[str]] = {}  # that chunks have begun
         self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
 
     def start(self) -> bytes:
@@ -108,8 +109,13 @@ class ChatWriter:
             return {"delta": {}}
         if part.kind != CALL:
             return {"delta": {_KEYS[part.kind]: part.text}}
-        index = [each for each in reply.parts if each.kind == CALL].index(part)
-        return {"delta": {"tool_calls": [{"index": index, **_call(part)}]}}
+        calls = self._calls.setdefault(reply, [])
+        if part.identity in calls:
+            more: Json = {"function": {"arguments": part.text}}
+        else:
+            calls.append(part.identity)
+            more = _call(part)
+        return {"delta": {"tool_calls": [{"index": calls.index(part.identity), **more}]}}
 
     def complete(self, reply: Reply) -> Json:
         """What a whole response says of an answer."""

@@ -118,7 +118,7 @@ class StreamOptions(Strict):
 class JsonSchema(Strict):
     """The schema of the answer; it is followed, strict or not."""
 
-    name: Name
+    name: Name | None = None
     description: str | None = None
     schema_: Annotated[Json | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -129,6 +129,7 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[Json | None, Field(alias="schema")] = None  # of a json_object
 
     @property
     def wanted(self) -> Json | None:
@@ -136,7 +137,7 @@ class ResponseFormat(Strict):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return {"type": "object"}
+            return self.schema_ or {"type": "object"}
         if self.json_schema is None:
             raise refusal("response_format.json_schema", "is missing", "send it")
         given = self.json_schema.schema_
@@ -158,9 +159,8 @@ class Completed(Answered):
     def answers(self) -> int:
         return self.n or 1
 
-    def check(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "is for streams", "leave it out, or send stream: true")
+    def idle(self) -> list[str]:
+        return [] if self.stream or self.stream_options is None else ["stream_options"]
 
 
 class ChatRequest(ChatBody, Completed):
@@ -191,7 +191,6 @@ class ChatRequest(ChatBody, Completed):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        super().check()
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
             step = "send one of them"
@@ -205,6 +204,7 @@ class ChatRequest(ChatBody, Completed):
         required: str | None = "" if self.tool_choice == "required" else None
         if isinstance(self.tool_choice, NamedTool):
             required = self.tool_choice.function["name"]
+        form = self.response_format
         tools = self.tools or [] if self.tool_choice != "none" else []
         given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
         own = effort if self.reasoning_effort is not None else {}
@@ -214,7 +214,8 @@ class ChatRequest(ChatBody, Completed):
             [each.model_dump(exclude_none=True) for each in tools],
             required,
             self.parallel_tool_calls is False,
-            self.response_format.wanted if self.response_format is not None else None,
+            form.wanted if form is not None else None,
+            form is not None and form.json_schema is not None and bool(form.json_schema.strict),
             arguments={**own, **given},
             named={name: name for name in own if name not in given},
         )

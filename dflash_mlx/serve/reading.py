@@ -13,17 +13,48 @@ from dflash_mlx.engine.delta import BEGIN, END, begun
 
 WORDS, THOUGHT, CALL = "words", "thought", "call"
 PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
+# How a call begins whose arguments can be told as they are made.
+_OPENING = re.compile(r'\s*\{"name":\s*"([^"\\]+)",\s*"(?:arguments|parameters)":\s*(?=\{)')
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of an answer: a few of its words, some of a thought, or a whole tool call."""
+    """Some of an answer: a few of its words, some of a thought, a tool call or some of one."""
 
     kind: str  # WORDS, THOUGHT or CALL
-    text: str  # of a call its arguments, a JSON object
+    text: str  # of a call its arguments, a JSON object; of a part of a call some of that
     name: str = ""  # of the tool that is called
-    identity: str = ""  # of the call
+    identity: str = ""  # of the call, which all of its parts share
+
+
+@dataclass
+class _Begun:
+    """A call whose arguments are told as they are made."""
+
+    name: str
+    identity: str
+    at: int  # characters of the call that are told, or are no arguments
+    depth: int = 0
+    in_string: bool = False
+    is_escaped: bool = False
+    is_whole: bool = False
+
+    def take(self, call: str) -> str:
+        """What the call has of its arguments by now, beyond what was taken before."""
+        begin = self.at
+        while self.at < len(call) and not self.is_whole:
+            character = call[self.at]
+            if self.in_string:
+                self.in_string = self.is_escaped or character != '"'
+                self.is_escaped = not self.is_escaped and character == "\\"
+            elif character == '"':
+                self.in_string = True
+            else:
+                self.depth += (character in "{[") - (character in "}]")
+                self.is_whole = self.depth == 0
+            self.at += 1
+        return call[begin : self.at]
 
 
 class AnswerReader:
@@ -35,10 +66,13 @@ class AnswerReader:
         tools: Sequence[Mapping[str, Any]] = (),  # without any, nothing is a call
         in_thought: bool = False,  # the chat template opened a thought
         one_call: bool = False,  # the answer is over with its first call
+        streams: bool = False,  # arguments are told as they are made, not whole and checked
     ) -> None:
         self.called = False  # there was a call
         self.is_over = False  # nothing more is read
         self._tools, self._one_call = list(tools), one_call
+        self._early = {tool["function"]["name"] for tool in tools} if streams else set()
+        self._begun: _Begun | None = None
         self._start: str = tokenizer.tool_call_start if tools else ""
         self._end: str = tokenizer.tool_call_end if tools else ""
         self._parse = tokenizer.tool_parser if tools else None
@@ -55,15 +89,17 @@ class AnswerReader:
         self._held += text
         return [*self._read()]
 
-    def finish(self) -> list[Part]:
-        """What was held back; a call that was cut off is words."""
+    def finish(self, cut: bool = False) -> list[Part]:
+        """What was held back; half a call is words, and nothing where a limit has cut it."""
         parts = [*self._read(finished=True)]
         if self.is_over:
             return parts
         held, self._held = self._held, ""
         if self._kind == CALL:
             self._kind = WORDS
-            return [*parts, *self._calls(held, self._start + held)]
+            return [*parts, *self._calls(held, "" if cut else self._start + held)]
+        if cut and len(held) > 1 and self._start.startswith(held):
+            return parts
         return [*parts, *self._told(held)]
 
     def _read(self, finished: bool = False) -> Iterator[Part]:
@@ -74,8 +110,10 @@ class AnswerReader:
                 if at < 0 and finished and self._end:  # of a string that has no end
                     at = self._held.find(self._end)
                 if at < 0:
+                    yield from self._arguments(self._held[: self._certain()])
                     return
                 inside, self._held = self._held[:at], self._held[at + len(self._end) :]
+                yield from self._arguments(inside)
                 self._kind, self._looked = WORDS, 0
                 yield from self._calls(inside, self._start + inside + self._end)
                 continue
@@ -105,6 +143,23 @@ class AnswerReader:
             self._looked = at + 1
         return -1
 
+    def _certain(self) -> int:
+        """Characters of an unfinished call that are no part of its last tag."""
+        if self._end and (at := self._held.find(self._end, self._looked)) >= 0:
+            return at
+        return len(self._held) - (begun(self._held, (self._end,)) if self._end else 0)
+
+    def _arguments(self, call: str) -> Iterator[Part]:
+        """The arguments that a call has by now, where its beginning says what it will be."""
+        if self._begun is None:
+            opening = _OPENING.match(call) if self._early else None
+            if opening is None or opening[1] not in self._early:
+                return
+            self._begun = _Begun(opening[1], _identity(), opening.end())
+            self.called, self._last = True, CALL
+        if text := self._begun.take(call):
+            yield Part(CALL, text, self._begun.name, self._begun.identity)
+
     def _told(self, text: str) -> Iterator[Part]:
         """Words or some of a thought; line breaks between parts of two kinds are neither."""
         begins = self._last != self._kind and (self._last or self._kind == THOUGHT)
@@ -113,7 +168,10 @@ class AnswerReader:
             yield Part(self._kind, text)
 
     def _calls(self, inside: str, whole: str) -> Iterator[Part]:
-        """The calls that a text is, or the text where it is none."""
+        """The calls that a text is, or the text where it is none; nothing where it was told."""
+        if self._begun is not None:
+            self._begun, self.is_over = None, self._one_call
+            return
         try:
             found = self._parse(inside, self._tools) if self._parse is not None else []
             calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
@@ -138,4 +196,8 @@ def _call(parsed: Mapping[str, Any]) -> Part:
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no call of a function with arguments by name")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return Part(CALL, text, name, f"call_{uuid.uuid4().hex[:24]}")
+    return Part(CALL, text, name, _identity())
+
+
+def _identity() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from dflash_mlx.core.errors import DFlashError
@@ -32,6 +32,7 @@ class Reply(Request):
     index: int = 0  # among the answers of its HTTP request
     behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
+    ignored: Sequence[str] = ()  # fields of its request that changed nothing
     # Where it goes on with a text: whether a token begins with a space. mlx-lm cuts that off at
     # the beginning of an answer.
     is_spaced: Callable[[int], bool] | None = None
@@ -50,7 +51,7 @@ class Reply(Request):
             self.parked = delta.proposal.why
         parts = self.reader.feed(self._text(delta))
         if delta.finish_reason is not None:
-            parts += self.reader.finish()
+            parts += self.reader.finish(delta.finish_reason in ("length", "context"))
         if delta.finish_reason is not None or self.reader.is_over:
             reason = delta.finish_reason or "stop"
             self.reason = TOOLS if self.reader.called and reason == "stop" else reason
@@ -144,6 +145,7 @@ class RequestQueue:
         self._usual = _FIRST_GUESS
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
+        self._preparing = 0  # requests whose prompts are made
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -156,16 +158,29 @@ class RequestQueue:
         """Answers that wait for a place among those that are decoded."""
         return max(0, len(self) - self._parallel)
 
-    async def open(self, replies: Sequence[Reply]) -> ResponseStream:
-        """Ask for answers, and return when all are taken in; ApiError where that cannot be."""
-        self._loop = asyncio.get_running_loop()
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A place for a request whose prompt is made; ApiError where there is none."""
+        self._check_room(1 + self._preparing)
+        self._preparing += 1
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+
+    def _check_room(self, further: int) -> None:
+        """ApiError where so many answers more cannot be let in."""
         if self._closing:
             raise ApiError(503, "the server is shutting down; ask again when it is back")
-        if len(self) + len(replies) > self._most:
-            ahead = len(self) + len(replies) - self._most
+        if (ahead := len(self) + further - self._most) > 0:
             seconds = math.ceil(min(max(1.0, self._usual * ahead / self._parallel), _LONGEST))
             what = f"{len(self)} answers are being decoded or wait; ask again after {seconds} s"
             raise ApiError(429, what, headers={"Retry-After": str(seconds)})
+
+    async def open(self, replies: Sequence[Reply]) -> ResponseStream:
+        """Ask for answers, and return when all are taken in; ApiError where that cannot be."""
+        self._loop = asyncio.get_running_loop()
+        self._check_room(len(replies))
         stream = ResponseStream(self, replies)
         for each in replies:
             self._streams[each] = stream

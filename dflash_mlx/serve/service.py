@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,8 @@ from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
-from dflash_mlx.serve.fields import Answered, ChatBody, Conversation, decoding
+from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
+from dflash_mlx.serve.lenient import told
 from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
@@ -47,6 +48,18 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(1, "prompts"), repr=False
     )
 
+    def check(self, body: Asked) -> None:
+        """ApiError for what is not served; another model's name is changed to ours, if it may be.
+
+        So programs work whose names of models are built in.
+        """
+        if body.model not in self.names and not self.config.strict:
+            body.model = self.names[0]
+        self.check_model(body.model)
+        if self.config.strict:
+            for field in body.idle():
+                raise refusal(field, "changes nothing here", "leave it out")
+
     def check_model(self, name: str) -> None:
         """ApiError for a model that is not served."""
         if name not in self.names:
@@ -54,17 +67,21 @@ class Service:
             raise ApiError(404, what, "model", "model_not_found")
 
     async def prepare(self, work: Callable[[], T]) -> T:
-        """Do what may take long, as rendering a long prompt, while answers stream on."""
-        return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
+        """Do what may take long, as rendering a long prompt, while answers stream on.
+
+        ApiError where no answer would be let in, before anything is done.
+        """
+        with self.queue.preparing():
+            return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
     async def read(self, body: Conversation) -> Understood:
         """A conversation, what an answer to it has to be, and its prompt."""
-        self.check_model(body.model)
+        self.check(body)
         if (number := len(body.messages)) > (most := self.config.messages):
             raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
 
         def understand() -> Understood:
-            chat = body.chat(self.pair)
+            chat = replace(body.chat(self.pair), ignored=None if self.config.strict else [])
             return chat, structure_of(self.pair, chat), prompt_of(self.pair, chat)
 
         return await self.prepare(understand)
@@ -129,8 +146,11 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
         reader: Callable[[], AnswerReader] = AnswerReader
         if chat.schema is None or chat.tools:  # else JSON, taken as it is
             in_thought = opens_thought(tokenizer, tokens)
-            reader = partial(AnswerReader, tokenizer, chat.told, in_thought, chat.one_call)
-        return await service.ask(body, [tokens], structure, reader, chat.go_on)
+            how = chat.told, in_thought, chat.one_call, bool(body.stream)
+            reader = partial(AnswerReader, tokenizer, *how)
+        stream = await service.ask(body, [tokens], structure, reader, chat.go_on)
+        stream.replies[0].ignored = chat.ignored or ()
+        return stream
 
     return await answer(request, body, begin(), writer)
 
@@ -139,8 +159,11 @@ async def answer(
     request: Request, body: Answered, begin: Awaitable[ResponseStream], make: WriterOf
 ) -> Response:
     """The response to a request: events as the answers grow, or one object in the end."""
+    service: Service = request.app.state.service
     stream = await unless_gone(request, begin)
-    writer = make(request.app.state.service, body, stream.replies)
+    first, given = stream.replies[0], getattr(request.state, "ignored", [])
+    first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
+    writer = make(service, body, stream.replies)
     if body.stream:
         return EventStream(stream, writer)
     try:
@@ -223,4 +246,5 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
         "tokens_per_second": further / longest if longest else 0.0,
         "time_to_first_token": min(s.time_to_first_token for s in each),
         "parked": next((why for why in parked if why), None),
+        "ignored": [*replies[0].ignored],
     }

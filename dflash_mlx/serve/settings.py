@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -40,7 +41,8 @@ class ServeConfig:
     )
     allow_origin: tuple[str, ...] = option(
         (),
-        "origin of web pages that may use the server, as https://chat.example; may be repeated",
+        "origin of web pages and desktop programs that may use the server, as "
+        "https://chat.example or app://obsidian.md; may be repeated",
         action="append",
     )
     parallel: int = option(8, "answers that are decoded together; further ones wait", least=1)
@@ -63,6 +65,12 @@ class ServeConfig:
     grace: float = option(
         30.0, "seconds that running answers may take to finish after Ctrl+C or SIGTERM", least=0
     )
+    strict: bool = option(
+        False,
+        "refuse fields and names of models that are not known here, instead of telling in the "
+        "response that they were ignored",
+        action="store_true",
+    )
     watch: bool = option(
         False, "tell every few seconds what it is doing, if anything", action="store_true"
     )
@@ -71,8 +79,10 @@ class ServeConfig:
         check_values(self)
         for origin in self.allow_origin:
             scheme, _, rest = origin.partition("://")
-            known = scheme in ("http", "https") and rest and "/" not in rest
-            require(bool(known), "allow_origin", origin, "one like https://chat.example")
+            is_scheme = re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and scheme != "file"
+            known = is_scheme and rest and "/" not in rest
+            what = "one like https://chat.example or app://obsidian.md"
+            require(bool(known), "allow_origin", origin, what)
         if self.key is not None:
             require(self.key.isascii() and self.key.isprintable() and self.key.strip() == self.key
                     and self.key != "", "key", "...", "visible ASCII characters without spaces "

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.engine.grammar import AS_JSON, check_structure
+from dflash_mlx.engine.grammar import AS_JSON, check_structure, left_out
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import TEMPLATE_FAULTS, Chat, Json, call_of, check_text
@@ -45,7 +46,9 @@ def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
     if chat.required is not None and not chat.tools:
         raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
     if chat.schema is not None:
-        follows = _checked(chat.fields.schema, pair, schema=chat.schema)
+        loose = _lenient(chat, chat.fields.schema, chat.schema, chat.is_strict)
+        chat = replace(chat, schema=loose)
+        follows = _checked(chat.fields.schema, pair, schema=loose)
         if not chat.tools:
             return follows
     field = _asking(chat)
@@ -81,12 +84,31 @@ def _tools(chat: Chat) -> dict[str, Json]:
         if schema["type"] != "object":
             what = f"is of type {json.dumps(schema['type'])[:80]}"
             raise refusal(field, what, "send the schema of an object")
+        schema = _lenient(chat, field, schema, bool(tool.get("strict")))
         _checked(field, schema=schema)
         found[tool["name"]] = schema
     if not found:
         what = f"names {chat.required!r}, which is not one of the tools"
         raise refusal("tool_choice", what, "name one of them")
     return found
+
+
+def _lenient(chat: Chat, field: str, schema: Json, is_strict: bool) -> Json:
+    """A schema without what llguidance does not support, which is named; as it is where strict."""
+    if is_strict or chat.ignored is None:
+        return schema
+    own = schema.get("x-guidance")
+    loose = {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), "lenient": True}}
+    try:
+        check_structure(StructureConfig(json_schema=json.dumps(schema)))
+    except RecursionError:
+        return schema
+    except DFlashError:
+        with suppress(DFlashError):
+            said = left_out(StructureConfig(json_schema=json.dumps(loose)))
+            chat.ignored.append(f"{field}: {'; '.join(said)}")
+            return loose
+    return schema
 
 
 def _checked(

@@ -109,3 +109,8 @@ def test_bad_input_is_refused_and_the_file_is_left_alone(tmp_path, monkeypatch, 
     with pytest.raises(DFlashError, match=value):
         keep_clear.main([*options, "--out", "out.jsonl"])
     assert "what was there" in Path(before).read_text()
+
+
+def test_what_schemas_need_comes_with_the_server():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert any(each.startswith("llguidance") for each in extras["optional-dependencies"]["serve"])

@@ -5,7 +5,18 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from support.serving import COUNT, MESSAGES, MODEL, ROLE, TEMPLATE, WORDS, actor_pair, serving, user
+from support.serving import (
+    COUNT,
+    MESSAGES,
+    MODEL,
+    ROLE,
+    TEMPLATE,
+    WORDS,
+    actor_pair,
+    serving,
+    speak,
+    user,
+)
 
 
 def ask(other, text="hello", **more):
@@ -52,8 +63,9 @@ def test_thoughts_are_blocks_of_their_own_and_turned_on_through_the_template(oth
     on = server.message(thinking={"type": "enabled"})
     assert [block["type"] for block in on.json()["content"]] == ["thinking"]
     assert ask(other, thinking={"type": "disabled"}).content[0].text == WORDS
-    with pytest.raises(anthropic.BadRequestError, match="thinking.budget_tokens"):
-        ask(other, thinking={"type": "enabled", "budget_tokens": 1024})
+    bounded = ask(other, max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert bounded.content[0].type == "thinking"
+    assert bounded.model_extra["dflash"]["ignored"] == ["thinking.budget_tokens"]
 
 
 def test_the_beginning_of_an_answer_is_gone_on_with_and_tokens_are_counted_as_read(other):
@@ -93,9 +105,12 @@ def test_effort_goes_to_a_template_that_reads_it_and_is_no_error_elsewhere(reads
 
 
 def test_errors_have_the_shape_of_the_api(other, server):
-    with pytest.raises(anthropic.NotFoundError) as found:
-        other.messages.create(model="claude", max_tokens=9, messages=user("a"))
-    assert found.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError) as found:
+        ask(other, max_tokens=-5)
+    assert found.value.body["error"]["type"] == "invalid_request_error"
+    with serving(speak, strict=True) as strict:
+        unknown = strict.message(model="claude").json()
+    assert unknown["error"]["type"] == "not_found_error"
     assert server.get(MESSAGES).json()["type"] == "error"
 
 

@@ -1,4 +1,4 @@
-"""Every field of a request is honoured or refused with 400 that names it."""
+"""Every field of a request to a strict server is honoured or refused with 400 that names it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.serving import CHAT, MESSAGES, MODEL, TEXTS, chat_body, message_bod
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(lambda prompt: "so", messages=3) as server:
+    with serving(lambda prompt: "so", messages=3, strict=True) as server:
         yield server
 
 

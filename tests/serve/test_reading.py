@@ -27,7 +27,7 @@ def tokenizer(parser=json_tools):
     )
 
 
-def read(text: str, sizes, parser=json_tools, **more):
+def read(text: str, sizes, parser=json_tools, cut=False, **more):
     """Thought, words and calls of a text that comes in pieces of these sizes."""
     reader = AnswerReader(tokenizer(parser), **{"tools": TOOLS, **more})
     parts, at, turn = [], 0, 0
@@ -35,7 +35,7 @@ def read(text: str, sizes, parser=json_tools, **more):
         size = sizes[turn % len(sizes)]
         parts += reader.feed(text[at : at + size])
         at, turn = at + size, turn + 1
-    parts += reader.finish()
+    parts += reader.finish(cut)
     thought = "".join(p.text for p in parts if p.kind == THOUGHT)
     words = "".join(p.text for p in parts if p.kind == WORDS)
     return thought, words, [p for p in parts if p.kind == CALL]
@@ -90,3 +90,37 @@ def test_a_text_is_words_alone():
     reader = AnswerReader()
     parts = [*reader.feed("<think>a"), *reader.feed(""), *reader.finish()]
     assert parts == [Part(WORDS, "<think>a")]
+
+
+LONG = {"a": 'x "quoted" \\ </tool_call> {' * 9, "b": [1, {"c": None}]}
+
+
+@pytest.mark.parametrize("given", [LONG, {}, ONE, ALL])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_arguments_of_a_call_are_told_as_they_are_made(given, size):
+    call = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(given)}}}\n</tool_call>'
+    _, words, parts = read(f"So{call}\n{call}", (size,), streams=True)
+    names = [*dict.fromkeys(part.identity for part in parts)]
+    whole = ["".join(p.text for p in parts if p.identity == name) for name in names]
+    assert words == "So" and [json.loads(each) for each in whole] == [given, given]
+    if size == 1 and given in (LONG, ONE):
+        assert len(parts) > len(json.dumps(given)), "nothing is held back for long"
+
+
+def test_what_begins_as_no_known_call_is_told_whole_and_a_broken_one_has_no_tag():
+    other = ADD.replace("add", "other")
+    _, words, parts = read(other, (1,), streams=True)
+    assert [json.loads(part.text) for part in parts] == [ONE] and words == ""
+    _, words, parts = read(f'{OPEN}\nThe 5" pipe', (1,), streams=True)
+    assert "".join(part.text for part in parts) == '{"a": "5}}' and words == '\nThe 5" pipe'[1:]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("length", [2, 6, 20, 45])
+def test_half_a_call_that_a_limit_cuts_is_not_told_as_words(length, streams):
+    for before, calls in (("So", 0), (f"So{ADD}", 1)):
+        _, words, found = read(before + ADD[:length], (4,), cut=True, streams=streams)
+        assert words == "So"
+        assert streams or len(found) == calls
+    _, words, _ = read("a <", (1,), cut=True)
+    assert words == "a <"

@@ -74,7 +74,12 @@ def calls_of(answer, stream):
         (choice,) = answer.choices
         return choice.message.content or "", choice.message.tool_calls or [], choice.finish_reason
     chunks = [chunk.choices[0] for chunk in answer]
-    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    calls = []
+    for part in (part for chunk in chunks for part in chunk.delta.tool_calls or []):
+        if part.id:
+            calls.append(part)
+        else:
+            calls[part.index].function.arguments += part.function.arguments
     return "".join(c.delta.content or "" for c in chunks), calls, chunks[-1].finish_reason
 
 
@@ -205,11 +210,9 @@ NAMED = {"type": "function", "function": {"name": "no"}}
 THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 CHAT_REFUSED = [  # the field, what is said of it, and the request
     (SCHEMA, "numbre", {"response_format": form(BAD)}),
-    (SCHEMA, "uniqueItems", {"response_format": form({"type": "array", "uniqueItems": True})}),
     (SCHEMA, "dict", {"response_format": form(5)}),
     (SCHEMA, "", {"response_format": form({"const": "\ud800"})}),
     ("response_format.json_schema", "missing", {"response_format": {"type": "json_schema"}}),
-    ("response_format.json_schema.colour", "", {"response_format": form(COUNT, colour=1)}),
     (TOOL.format(1), "numbre", {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": "required"}),
     (TOOL.format(0), "string", {"tools": [tool("b", {"type": "string"}, strict=True)]}),
     (TOOL.format(0), "numbre", {"tools": [tool("b", BAD, strict=True)]}),
@@ -304,3 +307,22 @@ def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(monkeypat
     structure = structure_of(pair, Chat(FIELDS, [], schema=COUNT))
     monkeypatch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
     assert constraint_of(pair, DecodeConfig(structure=structure), 0) is not None
+
+
+SET = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
+PATH = {"type": "string", "format": "path", "maxLength": 3}
+
+
+@pytest.mark.parametrize("schema", [schema_of(s=SET), schema_of(p=PATH)])
+def test_what_the_library_lacks_of_a_schema_is_left_out_and_named_unless_it_is_strict(
+    server, schema
+):
+    given = {"type": "json_schema", "json_schema": {"schema": schema}}
+    found = server.chat("long", response_format=given, temperature=1.0, seed=1)
+    (named,) = found.json()["dflash"]["ignored"]
+    assert "uniqueItems" in named or "path" in named
+    assert json.loads(said(found)).keys() == schema["properties"].keys()
+    given["json_schema"]["strict"] = True
+    assert server.chat("long", response_format=given).status_code == 400
+    required = {"tools": [tool("f", schema)], "tool_choice": "required"}
+    assert server.chat("long", **required).status_code == 200

@@ -1,0 +1,157 @@
+"""What a request says beyond the schema: taken where that changes no answer, unless --strict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dflash_mlx.serve.chat import Json
+from dflash_mlx.serve.errors import place_of
+
+_NOTE = "[{} was here, which this model cannot see]"
+_UNSEEN = {  # what a part is called in a note, by its type
+    **dict.fromkeys(("image", "image_url", "input_image"), "a picture"),
+    **dict.fromkeys(("document", "file", "input_file"), "a document"),
+    **dict.fromkeys(("audio", "input_audio"), "a sound"),
+}
+_TRIES = 8  # a field may be wrong only once another is gone
+_MOST_TOLD, _LONGEST_TOLD = 32, 100  # names of ignored fields, characters of one
+# What other servers call fields of ours.
+_SAME = {
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repetition_context_size": "repetition_context",
+}
+# Known fields of which no value changes an answer here.
+_HINTS = {
+    *("service_tier", "store", "user", "metadata", "safety_identifier", "prompt_cache_key"),
+    *("cache_control", "stream_options"),
+}
+# Fields that this server does not know, and that would change the answer.
+_ASKING = {
+    *("functions", "function_call", "web_search_options", "audio", "mcp_servers", "container"),
+    *("thread", "thinking", "options", "system", "input", "images", "documents", "suffix", "echo"),
+    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "format", "template", "chat_template", "raw", "adapters"),
+    *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "best_of", "use_beam_search"),
+    *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability"),
+    *("dry_multiplier", "dynatemp_range", "repeat_last_n", "logits_processors", "prompt_embeds"),
+    *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
+    *("frequency_penalty", "presence_penalty", "logit_bias", "messages", "stop", "stop_sequences"),
+    *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+}
+_NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
+_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "repetition_context"}  # default
+_NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto")
+
+
+class LenientRoute(APIRoute):
+    """Reads a body again without what it may do without; `request.state.ignored` names that."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            ignored: list[str] = []
+            request.state.ignored = ignored
+            for _ in range(_TRIES):
+                try:
+                    return await handle(request)
+                except RequestValidationError as error:
+                    if not _soften(error, ignored):
+                        raise
+            return await handle(request)
+
+        return read
+
+
+def unseen(part: Any) -> str | None:
+    """What a part of a message is that a model of texts cannot see; None for any other."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return _UNSEEN.get(kind) if isinstance(kind, str) else None
+
+
+def told(names: list[str]) -> list[str]:
+    """Each name once, as many as a response bears."""
+    return [*dict.fromkeys(each[:_LONGEST_TOLD] for each in names)][:_MOST_TOLD]
+
+
+def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
+    """Take away what may be, in the body itself; whether anything was."""
+    changed = _note_unseen(error.body, ignored)
+    for problem in error.errors():
+        place = place_of(problem, error.body)
+        holder: Any = error.body
+        try:
+            for each in place[:-1]:
+                holder = holder[each]
+        except (LookupError, TypeError):  # the tag of a part that has no such field
+            continue
+        if not place or not isinstance(holder, dict):
+            continue
+        if place == ["model"] and holder.get("model") in (None, ""):
+            holder["model"] = "default"  # as any other name, it is answered
+            changed = True
+        elif place[-1] in holder and _may_go(problem, place, holder):
+            changed = True
+            if problem["type"] == "extra_forbidden" or place[0] in _HINTS:
+                ignored.append(_name(place))
+    return changed
+
+
+def _note_unseen(body: Any, ignored: list[str]) -> bool:
+    """Put notes for pictures of tools and of earlier turns, which would end the conversation.
+
+    Those of the last words that are not a tool's stay, and are refused: the answer is about them.
+    """
+    given = body.get("messages") if isinstance(body, dict) else None
+    messages, changed = given if isinstance(given, list) else [], False
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            continue
+        content = message.get("content")
+        is_past = i + 1 < len(messages) or message.get("role") == "tool"
+        for part in content if isinstance(content, list) else []:
+            is_result = isinstance(part, dict) and part.get("type") == "tool_result"
+            inner = part.get("content") if is_result else [part] if is_past else []
+            for each in inner if isinstance(inner, list) else []:
+                if (kind := unseen(each)) is not None:
+                    ignored.append(f"messages[].content[] of type {each['type']}")
+                    each.clear()
+                    each.update(type="text", text=_NOTE.format(kind))
+                    changed = True
+    return changed
+
+
+def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
+    """Change the last field of a place to what it means, or take it away; whether it could be."""
+    key, is_top = str(place[-1]), len(place) == 1
+    value = holder[key]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if problem["type"] == "extra_forbidden":
+        if is_top and key in _SAME and _SAME[key] not in holder:
+            holder[_SAME[key]] = holder.pop(key)
+            return True
+        nothing = value in _NOTHING or (key in _NEUTRAL_AT_1 and is_number and value == 1)
+        if is_top and key in _ASKING and not nothing:
+            return False
+    elif is_top and key == "seed" and isinstance(value, int) and is_number and value != -1:
+        holder[key] = value % 2**32
+        return True
+    else:
+        is_default = is_top and key in _MINUS_1 and is_number and value == -1
+        if not is_default and place[0] not in _HINTS and value not in (None, ""):
+            return False
+    del holder[key]
+    return True
+
+
+def _name(place: list[str | int]) -> str:
+    """Of a field, without the numbers of its messages."""
+    parts = ("[]" if isinstance(each, int) else f".{each}" for each in place)
+    return "".join(parts).removeprefix(".")
