@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from dflash_mlx.serve import anthropic_replies, guard, openai_replies
+from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, response_of
 from dflash_mlx.serve.service import Service
@@ -52,6 +52,7 @@ async def metrics(request: Request) -> Response:
 
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/chat/completions": openai_replies.chat_completions,
+    "/v1/responses": responses_replies.responses,
     "/v1/completions": openai_replies.completions,
     "/v1/messages": anthropic_replies.messages,
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
@@ -59,8 +60,12 @@ _ASKED: dict[str, Callable[..., Any]] = {  # by POST
 _TOLD: dict[str, Callable[..., Any]] = {  # by GET
     "/v1/models": models,
     "/v1/models/{name:path}": model,
+    "/v1/responses/{name}": responses_replies.response,
     guard.HEALTH: health,
     "/metrics": metrics,
+}
+_DROPPED: dict[str, Callable[..., Any]] = {  # by DELETE
+    "/v1/responses/{name}": responses_replies.forget,
 }
 
 
@@ -74,7 +79,7 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
-    for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
+    for method, paths in (("POST", _ASKED), ("GET", _TOLD), ("DELETE", _DROPPED)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
     config, most = service.config, int(service.config.body_mb * 10**6)

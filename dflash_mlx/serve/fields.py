@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -78,7 +78,6 @@ class Conversation(Strict):
     """A conversation in the words of an API."""
 
     model: Name
-    messages: Sequence[Any]
     chat_template_kwargs: Json | None = None
 
     def chat(self, pair: Pair) -> Chat:
