@@ -32,9 +32,10 @@ _ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "tempera
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     service, owner = request.app.state.service, _owner(request)
-    if (name := body.previous_response_id) is not None:
-        kept = service.shelf.get(owner, name, "previous_response_id")
-        body.goes_on_from(ITEMS.validate_json(kept.items))
+    shelf, name = service.shelf, body.previous_response_id
+    kept = shelf.get(owner, name, "previous_response_id").items if name is not None else b"[]"
+    referred = {each: shelf.item(owner, each) for each in body.references}
+    body.complete(ITEMS.validate_json(kept), referred)
     return await converse(request, body, partial(ItemWriter, owner))
 
 
@@ -179,7 +180,7 @@ class ItemWriter:
         found = {**self._object(status), **ended, "usage": self._usage(), "dflash": told}
         if self._body.store is not False:
             items = [*ITEMS.dump_python(self._body.items), *self._items]
-            kept = Kept(encoded(found), encoded(items))
+            kept = Kept(encoded(found), encoded(items), self._items)
             self._service.shelf.put(self._owner, self._head["id"], kept)
         return found
 

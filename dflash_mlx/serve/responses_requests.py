@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter
@@ -55,12 +56,30 @@ class Call(Sent):
     arguments: str
 
 
+class Unseen(Sent):
+    """A picture or a file that a tool returned; the model is told that it does not see it."""
+
+    type: Literal["input_image", "input_file"]
+
+    @property
+    def text(self) -> str:
+        """What the model reads instead."""
+        return "[not shown: this model reads text only]"
+
+
 class Output(Sent):
     """What a tool answered."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Text]
+    output: str | list[Annotated[Text | Unseen, Field(discriminator="type")]]
+
+
+class Reference(Sent):
+    """An item of an earlier response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
 
 
 class Thought(Sent):
@@ -80,7 +99,8 @@ Item = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[Call, Tag("function_call")]
     | Annotated[Output, Tag("function_call_output")]
-    | Annotated[Thought, Tag("reasoning")],
+    | Annotated[Thought, Tag("reasoning")]
+    | Annotated[Reference, Tag("item_reference")],
     Discriminator(_kind),
 ]
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -183,15 +203,26 @@ class ResponsesRequest(ChatBody):
         return [*self._before, *said]
 
     @property
+    def references(self) -> list[str]:
+        """Ids of items that the input only names."""
+        return [each.id for each in self.input if isinstance(each, Reference)]
+
+    @property
     def ignored(self) -> list[str]:
         """Fields that ask for what this server does not do, and answers without."""
         tools = [f"tools[{i}]" for i, t in enumerate(self.tools or []) if t.type != "function"]
         asked = {"truncation": self.truncation == "auto", "include": bool(self.include)}
         return [*tools, *(name for name, is_asked in asked.items() if is_asked)]
 
-    def goes_on_from(self, items: list[Item]) -> None:
-        """Put what was said before first."""
-        self._before = items
+    def complete(self, before: list[Item], referred: Mapping[str, Json]) -> None:
+        """Put what was said before first, and items in the place of their ids."""
+        self._before = before
+        if isinstance(self.input, list) and referred:
+            raw = [
+                referred.get(each.id, each) if isinstance(each, Reference) else each
+                for each in self.input
+            ]
+            self.input = ITEMS.validate_python(raw)
 
     def check(self) -> None:
         for name, step in _REFUSED.items():
@@ -248,14 +279,14 @@ def _told(items: list[Item]) -> list[Json]:
     return found
 
 
-def _add(message: Json, item: Message | Call | Thought) -> None:
+def _add(message: Json, item: Item) -> None:
     """Add to a message of the assistant."""
     if isinstance(item, Message):
         message["content"] += text_of(item.content)
     elif isinstance(item, Call):
         call = call_of(item.name, item.arguments, item.call_id)
         message.setdefault("tool_calls", []).append(call)
-    elif thought := text_of(item.content or item.summary):
+    elif isinstance(item, Thought) and (thought := text_of(item.content or item.summary)):
         message["reasoning_content"] = message.get("reasoning_content", "") + thought
 
 

@@ -100,6 +100,10 @@ def test_tools_go_round(client):
     kept = ask(client, [result], previous_response_id=first.id, **tools)
     assert sent.output_text == kept.output_text == "It is 3."
     assert sent.usage.input_tokens == kept.usage.input_tokens
+    named = [{"type": "item_reference", "id": item.id} for item in first.output]
+    assert ask(client, [asked, *named, result], **tools).output_text == "It is 3."
+    with pytest.raises(openai.NotFoundError, match="item 'fc_none'"):
+        ask(client, [{"type": "item_reference", "id": "fc_none"}])
     two = ask(client, "two", **tools)
     assert [item.type for item in two.output] == ["message", "function_call", "function_call"]
     one = ask(client, "two", parallel_tool_calls=False, **tools)
@@ -119,14 +123,19 @@ def test_items_reach_the_template_as_its_messages():
         {**call, "id": "fc_1", "status": "completed"},
         {**call, "call_id": "2"},
         {"type": "function_call_output", "call_id": "1", "output": [part]},
-        {"type": "function_call_output", "call_id": "2", "output": "c"},
+        {
+            "type": "function_call_output",
+            "call_id": "2",
+            "output": [{**part, "text": "c"}, {"type": "input_image", "image_url": "data:"}],
+        },
         {"role": "developer", "content": "more"},
     ]
     with serving(lambda prompt: seen.append(prompt) or "so") as server:
         assert server.post(RESPONSES, body(items, instructions="be short")).status_code == 200
     calls = "<think>hm</think>" + 2 * "<tool_call>f</tool_call>"
     head = f"[system]be short\n\nrules[user]ab[assistant]{calls}"
-    assert seen[0] == head + "[tool]a[tool]c[system]more"
+    note = "[not shown: this model reads text only]"
+    assert seen[0] == head + f"[tool]a[tool]c{note}[system]more"
 
 
 def test_a_conversation_goes_on_without_being_sent_again_and_instructions_are_not_kept():
@@ -163,14 +172,16 @@ def test_a_response_is_found_and_forgotten_by_its_own_key_only(client, server):
 def test_what_is_kept_is_bounded():
     shelf = Shelf(most=3, size=100)
     for name in "abc":
-        shelf.put("me", name, Kept(b"1" * 20, b"2" * 10))
+        shelf.put("me", name, Kept(b"1" * 10, b"2" * 10, [{"id": name}]))
     shelf.get("me", "a")
     shelf.put("me", "d", Kept(b"", b""))
-    shelf.put("me", "large", Kept(b"1" * 90, b"2" * 11))
+    shelf.put("me", "large", Kept(b"1" * 45, b"2" * 11))
     with pytest.raises(ApiError):
         shelf.get("me", "b")
-    assert shelf.size == 60
-    shelf.put("me", "e", Kept(b"1" * 100, b""))
+    with pytest.raises(ApiError):
+        shelf.item("me", "b")
+    assert shelf.size == 60 and shelf.item("me", "a")
+    shelf.put("me", "e", Kept(b"1" * 50, b""))
     assert shelf.size == 100
     shelf.drop("me", "e")
     assert shelf.size == 0
