@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     shelf, name = service.shelf, body.previous_response_id
     kept = shelf.get(owner, name, "previous_response_id").items if name is not None else b"[]"
     referred = {each: shelf.item(owner, each) for each in body.references}
-    body.complete(ITEMS.validate_json(kept), referred)
+    body.complete(ITEMS.validate_python(json.loads(kept)), referred)
     return await converse(request, body, partial(ItemWriter, owner))
 
 

@@ -169,6 +169,14 @@ def test_a_response_is_found_and_forgotten_by_its_own_key_only(client, server):
     assert server.service.shelf.size == before
 
 
+def test_half_a_surrogate_pair_in_an_id_is_kept_as_it_is(server):
+    output = {"type": "function_call_output", "call_id": "\ud800", "output": "3"}
+    first = server.post(RESPONSES, body([output]))
+    assert first.status_code == 200
+    again = server.post(RESPONSES, body(previous_response_id=first.json()["id"]))
+    assert again.status_code == 200
+
+
 def test_what_is_kept_is_bounded():
     shelf = Shelf(most=3, size=100)
     for name in "abc":
