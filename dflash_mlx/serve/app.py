@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from dflash_mlx.models.read import unread_arguments
-from dflash_mlx.serve import anthropic_replies, guard, openai_replies
+from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.lenient import LenientRoute, unseen
@@ -62,6 +62,7 @@ async def metrics(request: Request) -> Response:
 
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/chat/completions": openai_replies.chat_completions,
+    "/v1/responses": responses_replies.responses,
     "/v1/completions": openai_replies.completions,
     "/v1/messages": anthropic_replies.messages,
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
@@ -70,8 +71,12 @@ _TOLD: dict[str, Callable[..., Any]] = {  # by GET
     "/": hello,
     "/v1/models": models,
     "/v1/models/{name:path}": model,
+    "/v1/responses/{name}": responses_replies.response,
     guard.HEALTH: health,
     "/metrics": metrics,
+}
+_DROPPED: dict[str, Callable[..., Any]] = {  # by DELETE
+    "/v1/responses/{name}": responses_replies.forget,
 }
 
 
@@ -87,7 +92,7 @@ def make_app(service: Service) -> ASGIApp:
     api.state.service = service
     if not service.config.strict:
         api.router.route_class = LenientRoute
-    for method, paths in (("POST", _ASKED), ("GET", _TOLD)):
+    for method, paths in (("POST", _ASKED), ("GET", _TOLD), ("DELETE", _DROPPED)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
             if method == "GET":  # probes ask so

@@ -32,6 +32,7 @@ class Fields:
     schema: str
     tool: str  # where the fields of a tool are; {} is its number
     parameters: str  # one of them
+    messages: str = "messages"
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,18 @@ def call_of(name: str, arguments: str | Mapping[str, Any], identity: str) -> Jso
 
 def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     """The prompt of a conversation; ApiError where the model or its template cannot take it."""
-    tokenizer, name = pair.tokenizer, pair.target.name
+    tokenizer, name, field = pair.tokenizer, pair.target.name, chat.fields.messages
     if not tokenizer.has_chat_template:
-        raise refusal("messages", f"need a chat template, and {name} has none", "use completions")
+        raise refusal(field, f"need a chat template, and {name} has none", "use completions")
     if chat.asks and chat.go_on:
         step = "end with the user's, or leave the format of the answer to the model"
-        raise refusal("messages", "end with the assistant's words", step)
+        raise refusal(field, "end with the assistant's words", step)
     arguments = {**pair.template, **_arguments(pair, chat)}
     arguments |= {"continue_final_message": True} if chat.go_on else {}
     contents = [each.get("content") for each in chat.messages]
-    _check_length(pair, sum(len(each) for each in contents if isinstance(each, str)), "messages")
+    _check_length(
+        pair, sum(len(each) for each in contents if isinstance(each, str)), chat.fields.messages
+    )
     try:
         text = tokenizer.apply_chat_template(
             list(chat.messages), tokenize=False, add_generation_prompt=not chat.go_on, **arguments
@@ -110,8 +113,8 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     except TEMPLATE_FAULTS as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         what = f"are refused by the model's chat template ({said})"
-        raise refusal("messages", what, "let user and assistant take turns") from None
-    tokens = _encoded(pair, text, "messages", add_special_tokens=False)
+        raise refusal(field, what, "let user and assistant take turns") from None
+    tokens = _encoded(pair, text, field, add_special_tokens=False)
     if chat.asks and opens_thought(tokenizer, tokens):
         what = f"{name} thinks first, and an answer in a given format has no room"
         raise ApiError(400, f"{what} for thoughts; leave the format to the model")

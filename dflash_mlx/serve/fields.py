@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -86,7 +86,6 @@ class Answered(Sampled, Asked):
 class Conversation(Asked):
     """A conversation in the words of an API."""
 
-    messages: Sequence[Any]
     chat_template_kwargs: Json | None = None
 
     def chat(self, pair: Pair) -> Chat:

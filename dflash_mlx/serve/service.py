@@ -20,6 +20,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
+from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
 from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
@@ -42,6 +43,7 @@ class Service:
     config: ServeConfig
     queue: RequestQueue
     names: tuple[str, ...]  # the model's, its own first
+    shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
     _prompts: ThreadPoolExecutor = field(
@@ -77,11 +79,13 @@ class Service:
     async def read(self, body: Conversation) -> Understood:
         """A conversation, what an answer to it has to be, and its prompt."""
         self.check(body)
-        if (number := len(body.messages)) > (most := self.config.messages):
-            raise refusal("messages", f"are {number}, and {most} may be", "send fewer")
+        most = self.config.messages
 
         def understand() -> Understood:
             chat = replace(body.chat(self.pair), ignored=None if self.config.strict else [])
+            if (number := len(chat.messages)) > most:
+                what = f"come to {number}, and {most} may be"
+                raise refusal(chat.fields.messages, what, "send fewer")
             return chat, structure_of(self.pair, chat), prompt_of(self.pair, chat)
 
         return await self.prepare(understand)
@@ -114,7 +118,9 @@ class Service:
 class Writer(Protocol):
     """Writes the answers of one request down in the words of an API, a few events at a time."""
 
-    ping: bytes  # says that a stream is alive
+    @property
+    def ping(self) -> bytes:
+        """Says that a stream is alive."""
 
     def start(self) -> bytes:
         """Before the first part."""
