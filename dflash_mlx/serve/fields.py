@@ -54,6 +54,8 @@ class Answered(Sampled, Asked):
     """A request for answers, whatever its API; what is not a field here is said by properties."""
 
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
+    media: ClassVar[str] = "text/event-stream"  # type of a stream
+    streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
 
     stream: bool | None = None
     max_tokens: Count | None = None

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from dflash_mlx.engine.delta import TokenLogprobs
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
+from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
@@ -31,10 +32,11 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, _begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
 
 
-async def _begin(service: Service, body: CompletionRequest) -> ResponseStream:
+async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+    """Ask for answers that go on with texts."""
     service.check(body)
     body.check()
     prompts = await service.prepare(lambda: _prompts(service, body.prompt))
