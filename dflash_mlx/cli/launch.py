@@ -77,7 +77,7 @@ CLIENTS: dict[str, tuple[Callable[[Served], Start], str]] = {  # and what npm ca
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add those that start a client."""
-    told = "print what starts this program with the server; words after -- are for it"
+    told = "print what starts this program with the server"
     parser.add_argument("--for", dest="client", choices=[*CLIENTS], help=told)
     told = "start that program, and the server meanwhile if none listens at the port"
     parser.add_argument("--run", action="store_true", help=told)
@@ -96,6 +96,8 @@ def launch(
 
     usual: the server that the words would start. more: words for the client.
     """
+    if asked.more:
+        raise DFlashError(f"{asked.more[0]!r} is no option", "put -- before words for a program")
     if asked.client is None:
         if asked.run or more:
             raise DFlashError("a program is to be started, but which is not said", "add --for")

@@ -46,10 +46,7 @@ class BlockWriter:
         (self._reply,) = replies
         head = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": body.model}
-        self._index, self._open = (
-            -1,
-            "",
-        )  # the last block of a stream; its kind or call if it is open
+        self._index, self._open = -1, ""  # last block of a stream; its kind or call if it is open
         self.ping = _event("ping")
 
     def start(self) -> bytes:

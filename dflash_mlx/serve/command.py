@@ -44,14 +44,14 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     if launch.launch(arguments, served, words, more):
         return
     place = bind(serve.host, serve.port)
-    if arguments.client is not None:
-        served = replace(served, port=place.getsockname()[1])
-        print(launch.line(arguments.client, served, more), flush=True)
     if reader.parts > 1:
         kept = in_memory(kept)
     check_memory(pair_config, reader.parts)
     from dflash_mlx.serve.running import run
 
+    if arguments.client is not None:
+        served = replace(served, port=place.getsockname()[1])
+        print(launch.line(arguments.client, served, more), flush=True)
     load = partial(cli.open_pair, arguments, config, reader=reader)
     run(load, place, serve, config, kept, known)
 
@@ -60,10 +60,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
         prog=PROGRAM,
-        description="Serve a model to programs that speak OpenAI's or Anthropic's API. Requests "
-        "may ask for other sampling and lengths than the options say.",
+        description="Serve a model to programs that speak OpenAI's, Anthropic's or Ollama's API. "
+        "Requests may ask for other sampling and lengths than the options say.",
     )
     launch.add_options(result)
+    result.add_argument("more", nargs="*", metavar="-- ...", help="words for that program")
     cli.add_options(result, FaceConfig, without=("system", "theme"))
     cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
     return result
