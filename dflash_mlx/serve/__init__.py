@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's, Anthropic's and Ollama's APIs: `dflash-serve`; docs/serve.md is its manual.
+"""A server that speaks OpenAI's, Anthropic's and Ollama's APIs; docs/serve.md is its manual.
 
 Begin with `service.py`, which takes every request on its way, and `request_queue.py`, which hands
 answers that are asked for to the worker's thread. `openai_*.py` and its like are the
