@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -47,13 +48,15 @@ def error(server, path=CHAT, **more):
 
 
 def test_an_answer_comes_whole_where_it_is_not_to_stream_with_tokens_and_nanoseconds(server):
+    began = time.monotonic_ns()
     answer = whole(server)
+    took = time.monotonic_ns() - began
     assert answer["message"] == {"role": "assistant", "content": WORDS}
     assert (answer["done"], answer["done_reason"], answer["model"]) == (True, "stop", MODEL)
     assert answer["prompt_eval_count"] == len("[user]hello" + ROLE)
     assert answer["eval_count"] == len(WORDS) + 1
     parts = [answer[f"{name}_duration"] for name in ("load", "prompt_eval", "eval")]
-    assert min(parts) > 0 and max(parts) < answer["total_duration"] < 60e9
+    assert min(parts) > 0 and max(parts) < answer["total_duration"] < took
     assert answer["dflash"]["rounds"] == len(WORDS)
 
 
