@@ -306,7 +306,7 @@ def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(monkeypat
     pair = actor_pair(act, CALLS)
     structure = structure_of(pair, Chat(FIELDS, [], schema=COUNT))
     monkeypatch.setitem(sys.modules, "llguidance", None)  # nothing can be compiled any more
-    assert constraint_of(pair, DecodeConfig(structure=structure), 0) is not None
+    assert constraint_of(pair, DecodeConfig(structure=structure), ()) is not None
 
 
 SET = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
