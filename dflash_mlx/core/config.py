@@ -330,7 +330,7 @@ class DecodeConfig:
         for name in ("logprobs", "thought_tokens"):
             value = getattr(self, name)
             counts = value is None or (type(value) is int and value >= 0)
-            require(counts, name, value, "a number of tokens, 0 or more")
+            require(counts, name, value, "how many tokens, 0 or more")
 
     @property
     def guarded(self) -> bool:
