@@ -190,11 +190,7 @@ class ItemWriter:
         return found
 
     def _usage(self) -> Json:
-        """Tokens; those of thoughts are counted again in their text."""
-        s = self._reply.statistics
-        thought = "".join(part.text for part in self._reply.parts if part.kind == THOUGHT)
-        tokenizer = self._service.pair.tokenizer
-        thinking = len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
+        s, thinking = self._reply.statistics, self._reply.reader.thoughts.tokens
         cached = {"cached_tokens": s.reused_tokens, "cache_write_tokens": 0}
         return {
             "input_tokens": s.prompt_tokens,
