@@ -17,6 +17,7 @@ from dflash_mlx.serve.errors import ApiError, refusal
 
 Json = dict[str, Any]
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
 _THOUGHTLESS = {"enable_thinking": False, "reasoning_effort": "none"}  # of a template
 TEMPLATE_FAULTS = (
@@ -115,11 +116,14 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
         what = f"are refused by the model's chat template ({said})"
         raise refusal(field, what, "let user and assistant take turns") from None
     tokens = _encoded(pair, text, field, add_special_tokens=False)
-    if chat.asks and opens_thought(tokenizer, tokens):
+    opened = opens_thought(tokenizer, tokens)
+    if chat.asks and opened:
         what = f"{name} thinks first, and an answer in a given format has no room"
         raise ApiError(400, f"{what} for thoughts; leave the format to the model")
     budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
-    if budgets and not _has_thoughts(pair, tokens):
+    reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
+    ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
+    if budgets and ends != END:  # of thoughts that are not known here, if there are any
         chat.ignore(budgets[0], f"limits thoughts, and {name} has none", "leave it out")
     return tokens
 
@@ -158,8 +162,7 @@ def check_text(text: str, field: str) -> None:
 
 def _arguments(pair: Pair, chat: Chat) -> Json:
     """Arguments of the chat template; where the form of an answer is given, nothing is thought."""
-    names = [*chat.arguments, *_THOUGHTLESS, "tools"]
-    unread = {*unread_arguments(pair.tokenizer, names)}
+    unread = {*unread_arguments(pair.tokenizer, [*chat.arguments, *_THOUGHTLESS, "tools"])}
     for name, value in chat.arguments.items():
         field = f"chat_template_kwargs.{name[:80]}"
         if not name.isidentifier() or name in RESERVED:
@@ -199,14 +202,6 @@ def _no_room(field: str) -> ApiError:
     return refusal(field, what, "turn them off, or leave the format to the model")
 
 
-def _has_thoughts(pair: Pair, prompt: Sequence[int]) -> bool:
-    """Whether answers may have thoughts between the marks that are known here."""
-    tokenizer = pair.tokenizer
-    if tokenizer.has_thinking or opens_thought(tokenizer, prompt):
-        return tokenizer.think_end in (None, END)
-    return not unread_arguments(tokenizer, ["enable_thinking"])
-
-
 def _check_tools(pair: Pair, are_read: bool) -> None:
     """ApiError where the model's template or mlx-lm knows no tools."""
     name = pair.target.name
@@ -229,7 +224,7 @@ def _too_long(field: str, what: str, room: int) -> ApiError:
     """In words that Claude Code and others look for, and with OpenAI's code."""
     said = f"{field}: prompt is too long: {what}; the model's maximum context length is {room}"
     step = "with the answer; shorten it or begin a new conversation"
-    return ApiError(400, f"{said} {step}", field, "context_length_exceeded")
+    return ApiError(400, f"{said} {step}", field, TOO_LONG)
 
 
 def _encoded(pair: Pair, text: str, field: str, **more: Any) -> tuple[int, ...]:

@@ -71,8 +71,7 @@ class AnswerReader:
     ) -> None:
         self.called = False  # there was a call
         self.is_over = False  # nothing more is read
-        self.thoughts = Thoughts.begun(in_thought)
-        self._tokenizer = tokenizer
+        self._tokenizer, self.thoughts = tokenizer, Thoughts.begun(in_thought)
         self._tools, self._one_call = list(tools), one_call
         self._early = {tool["function"]["name"] for tool in tools} if streams else set()
         self._begun: _Begun | None = None

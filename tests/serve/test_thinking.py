@@ -175,6 +175,16 @@ def test_a_prompt_that_is_too_long_has_the_code_and_the_words_that_clients_look_
     assert path == MESSAGES or error["code"] == "context_length_exceeded"
 
 
+def test_codex_finds_the_code_in_a_stream(client, server):
+    with client.responses.create(model=MODEL, input="a" * 5000, stream=True) as events:
+        kinds = [(event.type, getattr(event.response.error, "code", None)) for event in events]
+    assert [kind for kind, _ in kinds] == [
+        *("response.created", "response.in_progress", "response.failed")
+    ]
+    assert kinds[-1][1] == "context_length_exceeded"
+    assert server.post(RESPONSES, {"input": 5, "stream": True}).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "said"),
     [
