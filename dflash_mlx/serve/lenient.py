@@ -26,6 +26,8 @@ _SAME = {
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "repetition_context_size": "repetition_context",
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens"), "thinking_budget"),
+    "reasoning_budget": "thinking_budget",
 }
 # Known fields of which no value changes an answer here.
 _HINTS = {
@@ -44,9 +46,11 @@ _ASKING = {
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "messages", "stop", "stop_sequences"),
     *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+    "thinking_budget",
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
-_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "repetition_context"}  # default
+_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "repetition_context"}
+_MINUS_1 |= {"thinking_budget"}  # of which it is the default
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto")
 
 
