@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 def read(rounds, stops=()):
     """Text per round and the tokens kept, as `Session.stream` does it."""
-    text, pieces, kept = StopText(ByteTokenizer(), stops), [], []
+    text, pieces, kept = StopText(ByteTokenizer(), stops, {0}), [], []
     for i, tokens in enumerate(rounds):
         kept += text.take(tokens)
         last = text.stopped or i == len(rounds) - 1
