@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.block_diffusion import BestFirst, BlockDiffusion, DrawnBlock
 from dflash_mlx.drafters.none import NoDraft
+from dflash_mlx.engine.delta import collect
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.verify import Verdict
+from dflash_mlx.session.session import Session
 from support.decoding import Strict, finish, scheduler_of, sequence_of
 from support.law import (
     LENGTH,
@@ -25,7 +29,7 @@ from support.law import (
     conditional,
     enumerated_law,
 )
-from support.toys import Scripted, ToyTarget, random_tree
+from support.toys import Letters, Scripted, ToyTarget, random_tree
 
 SETTINGS = {
     "presence": {"presence_penalty": 1.5},
@@ -144,6 +148,26 @@ def test_an_answer_that_was_preempted_still_counts_its_own_tokens():
     scheduler.waiting.append(sequence)
     said += [token for delta in finish(scheduler)[sequence] for token in delta.tokens]
     assert tuple(said) == plain
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_by_the_name_of_its_setting():
+    class Sized(Letters):
+        def __len__(self) -> int:
+            return 14
+
+    pair = Pair(ToyTarget(14), Sized())
+    for name, known, wrong in (
+        ("stop_token_ids", (13,), (14,)),
+        ("logit_bias", ((13, 1.0),), ((14, 1.0),)),
+        ("logit_bias", (), ((-1, 1.0),)),
+    ):
+        settings = [SamplingConfig(**{name: value}) for value in (known, wrong)]
+        use = [DecodeConfig("none", max_tokens=1, sampling=each) for each in settings]
+        assert len(collect(Session(pair, use[0]).stream([1])).tokens) == 1
+        with pytest.raises(DFlashError, match=name):
+            collect(Session(pair, use[1]).stream([1]))
+    with pytest.raises(DFlashError, match="-100 to 100"):
+        SamplingConfig(logit_bias=((1, float("nan")),))
 
 
 def no_path(self, sampler, state):
