@@ -38,6 +38,7 @@ SETTINGS = {
     "bias": {"logit_bias": ((1, 1.5), (2, -2.0))},
     "banned": {"logit_bias": ((0, -100.0), (3, 1.0)), "top_k": 2},
     "least": {"min_tokens": 2, "stop_token_ids": (3,)},
+    "none left": {"min_tokens": 2, "stop_token_ids": (0, 1, 2, 3)},
     "all": {
         **{"presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": ((3, 1.0), (0, -1.0))},
         **{"min_tokens": 2, "stop_token_ids": (3, 1), "repetition_penalty": 1.4, "min_p": 0.05},
@@ -90,6 +91,14 @@ def test_the_law_behind_every_answer_is_the_one_that_its_definition_says(setting
             assert np.allclose(found, expected, atol=1e-5), (answer, found, expected)
 
 
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_greedy_answer_is_the_likeliest_by_the_same_definition(kind):
+    target, (said,) = ToyTarget(VOCABULARY), {*said_plainly(kind, 0.0)}
+    for i, token in enumerate(said):
+        cold = SamplingConfig(0.01, **SETTINGS[kind])
+        assert token == conditional(target, [*PROMPT, *said[:i]], cold).argmax()
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_plain_answers_follow_the_law(temperature):
     assert distance("none", use(temperature, **SETTINGS["all"]), 300) < 4
@@ -136,8 +145,9 @@ def test_every_answer_among_others_is_the_one_alone():
 
 def test_an_answer_that_was_preempted_still_counts_its_own_tokens():
     """Its prompt is then longer than the one that it began with."""
-    target, config = ToyTarget(VOCABULARY), use(0.0, frequency_penalty=1.9)
+    target, config = ToyTarget(VOCABULARY), use(0.0, frequency_penalty=2.0, logit_bias=((3, 5.0),))
     (plain,) = answers_of(target, MADE["none"], 1, config)
+    assert plain.count(3) > 1
     scheduler, said = scheduler_of(target), []
     sequence = sequence_of(target, NoDraft(), PROMPT, config)
     scheduler.add(sequence)
