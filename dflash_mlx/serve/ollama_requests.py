@@ -10,7 +10,7 @@ from dflash_mlx.core.option import LARGEST
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import ChatBody, Count, Sampled, Stops, StopText
+from dflash_mlx.serve.fields import Budget, ChatBody, Sampled, Stops, StopText
 from dflash_mlx.serve.openai_requests import AssistantMessage, Tool, told
 
 Length = Annotated[int, Field(ge=-2, le=LARGEST)]  # below 1 as the server has it
@@ -21,7 +21,7 @@ class Options(Sampled):
 
     max_tokens: Annotated[Length | None, Field(alias="num_predict")] = None
     repetition_penalty: Annotated[float | None, Field(alias="repeat_penalty", gt=0, le=100)] = None
-    repetition_context: Annotated[Count | None, Field(alias="repeat_last_n")] = None
+    repetition_context: Annotated[Budget | None, Field(alias="repeat_last_n")] = None
     stop: StopText | Stops | None = None
 
 
@@ -58,16 +58,12 @@ class ChatRequest(ChatBody):
                 setattr(self, name, value)
 
     def chat(self, pair: Pair) -> Chat:
-        last, given = self.messages[-1], self.chat_template_kwargs or {}
-        own = {} if self.think is None else {"enable_thinking": bool(self.think)}
+        last = self.messages[-1]
         return Chat(
             self.words,
             [told(each) for each in self.messages],
             [each.model_dump(exclude_none=True) for each in self.tools or []],
             schema={"type": "object"} if self.format == "json" else self.format or None,
-            arguments={**own, **given},
-            named=dict.fromkeys(own, "think"),
-            hints={"reasoning_effort": self.think} if isinstance(self.think, str) else {},
             go_on=last.role == "assistant" and bool(last.content) and not last.tool_calls,
         )
 

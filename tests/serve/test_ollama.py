@@ -13,6 +13,7 @@ from support.serving import (
     COUNT,
     MODEL,
     ROLE,
+    TEMPLATE,
     TOOL,
     WORDS,
     actor_pair,
@@ -96,11 +97,12 @@ def test_options_say_how_tokens_are_drawn_and_those_that_change_nothing_are_name
     config = []
     ask = server.service.ask
     server.service.ask = lambda asked, *more: config.append(asked) or ask(asked, *more)
-    whole(server, options={"temperature": 0.5, "min_p": 0.1, "repeat_penalty": 1.5, "seed": 3})
+    drawn = {"temperature": 0.5, "min_p": 0.1, "repeat_penalty": 1.5, "seed": 3}
+    whole(server, options={**drawn, "presence_penalty": 0.5, "frequency_penalty": 0.1})
     del server.service.ask
     asked = config[0]
     assert (asked.temperature, asked.min_p, asked.seed) == (0.5, 0.1, 3)
-    assert asked.repetition_penalty == 1.5
+    assert (asked.repetition_penalty, asked.presence_penalty) == (1.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +130,14 @@ def test_thoughts_are_told_apart_and_turned_on_through_the_template(server):
         assert told.get("content", told.get("response")) == "It is blue."
     assert "thinking" in whole(server, think=True)["message"]
     assert whole(server, think=False)["message"]["content"] == WORDS
-    with serving(actor_pair(speak, "{{ reasoning_effort }}" + "[user]a" + ROLE)) as other:
-        assert other.post(CHAT, body(think="high", stream=False)).json()["dflash"]["ignored"] == [
-            "think"
-        ]
+    assert whole(server, think="high")["dflash"]["ignored"] == ["think"]
+    seen = []
+    reads = actor_pair(
+        lambda prompt: seen.append(prompt) or "so", "{{ reasoning_effort }}" + TEMPLATE
+    )
+    with serving(reads) as other:
+        assert whole(other, think="high")["dflash"]["ignored"] == []
+    assert seen[0] == "high[user]hello"
 
 
 def test_tools_go_round_with_arguments_as_objects_and_a_stream_has_calls_whole(server):
