@@ -131,6 +131,9 @@ def canonical(scope: Scope) -> None:
     rest = _PREFIXES.sub("", scope["path"], count=1).rstrip("/")
     if (head := _HEADS.get(rest.split("/")[0])) is not None:
         scope["path"] = f"{head}/{rest}"
+    if rest.startswith("api/"):  # whose clients do not say that they send JSON
+        others = (each for each in scope["headers"] if each[0] != b"content-type")
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 def make_app(service: Service) -> ASGIApp:

@@ -71,6 +71,18 @@ def test_answers_stream_as_lines_unless_they_are_not_to(server):
     assert "".join(part["response"] for part in parts) == WORDS and last["done"]
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
+def test_a_body_is_json_whatever_it_says_it_is_as_curl_sends_it(server, kind):
+    sent = json.dumps(body(stream=False)).encode()
+    found = server.post(CHAT, sent, headers={"Content-Type": kind})
+    assert found.json()["message"]["content"] == WORDS
+    assert (
+        server.post("/v1/chat/completions", sent, headers={"Content-Type": kind}).status_code == 400
+    )
+    page = {"Content-Type": kind, "Origin": "http://evil.example"}
+    assert server.post(CHAT, sent, headers=page).status_code == 403
+
+
 def test_a_prompt_is_a_message_or_raw_and_without_one_the_model_is_there():
     seen = []
     with serving(lambda prompt: seen.append(prompt) or "so") as server:
