@@ -23,24 +23,24 @@ from dflash_mlx.cli.options import Parser
 from dflash_mlx.core.errors import DFlashError
 
 Start = tuple[list[str], dict[str, str]]  # the words of a command, and variables for it
-_LISTENS = re.compile(r"dflash-serve: .* at http://\S+:(\d+)")
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}  # how a client calls a host
+_LISTENS = re.compile(r"dflash-serve: .* at (http://\S+:\d+)")
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a server listens everywhere
 
 
 @dataclass(frozen=True)
 class Served:
     """A server as its clients know it."""
 
-    host: str
-    port: int
+    url: str
     model: str
     key: str = "none"  # programs insist on one
     context: int | None = None  # tokens, where the model is loaded
 
-    @property
-    def url(self) -> str:
-        """Where it is."""
-        return f"http://{_ANY.get(self.host, self.host)}:{self.port}"
+
+def url_of(host: str, port: int) -> str:
+    """Where programs on this machine find a server."""
+    host = _ANY.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _claude(served: Served) -> Start:
@@ -111,8 +111,8 @@ def launch(
             _run(asked.client, served, more)
         own = Parser(add_help=False, allow_abbrev=False)
         add_options(own)
-        with _server(own.parse_known_args(words)[1]) as port:
-            _run(asked.client, find(replace(usual, port=port)) or usual, more)
+        with _server(own.parse_known_args(words)[1]) as url:
+            _run(asked.client, find(replace(usual, url=url)) or usual, more)
     if served is not None:
         print(line(asked.client, served, more))
     return served is not None
@@ -147,8 +147,8 @@ def _run(client: str, served: Served, more: Sequence[str]) -> NoReturn:
 
 
 @contextmanager
-def _server(words: Sequence[str]) -> Iterator[int]:
-    """A server in a process of its own, by its port; leaves with its code where it ends."""
+def _server(words: Sequence[str]) -> Iterator[str]:
+    """A server in a process of its own, by its address; leaves with its code where it ends."""
     command = [sys.executable, "-m", "dflash_mlx.serve", *words]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     said = child.stderr or ()
@@ -158,7 +158,7 @@ def _server(words: Sequence[str]) -> Iterator[int]:
             if found := _LISTENS.match(each):
                 # What it says from now on would be in the midst of the client's screen.
                 Thread(target=list, args=(said,), daemon=True).start()
-                yield int(found[1])
+                yield found[1]
                 return
         raise SystemExit(child.wait())
     finally:

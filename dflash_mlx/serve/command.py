@@ -40,7 +40,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     pair_config = cli.read_pair_config(arguments)
     kept = cli.read_options(arguments, PrefixConfig)
     known = names(pair_config, serve)
-    served = launch.Served(serve.host, serve.port, known[0], serve.key or launch.Served.key)
+    served = launch.Served(launch.url_of(serve.host, serve.port), known[0], serve.key or "none")
     if launch.launch(arguments, served, words, more):
         return
     place = bind(serve.host, serve.port)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     from dflash_mlx.serve.running import run
 
     if arguments.client is not None:
-        served = replace(served, port=place.getsockname()[1])
+        served = replace(served, url=launch.url_of(serve.host, place.getsockname()[1]))
         print(launch.line(arguments.client, served, more), flush=True)
     load = partial(cli.open_pair, arguments, config, reader=reader)
     run(load, place, serve, config, kept, known)
