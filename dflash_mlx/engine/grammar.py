@@ -139,9 +139,9 @@ class MaskedSampler(Sampler):
     """Draws tokens that a constraint allows: the mask first, then all that `Sampler` does."""
 
     def __init__(self, sampler: Sampler, constraint: Constraint) -> None:
-        super().__init__(sampler.config)
-        self._constraint = constraint
-        self.needs_history, self.is_argmax = True, False
+        super().__init__(sampler.config, sampler.start, sampler.ends)
+        self._constraint, self._is_best = constraint, self.is_argmax
+        self.needs_history, self.adjusts, self.is_argmax = True, True, False
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
         mask = self._constraint.mask(history, logits.shape[-1])
@@ -153,8 +153,8 @@ class MaskedSampler(Sampler):
         """What is forced; greedily the best token of all, where that is allowed."""
         if forced := self._constraint.forced_tokens(history):
             return forced[0]
-        greedy = self.config.temperature == 0 and self.config.repetition_penalty == 1
-        return token if greedy and self._constraint.run(history, [token := best()]) else None
+        may_be = self._is_best and self._constraint.run(history, [token := best()])
+        return token if may_be else None
 
 
 def _depth_first(tree: Tree) -> list[int]:

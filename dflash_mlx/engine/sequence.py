@@ -7,11 +7,13 @@ import time
 from collections import abc, deque
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import PLAIN, DecodeConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
@@ -45,8 +47,11 @@ class Sequence:
     ) -> None:
         self.state, self.drafter, self.prompt, self.config = state, drafter, prompt, config
         self.target = pair.target
-        self.rule = acceptance_rule(pair.target, state, config)
-        self.text = StopText(pair.tokenizer, config.stop)  # reads the answer, looks for its end
+        ends = config.sampling.ends(pair.tokenizer.eos_token_ids)
+        sampler = Sampler(config.sampling, len(prompt), ends)
+        self.rule = acceptance_rule(pair.target, state, config, sampler)
+        # Reads the answer, looks for its end.
+        self.text = StopText(pair.tokenizer, config.stop, ends, config.sampling.min_tokens)
         self.status = Status.WAITING
         self.chunk_limit = sys.maxsize  # prompt tokens in the next pass, at most; 0: it waits
         self.looked_for_prefix = False  # that another has read
@@ -183,10 +188,11 @@ def make_sequence(
     """A sequence of which nothing was read.
 
     alone: no other will be in its passes, so plain decoding has no near-ties to decide. Raises
-    DFlashError where the prompt or the grammar does not fit the pair.
+    DFlashError where the prompt, the grammar or a token does not fit the pair.
     """
     target = pair.target
     check_length(target, prompt)
+    check_tokens(pair.tokenizer, config.sampling)
     config = replace(config, exact=config.guarded if alone else config.exact)
     state = State(target.new_cache(), drafter.new_context())
     state.constraint = constraint_of(pair, config, prompt.tokens)
@@ -207,9 +213,18 @@ def check_length(target: Target, prompt: Prompt) -> None:
         )
 
 
-def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> TargetSampling:
+def check_tokens(tokenizer: Any, sampling: SamplingConfig) -> None:
+    """Raise DFlashError for settings of a token that the model does not have."""
+    biased = [token for token, _ in sampling.logit_bias]
+    for name, tokens in (("logit_bias", biased), ("stop_token_ids", sampling.stop_token_ids)):
+        wrong = [token for token in tokens if not 0 <= token < len(tokenizer)]
+        require(not wrong, name, wrong[:1], "tokens that the model has")
+
+
+def acceptance_rule(
+    target: Target, state: State, config: DecodeConfig, sampler: Sampler
+) -> TargetSampling:
     """The acceptance rule that the settings ask for, under the answer's grammar."""
-    sampler = Sampler(config.sampling)
     if state.constraint is not None:
         sampler = MaskedSampler(sampler, state.constraint)
     if config.exact:

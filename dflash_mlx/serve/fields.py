@@ -14,12 +14,16 @@ from dflash_mlx.core.option import LARGEST
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Json, check_text
 from dflash_mlx.serve.errors import of_settings
-from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS
+from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS, MOST_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Budget = Annotated[int, Field(ge=0, le=LARGEST)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Token = Annotated[int, Field(ge=0, le=LARGEST)]
+TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 # What APIs say of thoughts: efforts, whether there are any, and how many tokens; the last counts.
 _WISHES = (
@@ -56,7 +60,7 @@ class Asked(Strict):
 
 
 class Sampled(Strict):
-    """How tokens are drawn, under the names that both APIs and ours have."""
+    """How tokens are drawn and which end an answer, under the names that the APIs and ours have."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -64,7 +68,13 @@ class Sampled(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    repetition_context: Count | None = None
+    repetition_context: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenText, Bias], Field(max_length=MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_TOKENS)] | None = None
+    ignore_eos: bool | None = None
 
 
 class Answered(Sampled, Asked):
@@ -147,6 +157,9 @@ def decoding(
         check_text(text, f"{body.stop_field}[{i}]")
     limits = [wish for wish in body.wishes.values() if type(wish) is int]
     asked = body.model_dump(include={*Sampled.model_fields}, exclude_none=True)
+    bias = body.logit_bias or {}
+    asked["logit_bias"] = tuple((int(token), value) for token, value in bias.items())
+    asked["stop_token_ids"] = tuple(body.stop_token_ids or ())
     try:
         config = replace(
             usual,

@@ -22,7 +22,6 @@ _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, a
 
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class TextPart(Strict):
@@ -150,9 +149,6 @@ class Completed(Answered):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stop: StopText | Stops | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
 
     @property

@@ -85,8 +85,8 @@ def test_what_means_the_default_is_taken(server, fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"functions": [{"name": "f"}]}, {"ignore_eos": True}, {"min_tokens": 5}),
-        *({"presence_penalty": -1}, {"logit_bias": {"5": 1}}, {"grammar": "root"}),
+        *({"functions": [{"name": "f"}]}, {"presence_penalty": -3}, {"min_tokens": -1}),
+        *({"logit_bias": {"97": 1}}, {"frequency_context_size": 9}, {"grammar": "root"}),
         *({"thread": {"type": "create"}}, {"temperature": -1}, {"n": -1}, {"best_of": 2}),
     ],
 )
@@ -176,3 +176,18 @@ def test_a_request_that_finds_no_place_is_told_so_before_its_prompt_is_made(serv
 def test_a_part_without_its_text_is_refused(server):
     found = server.chat(messages=[{"role": "user", "content": [{"type": "text"}]}])
     assert found.status_code == 400 and "text" in found.json()["error"]["message"]
+
+
+def test_an_answer_is_as_long_as_a_load_generator_asks(server):
+    found = server.chat(ignore_eos=True, max_tokens=60).json()
+    assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (
+        *(60, "length"),
+    )
+    assert found["choices"][0]["message"]["content"].startswith(WORDS)
+    assert "<" not in found["choices"][0]["message"]["content"], (
+        "ends that ended nothing are untold"
+    )
+    found = server.chat(min_tokens=50).json()
+    assert found["usage"]["completion_tokens"] == 51 and len(WORDS) < 50
+    comma = server.pair.tokenizer.encode("t")[0]
+    assert said(server.chat(stop_token_ids=[comma])) == WORDS.partition("t")[0]
