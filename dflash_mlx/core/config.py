@@ -332,6 +332,7 @@ class DecodeConfig:
     )
     # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
     logprobs: int | None = None
+    thought_tokens: int | None = None  # at most, see `ThoughtLimit`; None for no limit
     options: Options | Given | None = None  # the method's own, see `Method.options`
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
@@ -343,8 +344,10 @@ class DecodeConfig:
             raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
         require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         require("" not in self.stop, "stop", "", "a text of at least one character")
-        counts = self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 0)
-        require(counts, "logprobs", self.logprobs, "how many tokens each delta tells, 0 or more")
+        for name in ("logprobs", "thought_tokens"):
+            value = getattr(self, name)
+            counts = value is None or (type(value) is int and value >= 0)
+            require(counts, name, value, "how many tokens, 0 or more")
 
     @property
     def guarded(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import abc, deque
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -18,12 +18,13 @@ from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.tree import Accepted, Tree, rows_on
-from dflash_mlx.engine.delta import Delta, StopText, logprobs_of
+from dflash_mlx.engine.delta import Delta, StopText, logprobs_of, opens_thought
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.grammar import Constraint, Grammars, MaskedSampler
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
+from dflash_mlx.engine.thoughts import ThoughtLimit
 from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
 from dflash_mlx.verifier.model import Target
 
@@ -194,7 +195,7 @@ def make_sequence(
     check_tokens(pair.tokenizer, config.sampling)
     config = replace(config, exact=config.guarded if alone else config.exact)
     state = State(target.new_cache(), drafter.new_context())
-    state.constraint = constraint_of(pair, config, len(prompt))
+    state.constraint = constraint_of(pair, config, prompt.tokens)
     state.end = min(len(prompt) - 1 + config.max_tokens, target.context_length - 1)
     return Sequence(pair, state, drafter, prompt, config)
 
@@ -231,9 +232,14 @@ def acceptance_rule(
     return RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)
 
 
-def constraint_of(pair: Pair, config: DecodeConfig, start: int) -> Constraint | None:
-    """What an answer behind `start` tokens may be, None for anything; DFlashError if refused."""
-    if not config.structure.kind:
+def constraint_of(pair: Pair, config: DecodeConfig, prompt: abc.Sequence[int]) -> Constraint | None:
+    """What an answer to `prompt` may be, None for anything; DFlashError if refused."""
+    drafts = config.method != PLAIN
+    if config.structure.kind:
+        grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
+        return Constraint(grammars.matcher(config.structure), len(prompt), drafts)
+    if config.thought_tokens is None:
         return None
-    grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
-    return Constraint(grammars.matcher(config.structure), start, config.method != PLAIN)
+    in_thought = opens_thought(pair.tokenizer, prompt)
+    limit = ThoughtLimit(pair.tokenizer, config.thought_tokens, in_thought)
+    return Constraint(limit, len(prompt), drafts)

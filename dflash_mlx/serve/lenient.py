@@ -27,6 +27,8 @@ _SAME = {
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "repetition_context_size": "repetition_context",
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens"), "thinking_budget"),
+    "reasoning_budget": "thinking_budget",
     "repeat_last_n": "repetition_context",
 }
 # Known fields of which no value changes an answer here.
@@ -46,9 +48,10 @@ _ASKING = {
     *("presence_context_size", "frequency_context_size"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
     *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+    "thinking_budget",
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
-_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed"}  # default
+_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "thinking_budget"}  # default
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto")
 
 
