@@ -137,6 +137,14 @@ def test_several_calls_may_come_where_one_must_and_a_tool_may_have_no_parameters
     assert (call.function.name, call.function.arguments) == ("now", "{}")
 
 
+def test_half_a_required_call_is_neither_words_nor_a_call(client):
+    for most in (3, 14, 40):
+        more = {"tools": TOOLS, "tool_choice": "required", "max_tokens": most}
+        (choice,) = ask(client, "long", **more).choices
+        assert (choice.finish_reason, choice.message.content) == ("length", "")
+        assert not choice.message.tool_calls
+
+
 def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(client):
     assert ask(client, tools=STRICT).choices[0].message.content == WORDS
     free = ask(client, "call", tools=TOOLS).choices[0].message
