@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
@@ -29,7 +30,7 @@ _ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
 
 
 async def models(request: Request) -> Response:
-    """The model by all of its names, in the shape of both APIs."""
+    """The models by all of their names, in the shape of both APIs."""
     names = request.app.state.service.names
     found = [_model(request.app.state.service, name) for name in names]
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -37,7 +38,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(name: str, request: Request) -> Response:
-    """The model by one of its names."""
+    """A model by one of its names."""
     request.app.state.service.check_model(name)
     return as_json(_model(request.app.state.service, name))
 
@@ -57,7 +58,10 @@ async def health() -> Response:
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     queue = request.app.state.service.queue
-    return Response(queue.metrics.page(queue.worker.used), media_type=CONTENT_TYPE_LATEST)
+    served = request.app.state.service.models.served.values()
+    loaded = {each.names[0]: each.pair is not None for each in served}
+    page = queue.metrics.page(queue.worker.used, loaded)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
@@ -155,16 +159,11 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
 
 
 def _model(service: Service, name: str) -> Json:
-    tokenizer, length = service.pair.tokenizer, service.pair.target.context_length
-    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
-    can = {
-        "tools": reads_tools and bool(tokenizer.has_tool_calling),
-        "thinking": bool(tokenizer.has_thinking),
-        "structured_outputs": find_spec("llguidance") is not None,
-        "image_input": False,
-        "pdf_input": False,
-    }
-    began = datetime.fromtimestamp(service.started, timezone.utc)
+    served, began = (
+        service.models.served[name],
+        datetime.fromtimestamp(service.started, timezone.utc),
+    )
+    served.facts = served.facts if served.pair is None else _facts(served.pair)
     return {
         "id": name,
         "object": "model",
@@ -173,6 +172,22 @@ def _model(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "state": "unloaded" if served.pair is None else "loaded",
+        **served.facts,
+    }
+
+
+def _facts(pair: Pair) -> Json:
+    tokenizer, length = pair.tokenizer, pair.target.context_length
+    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
+    can = {
+        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "thinking": bool(tokenizer.has_thinking),
+        "structured_outputs": find_spec("llguidance") is not None,
+        "image_input": False,
+        "pdf_input": False,
+    }
+    return {
         "max_model_len": length,
         "context_length": length,
         "max_input_tokens": length,

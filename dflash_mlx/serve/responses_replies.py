@@ -193,7 +193,7 @@ class ItemWriter:
         """Tokens; those of thoughts are counted again in their text."""
         s = self._reply.statistics
         thought = "".join(part.text for part in self._reply.parts if part.kind == THOUGHT)
-        tokenizer = self._service.pair.tokenizer
+        tokenizer = self._reply.tokenizer
         thinking = len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
         cached = {"cached_tokens": s.reused_tokens, "cache_write_tokens": 0}
         return {

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,7 @@ from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
+from dflash_mlx.serve.models import Models
 from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
@@ -36,13 +38,12 @@ _GONE = 499  # nobody reads it
 
 @dataclass
 class Service:
-    """A pair that is served."""
+    """What is served, and how."""
 
-    pair: Pair
+    models: Models
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
-    names: tuple[str, ...]  # the model's, its own first
     shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -50,8 +51,13 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(1, "prompts"), repr=False
     )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all models, those of the first one first."""
+        return (*self.models.served,)
+
     def check(self, body: Asked) -> None:
-        """ApiError for what is not served; another model's name is changed to ours, if it may be.
+        """ApiError for what is not served; any other name becomes the first model's, if it may.
 
         So programs work whose names of models are built in.
         """
@@ -76,25 +82,31 @@ class Service:
         with self.queue.preparing():
             return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
-    async def read(self, body: Conversation) -> Understood:
-        """A conversation, what an answer to it has to be, and its prompt."""
+    def using(self, body: Asked) -> AbstractAsyncContextManager[Pair]:
+        """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
+        return self.models.using(body.model)
+
+    async def read(self, pair: Pair, body: Conversation) -> Understood:
+        """A conversation, what an answer to it has to be, and its prompt."""
         most = self.config.messages
 
         def understand() -> Understood:
-            chat = replace(body.chat(self.pair), ignored=None if self.config.strict else [])
+            chat = replace(body.chat(pair), ignored=None if self.config.strict else [])
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            return chat, structure_of(self.pair, chat), prompt_of(self.pair, chat)
+            return chat, structure_of(pair, chat), prompt_of(pair, chat)
 
         return await self.prepare(understand)
 
     def close(self) -> None:
+        self.models.close()
         self._prompts.shutdown(wait=False, cancel_futures=True)
 
     async def ask(
         self,
+        pair: Pair,
         body: Answered,
         prompts: Sequence[tuple[int, ...]],
         structure: StructureConfig | None = None,
@@ -103,13 +115,13 @@ class Service:
     ) -> ResponseStream:
         """Ask for all answers to all prompts, and return when they are taken in."""
         configs = decoding(self.usual, body, structure)
-        spaced = partial(starts_with_space, self.pair.tokenizer) if goes_on else None
+        spaced = partial(starts_with_space, pair.tokenizer) if goes_on else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                reply = Reply(tokens, config, behind=first, index=len(replies), is_spaced=spaced)
-                reply.reader = reader()
+                reply = Reply(tokens, config, pair, behind=first, index=len(replies))
+                reply.reader, reply.is_spaced = reader(), spaced
                 replies.append(reply)
                 first = first or reply
         return await self.queue.open(replies)
@@ -147,14 +159,14 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
 
     async def begin() -> ResponseStream:
         body.check()
-        chat, structure, tokens = await service.read(body)
-        tokenizer = service.pair.tokenizer
-        reader: Callable[[], AnswerReader] = AnswerReader
-        if chat.schema is None or chat.tools:  # else JSON, taken as it is
-            in_thought = opens_thought(tokenizer, tokens)
-            how = chat.told, in_thought, chat.one_call, bool(body.stream)
-            reader = partial(AnswerReader, tokenizer, *how)
-        stream = await service.ask(body, [tokens], structure, reader, chat.go_on)
+        async with service.using(body) as pair:
+            chat, structure, tokens = await service.read(pair, body)
+            reader: Callable[[], AnswerReader] = AnswerReader
+            if chat.schema is None or chat.tools:  # else JSON, taken as it is
+                in_thought = opens_thought(pair.tokenizer, tokens)
+                how = chat.told, in_thought, chat.one_call, bool(body.stream)
+                reader = partial(AnswerReader, pair.tokenizer, *how)
+            stream = await service.ask(pair, body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         return stream
 

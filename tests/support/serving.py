@@ -26,6 +26,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.models import Models, Served
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.running import serve
 from dflash_mlx.serve.service import Service
@@ -129,13 +130,22 @@ def actor_pair(act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
 class Server:
     """What runs on a thread of its own, at `url`."""
 
-    def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        config: ServeConfig,
+        usual: DecodeConfig,
+        model: str,
+        further: Sequence[Served] = (),
+    ) -> None:
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(config, self._fault)
         self.worker = self.queue.worker
-        make = partial(Scheduler, pair, most=config.parallel)
-        self.worker.serve(lambda: make(prefixes=PrefixCache(10**8))).result()
-        self.service = Service(pair, usual, config, self.queue, (model, *config.name))
+        served = [Served((model, *config.name), lambda: pair), *further]
+        self.models = Models(served, self.queue, config)
+        make = partial(Scheduler, most=config.parallel)
+        self.models.start(lambda: make(prefixes=PrefixCache(10**8)))
+        self.service = Service(self.models, usual, config, self.queue)
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -194,11 +204,12 @@ def serving(
     usual: DecodeConfig = USUAL,
     model: str = MODEL,
     faults: bool = False,
+    further: Sequence[Served] = (),
     **config: Any,
 ) -> Iterator[Server]:
     """A server that ends with the block; no fault of ours may have happened meanwhile."""
     pair = pair if isinstance(pair, Pair) else actor_pair(pair)
-    server = Server(pair, ServeConfig(**{"grace": 5.0, **config}), usual, model)
+    server = Server(pair, ServeConfig(**{"grace": 5.0, **config}), usual, model, further)
     try:
         yield server
         assert faults or not server.faults
