@@ -58,8 +58,8 @@ async def health() -> Response:
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     queue = request.app.state.service.queue
-    served = request.app.state.service.models.served.values()
-    loaded = {each.names[0]: each.pair is not None for each in served}
+    known = request.app.state.service.models.by_name.values()
+    loaded = {each.names[0]: each.pair is not None for each in known}
     page = queue.metrics.page(queue.worker.used, loaded)
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
@@ -160,10 +160,9 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
 
 def _model(service: Service, name: str) -> Json:
     served, began = (
-        service.models.served[name],
+        service.models.by_name[name],
         datetime.fromtimestamp(service.started, timezone.utc),
     )
-    served.facts = served.facts if served.pair is None else _facts(served.pair)
     return {
         "id": name,
         "object": "model",
@@ -173,7 +172,7 @@ def _model(service: Service, name: str) -> Json:
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "state": "unloaded" if served.pair is None else "loaded",
-        **served.facts,
+        **({} if served.pair is None else _facts(served.pair)),
     }
 
 

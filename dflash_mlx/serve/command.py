@@ -49,15 +49,15 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     if reader.parts > 1:
         kept = in_memory(kept, len(pairs))
     check_memory(pairs[0], reader.parts)
-    from dflash_mlx.serve.models import Served
     from dflash_mlx.serve.running import run
+    from dflash_mlx.session.models import Model
 
-    served: list[Served] = []
+    served: list[Model] = []
     for arguments, pair, its in zip(asked, pairs, called, strict=True):
         if served:  # downloaded now, if need be: a request may not do that
             make_ready(pair, config)
         load = partial(cli.open_pair, arguments, config, reader=reader)
-        served.append(Served(its, load, needed_by(find_names(pair), reader.parts)))
+        served.append(Model(its, load, needed_by(find_names(pair), reader.parts)))
     run(served, place, serve, config, kept)
 
 

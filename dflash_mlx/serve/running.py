@@ -24,12 +24,13 @@ from dflash_mlx.ranks import end_if_lost, launched
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.guard import LimitedProtocol
-from dflash_mlx.serve.models import Models, Served, memory_for
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.models import Model, Models
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import prefix_cache
+from dflash_mlx.system.machine import free_memory
 
 PROGRAM = "dflash-serve"
 _PAUSE = 2.0  # seconds between lines of --watch
@@ -39,7 +40,7 @@ Ends = asyncio.Queue[bool]  # asks a server to end; if asked again, and True, it
 
 
 def run(
-    served: Sequence[Served],
+    served: Sequence[Model],
     place: socket.socket,
     config: ServeConfig,
     usual: DecodeConfig,
@@ -53,8 +54,10 @@ def run(
     queue = RequestQueue(config, Faults())
     worker = queue.worker
     make = partial(Scheduler, most=config.parallel)
-    models = Models(served, queue, config, partial(_measure, usual))
-    pair = models.start(lambda: make(memory=memory_for(config), prefixes=prefix_cache(kept)))
+    room = partial(memory_for, config)
+    measure = partial(_measure, usual)
+    models = Models(served, worker, queue.answers, room, config.most_loaded, measure)
+    pair = models.start(lambda: make(memory=room(), prefixes=prefix_cache(kept)))
     constants.HF_HUB_OFFLINE = True  # no request downloads anything; what they may load is here
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
     service = Service(models, asked, config, queue)
@@ -86,6 +89,11 @@ def address_of(place: socket.socket) -> str:
     """Where a client finds it."""
     host, port = place.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def memory_for(config: ServeConfig, held: int = 0) -> int:
+    """Bytes for the caches of all answers, beside what is loaded. held: what caches have now."""
+    return (free_memory() + held) // 2 if config.memory_gb is None else int(config.memory_gb * 1e9)
 
 
 async def _until_signal(service: Service, place: socket.socket, told: str) -> None:
@@ -127,7 +135,7 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
     server = Server(settings)
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
-    unloading = asyncio.ensure_future(service.models.unload_idle())
+    unloading = asyncio.ensure_future(service.models.unload_idle(config.idle_unload))
     await _first(running, ends.get())
     if not running.done():
         for each in server.servers:

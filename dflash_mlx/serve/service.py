@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from dflash_mlx.cli.options import say
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
@@ -23,11 +25,11 @@ from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.models import Models
 from dflash_mlx.serve.reading import AnswerReader, Part
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
+from dflash_mlx.session.models import Models
 
 T = TypeVar("T")
 
@@ -54,7 +56,7 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Of all models, those of the first one first."""
-        return (*self.models.served,)
+        return (*self.models.by_name,)
 
     def check(self, body: Asked) -> None:
         """ApiError for what is not served; any other name becomes the first model's, if it may.
@@ -82,10 +84,23 @@ class Service:
         with self.queue.preparing():
             return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
-    def using(self, body: Asked) -> AbstractAsyncContextManager[Pair]:
+    @asynccontextmanager
+    async def using(self, body: Asked) -> AsyncIterator[Pair]:
         """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
-        return self.models.using(body.model)
+        try:
+            with self.queue.preparing():
+                pair = await self.models.take(body.model)
+        except DFlashError as error:  # which may name folders, that clients do not learn
+            say(f"{body.model} cannot be loaded: {error}")
+            what = f"the model {body.model!r} cannot be loaded now; the server's terminal says why"
+            raise ApiError(503, what) from None
+        except Exception as error:
+            raise self.queue.as_api_error(error) from None
+        try:
+            yield pair
+        finally:
+            self.models.leave(body.model)
 
     async def read(self, pair: Pair, body: Conversation) -> Understood:
         """A conversation, what an answer to it has to be, and its prompt."""

@@ -26,11 +26,11 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.models import Models, Served
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.running import serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.models import Model, Models
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -136,13 +136,14 @@ class Server:
         config: ServeConfig,
         usual: DecodeConfig,
         model: str,
-        further: Sequence[Served] = (),
+        further: Sequence[Model] = (),
     ) -> None:
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(config, self._fault)
         self.worker = self.queue.worker
-        served = [Served((model, *config.name), lambda: pair), *further]
-        self.models = Models(served, self.queue, config)
+        served = [Model((model, *config.name), lambda: pair), *further]
+        most = config.most_loaded
+        self.models = Models(served, self.worker, self.queue.answers, lambda held: None, most)
         make = partial(Scheduler, most=config.parallel)
         self.models.start(lambda: make(prefixes=PrefixCache(10**8)))
         self.service = Service(self.models, usual, config, self.queue)
@@ -204,7 +205,7 @@ def serving(
     usual: DecodeConfig = USUAL,
     model: str = MODEL,
     faults: bool = False,
-    further: Sequence[Served] = (),
+    further: Sequence[Model] = (),
     **config: Any,
 ) -> Iterator[Server]:
     """A server that ends with the block; no fault of ours may have happened meanwhile."""
