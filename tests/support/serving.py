@@ -261,10 +261,10 @@ def spawn(
 
 @contextmanager
 def command_of(
-    model: Path, folder: Path, *argv: str
+    model: Path, folder: Path, *argv: str, **how: Sequence[str]
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that listens, and the address that it says; killed in the end."""
-    running = spawn(model, folder, *argv)
+    running = spawn(model, folder, *argv, **how)
     try:
         assert running.stderr is not None
         said = ""
