@@ -16,6 +16,7 @@ from importlib.metadata import distribution
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from dflash_mlx.cli import options as cli
@@ -31,7 +32,6 @@ from dflash_mlx.serve.settings import ServeConfig
 
 PROGRAM = "dflash-serve"
 KEY = "DFLASH_KEY"  # environment variable
-ALL = "all_models"  # of a command line; `model` is of one pair
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -73,10 +73,18 @@ def parser() -> argparse.ArgumentParser:
         "target: a Hugging Face id, a local folder or a GGUF file; may be repeated: the first is "
         "loaded at once, others when asked for (default: the embedded SmolLM2-135M)"
     )
-    result.add_argument("--model", action="append", default=argparse.SUPPRESS, help=told, dest=ALL)
+    result.add_argument("--model", action=_Models, default=argparse.SUPPRESS, help=told)
     settings = ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig
     cli.add_options(result, *settings, without=("model",))
     return result
+
+
+class _Models(argparse.Action):
+    """The first is `model`, as of other commands; `models` has all."""
+
+    def __call__(self, parser: object, into: argparse.Namespace, value: Any, _: object = 0) -> None:
+        into.models = [*getattr(into, "models", ()), value]
+        into.model = into.models[0]
 
 
 def each_model(arguments: argparse.Namespace, folder: str | None) -> list[argparse.Namespace]:
@@ -84,14 +92,15 @@ def each_model(arguments: argparse.Namespace, folder: str | None) -> list[argpar
 
     Without any model that is the one of the user's file, or the default one.
     """
-    asked = list(getattr(arguments, ALL, ()))
+    asked = list(getattr(arguments, "models", ()))
     if folder is not None:
         found = [each for each in local_folders(Path(folder).expanduser()) if is_whole(each)]
         if not (here := [each.name for each in found if each.option == MODEL]):
             what = f"models_dir is {folder!r}, in which there is no whole model"
             raise DFlashError(what, "name a folder whose folders are models", "models_dir")
         asked += here
-    own = [argparse.Namespace(**vars(arguments), model=each) for each in dict.fromkeys(asked)]
+    given = vars(arguments)
+    own = [argparse.Namespace(**{**given, "model": each}) for each in dict.fromkeys(asked)]
     return own or [arguments]
 
 
