@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,8 @@ class Models:
         while not await asyncio.wrap_future(self._worker.ask(forget)):
             pass
         del pair, job, forget
+        # A pair is held by cycles, as its layers know of it, and would stay until Python looks.
+        await asyncio.wrap_future(self._worker.call(gc.collect))
         await self._share_memory()
 
     async def _share_memory(self) -> None:
