@@ -17,10 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.lenient import LenientRoute, unseen
 from dflash_mlx.serve.service import Service
 
@@ -156,9 +156,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
 
 def _model(service: Service, name: str) -> Json:
     tokenizer, length = service.pair.tokenizer, service.pair.target.context_length
-    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
     can = {
-        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "tools": not form_of(service.pair).in_prompt,
         "thinking": bool(tokenizer.has_thinking),
         "structured_outputs": find_spec("llguidance") is not None,
         "image_input": False,

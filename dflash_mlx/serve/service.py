@@ -17,12 +17,14 @@ from starlette.types import Receive, Scope, Send
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
@@ -153,7 +155,7 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
         if chat.schema is None or chat.tools:  # else JSON, taken as it is
             in_thought = opens_thought(tokenizer, tokens)
             how = chat.told, in_thought, chat.one_call, bool(body.stream)
-            reader = partial(AnswerReader, tokenizer, *how)
+            reader = partial(AnswerReader, form_of(service.pair), *how)
         stream = await service.ask(body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         return stream

@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jsonschema_rs import is_valid
 
-from dflash_mlx.core.config import DecodeConfig, StructureConfig
-from dflash_mlx.engine.grammar import check_structure
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.openai_requests import FIELDS
-from dflash_mlx.serve.structure import CallForm, grammar_of, structure_of
+from dflash_mlx.serve.structure import structure_of
 from support.serving import MODEL, TEMPLATE, actor_pair, ask, said, serving, user
 
 WORDS = "Once upon a time."
@@ -24,6 +23,7 @@ CALLS = TEMPLATE.replace(
     '<tool_call>\n{"name": "{{ (tool_call.function or tool_call.name).name }}", '
     '"arguments": {{ tool_call.function.arguments | tojson }}}\n</tool_call>',
 )
+ODD = """{# '<function name="' and '<param name="' are MiniCPM's, with its own escapes #}"""
 FREE = '<tool_call>\n{"name": "pick", "arguments": {"colour": "blue"}}\n</tool_call>'
 
 
@@ -252,13 +252,13 @@ def test_without_llguidance_the_extra_is_named(monkeypatch):
         assert server.chat().status_code == 200
 
 
-def test_a_template_whose_calls_are_no_json_refuses_those_that_must_come():
+def test_calls_of_an_unknown_form_are_refused_where_they_must_come():
     asked = [("tool_choice", "required"), ("tool_choice", ADD), ("response_format", form(COUNT))]
-    with serving(act) as server:
+    with serving(actor_pair(act, TEMPLATE + ODD)) as server:
         for field, value in asked:
             found = server.chat(tools=TOOLS, **{field: value})
             assert (found.status_code, found.json()["error"]["param"]) == (400, field)
-            assert "not plain JSON" in found.text
+            assert "not known" in found.text
 
 
 def test_a_template_that_thinks_does_not_where_a_form_is_given_or_refuses_it():
@@ -291,15 +291,6 @@ def test_a_model_is_not_told_that_a_tool_is_strict():
         assert said(server.chat(tools=STRICT)) == "not so"
         other = server.message(tools=[{**RIGHT, "strict": True}])
     assert other.json()["content"][0]["text"] == "not so"
-
-
-def test_tags_that_are_one_token_are_that_token_in_grammars():
-    form = CallForm("<[5]>", "<[6]>", "<tool_call>", "\n", "\n", "arguments")
-    for more in ({"required": ""}, {"schema": COUNT}, {}):
-        for one in (True, False):
-            chat = Chat(FIELDS, [], one_call=one, **more)
-            grammar = grammar_of(form, chat, {"add": COUNT, "pick": COLOUR})
-            check_structure(StructureConfig(grammar=grammar))
 
 
 def test_a_grammar_is_ready_before_the_thread_that_decodes_asks_for_it(monkeypatch):
