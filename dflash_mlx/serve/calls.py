@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import uuid
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +16,7 @@ import regex
 from dflash_mlx.serve.forms import PARSER_FAULTS, Form, Json, loose
 
 WORDS, THOUGHT, CALL = "words", "thought", "call"
-_NAME = r'[^\s"<>(){}\[\]:]'  # a character of a tool's name
+_NAME = r'[^\s"`<>(){}\[\]:]'  # a character of a tool's name
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object"}
 _KINDS |= {list: "array", type(None): "null"}
 
@@ -43,7 +43,8 @@ class _Patterns:
         if form.has_channels:  # a header, in which the name stands at one of two places
             named = rf".*?to=functions\.(?P<name>{_NAME}+)(?!{_NAME}).*?<\|message\|>"
         call = named if form.has_channels else loose(form.call) + named
-        self.opening = compiled(rf"\s*,?\s*(?:{loose(form.start)})?{call}")
+        brace = "" if form.value else r"\s*(?=\{)"
+        self.opening = compiled(rf"\s*,?\s*(?:{loose(form.start)})?{call}{brace}")
         self.done, self.end = compiled(loose(form.done)), compiled(loose(form.end))
         closing, key = loose(form.done or form.end), loose(form.key)
         self.closing = compiled(f"(?={closing})")
@@ -57,8 +58,9 @@ class _Patterns:
 
 
 _patterns = lru_cache(64)(_Patterns)
-_BRACE = regex.compile(r"\s*(?=\{)")
-Pieces = Generator["str | None", None, None]  # of arguments; None where more text is needed
+# Pieces of arguments, and what is found of a pattern; None where more text is needed.
+Pieces = Generator["str | None", None, None]
+Found = Generator[None, None, Any]
 
 
 class CallReader:
@@ -82,54 +84,39 @@ class CallReader:
         self.is_over = True
 
     def _section(self) -> Iterator[Part | None]:
-        found = yield from self._expect(_patterns(self._form).opening)
-        while found is not None and "name" in found.re.groupindex:
-            name, identity = found["name"], _identity()
-            schema, whole = self._tools.get(name), ""
-            for piece in self._arguments(schema or {}) if self._form.value else self._object():
-                if piece is None or not self._streams or schema is None:
-                    whole += piece or ""
-                    yield from [None] * (piece is None)
-                    continue
+        patterns, early = _patterns(self._form), self._streams
+        found = yield from self._expect(patterns.opening)
+        while found.re is patterns.opening and not found.partial:
+            name, identity = found["name"], f"call_{uuid.uuid4().hex[:24]}"
+            schema = self._tools.get(name)
+            early, whole = self._streams and schema is not None, ""
+            pieces = (
+                self._arguments(schema or {}) if self._form.value else self._literal(('"',), True)
+            )
+            if not early:
+                whole = yield from _joined(pieces)
+            for piece in pieces:
                 self.is_told = True
-                yield Part(CALL, piece, name, identity)
-            yield from self._expect(_patterns(self._form).done)
-            found = yield from self._further()
-            if whole:
-                yield Part(CALL, _checked(whole), name, identity)
+                yield None if piece is None else Part(CALL, piece, name, identity)
+            yield from self._expect(patterns.done)
+            found = yield from self._expect(patterns.opening, patterns.end, may_end=True)
+            if not early:
+                yield whole_call(name, whole, (), identity)
             self.is_told = False
             if self._one:
                 return
 
-    def _further(self) -> Generator[None, None, Any]:
-        """The beginning of another call, or the end, which an answer may leave out."""
-        patterns, end = _patterns(self._form), self._form.end.strip()
-        try:
-            return (yield from self._expect(patterns.opening, patterns.end))
-        except ValueError:
-            if not self._finished or not end.startswith(self._text[self.at :].strip()):
-                raise
-        self.at = len(self._text)
-        return None
-
-    def _expect(self, *patterns: Any) -> Generator[None, None, Any]:
+    def _expect(self, *patterns: Any, may_end: bool = False) -> Found:
         """The first of these that stands here; ValueError where none can."""
         while True:
-            for pattern in patterns:
-                found = pattern.match(self._text, self.at, partial=not self._finished)
-                if found is not None:
-                    break
-            else:
+            whole = self._finished and not may_end
+            each = (each.match(self._text, self.at, partial=not whole) for each in patterns)
+            if (found := next(filter(None, each), None)) is None:
                 raise ValueError("a call has another form")
-            if not found.partial:
+            if not found.partial or self._finished:
                 self.at = found.end()
                 return found
             yield None
-
-    def _object(self) -> Pieces:
-        """Arguments that are JSON, as they stand."""
-        yield from self._expect(_BRACE)
-        yield from self._literal(('"',), True)
 
     def _arguments(self, schema: Json) -> Pieces:
         """Arguments that stand one by one, as JSON."""
@@ -157,10 +144,7 @@ class CallReader:
                 yield piece and json.dumps(piece, ensure_ascii=False)[1:-1]
             yield '"'
             return
-        whole = ""
-        for piece in pieces:
-            whole += piece or ""
-            yield from [None] * (piece is None)
+        whole = yield from _joined(pieces)
         yield json.dumps(value_of(whole, kinds, quote), ensure_ascii=False)
 
     def _until(self, pattern: Any) -> Pieces:
@@ -212,19 +196,28 @@ class CallReader:
         A string has no raw line break: where one follows the end before the next quote, the string
         had no end. ValueError for that.
         """
-        rest = self._text[self.at : self.at + 64]
-        if any(each.startswith(rest) and each != rest for each in marks) or rest == "\\":
-            return True
-        if not inside or not (end := self._form.end.strip()) or self._form.named[:1] != '"':
-            return False
-        if end.startswith(rest) and end != rest:
-            return True
-        if not rest.startswith(end):
+        rest, end = self._text[self.at : self.at + 64], self._form.end.strip()
+        is_end = inside != "" and end != "" and self._form.named[:1] == '"'
+        for mark in (*marks, *([end] if is_end else []), "\\\\"):
+            if mark.startswith(rest) and mark != rest:
+                return True
+        if not is_end or not rest.startswith(end):
             return False
         behind, quote, _ = self._text[self.at + len(end) :].partition(inside)
         if "\n" in behind or (self._finished and not quote):
             raise ValueError("a string has no end")
         return not quote
+
+
+def _joined(pieces: Pieces) -> Generator[None, None, str]:
+    """All pieces, when they have come."""
+    whole = []
+    for piece in pieces:
+        if piece is None:
+            yield None
+        else:
+            whole.append(piece)
+    return "".join(whole)
 
 
 def value_of(text: str, kinds: set[str], quote: str = "") -> Any:
@@ -235,14 +228,9 @@ def value_of(text: str, kinds: set[str], quote: str = "") -> Any:
         except ValueError:
             value = ast.literal_eval(text.strip()) if not quote else json.loads(_bare(text, quote))
         json.dumps(value, allow_nan=False)  # else it is no JSON
+        if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+            value = int(value)
         kind = _KINDS.get(type(value), "array")
-        if (
-            kind == "number"
-            and "number" not in kinds
-            and "integer" in kinds
-            and value == int(value)
-        ):
-            return int(value)
         fits = not kinds or kind in kinds or (kind == "integer" and "number" in kinds)
         if fits or "string" not in kinds:
             return value
@@ -252,21 +240,27 @@ def value_of(text: str, kinds: set[str], quote: str = "") -> Any:
 def _bare(text: str, quote: str) -> str:
     """JSON of an object whose keys have no quotes, and whose strings have others."""
     key, pieces = r'([{,]\s*)([^\s{}\[\],:"]+)(?=\s*:)', enumerate(text.split(quote))
-    told = [json.dumps(p) if i % 2 else regex.sub(key, r'\1"\2"', p) for i, p in pieces]
-    return "".join(told)
+    return "".join(json.dumps(p) if i % 2 else regex.sub(key, r'\1"\2"', p) for i, p in pieces)
 
 
 def kinds_of(schema: Any, root: Json) -> set[str]:
     """The types that a schema allows, empty where it may be any."""
-    one = resolved(schema, root)
-    given = one.get("type", [])
-    kinds = {given} if isinstance(given, str) else {each for each in given if isinstance(each, str)}
-    if not kinds:
+    found: set[str] = set()
+    rest, seen = [schema], set()
+    while rest:
+        one = resolved(rest.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
         values = one.get("enum", [one["const"]] if "const" in one else [])
-        kinds = {_KINDS.get(type(each), "object") for each in values}
-    given = [each for key in ("anyOf", "oneOf") for each in one.get(key) or ()]
-    each = [kinds_of(one, root) for one in given]
-    return kinds.union(*each) if all(each) else set()
+        given = one.get("type") or [_KINDS.get(type(each), "object") for each in values]
+        kinds = {given} if isinstance(given, str) else {*given}
+        more = [each for key in ("anyOf", "oneOf") for each in one.get(key) or ()]
+        if not kinds and not more:
+            return set()
+        found |= kinds
+        rest += more
+    return found
 
 
 def resolved(schema: Any, root: Json) -> Json:
@@ -281,23 +275,10 @@ def resolved(schema: Any, root: Json) -> Json:
     return {}
 
 
-def whole_call(parsed: Any, tools: Mapping[str, Json]) -> Part:
-    """A call as mlx-lm's parsers read it; one of PARSER_FAULTS where it is none of a tool."""
-    name, arguments = parsed["name"], parsed.get("arguments", {})
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    missing = {*(tools[name].get("required") or ())} - arguments.keys()
-    if missing:
-        raise ValueError("arguments are missing")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return Part(CALL, text, name, _identity())
-
-
-def _identity() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def _checked(text: str) -> str:
-    """The arguments of a call that is told whole; ValueError where they are no JSON object."""
-    if not isinstance(found := json.loads(text), dict):
-        raise ValueError("arguments are no object")
-    return json.dumps(found, ensure_ascii=False, allow_nan=False)
+def whole_call(name: Any, arguments: Any, required: Iterable[str], identity: str = "") -> Part:
+    """A call whose arguments are known; one of PARSER_FAULTS where they are no object or lack."""
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(given, dict) or {*required} - given.keys():
+        raise ValueError("no call of a function with arguments by name")
+    text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+    return Part(CALL, text, name, identity or f"call_{uuid.uuid4().hex[:24]}")

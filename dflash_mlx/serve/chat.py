@@ -12,15 +12,15 @@ from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
-from dflash_mlx.serve.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of
+from dflash_mlx.serve.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
 
 Json = dict[str, Any]
 
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
 _THOUGHTLESS = {"enable_thinking": False, "reasoning_effort": "none"}  # of a template
 _TELLING = (
-    "You may call these functions:\n{}\nTo call one, answer with just this, and no more words, "
-    "with its name and its arguments:\n{}"
+    "You may call these functions:\n{}\n"
+    "To call one, answer with just its name and its arguments in this form:\n{}"
 )
 _RESULT = "<tool_response>"
 
@@ -193,10 +193,10 @@ def _messages(form: Form, chat: Chat) -> list[Json]:
             calls = [{**c, "function": text} for c, text in zip(calls, texts, strict=True)]
             messages.append({**each, "tool_calls": calls})
         else:
-            messages += _in_words(each, messages) if form == PLAIN else [each]
+            messages += _in_words(each, messages) if form is PLAIN else [each]
     if chat.tools and form.in_prompt:
         tools = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in chat.told)
-        text = _TELLING.format(tools, form.write("NAME", {"KEY": "VALUE"}))
+        text = _TELLING.format(tools, form.example)
         if messages[0]["role"] == "system":
             text = f"{messages.pop(0).get('content')}\n\n{text}"
         messages.insert(0, {"role": "system", "content": text})
@@ -207,7 +207,7 @@ def _in_words(message: Json, before: list[Json]) -> list[Json]:
     """A call as the assistant's words, and what a tool answered as the user's, with the next."""
     text, role = message.get("content") or "", message["role"]
     if calls := [call["function"] for call in message.get("tool_calls") or ()]:
-        written = [PLAIN.write(call["name"], call["arguments"]) for call in calls]
+        written = [plain(call["name"], call["arguments"]) for call in calls]
         return [{"role": role, "content": "\n".join(filter(None, [text, *written]))}]
     if role == "tool":
         text, role = f"{_RESULT}\n{text}\n</tool_response>", "user"

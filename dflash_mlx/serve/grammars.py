@@ -13,6 +13,7 @@ from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.forms import Form, Json
 
 _MESSAGE = ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")
+_LIMITS = re.compile(r"'(minLength|maxLength|pattern|format|enum|const|\$ref)'")
 _ANY, _TEXT = r"(.|\n)*", {"type": "string"}
 _DEFINED = ("$defs", "definitions", "x-guidance")  # of a schema, which its parts need
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated"}
@@ -104,7 +105,7 @@ class _Rules(dict[str, str]):
         if raw and kinds == {"string"} and ("enum" in one or "const" in one):
             values = one.get("enum", [one.get("const")])
             return [*before, f"({' | '.join(map(_quoted, values))})", *self.literal(behind)]
-        if raw and (kinds == {"string"} or ("string" in kinds and _is_free(one))):
+        if raw and (kinds == {"string"} or ("string" in kinds and not _LIMITS.search(str(one)))):
             return [*before, *self._text(one, behind)]
         defined = {key: root[key] for key in _DEFINED if key in root}
         told = {**schema, **defined} if isinstance(schema, dict) else defined
@@ -119,16 +120,14 @@ class _Rules(dict[str, str]):
         self[name] = rf"/(.|\n){number}/ & ~/{_ANY}{_escaped(end.strip())}{_ANY}/"
         if terms[0].startswith("<["):  # which ends the text before it
             return [name, *terms]
-        whole = f"WHOLE_{len(self)}"
-        self[whole] = f"{name} {terms[0]}"
-        lazy = f"text_{len(self)}"
-        self[f"{lazy}[lazy]"] = whole
-        return [lazy, *terms[1:]]
+        self[f"WHOLE_{name}"] = f"{name} {terms[0]}"
+        self[f"whole_{len(self)}[lazy]"] = f"WHOLE_{name}"
+        return [f"whole_{len(self) - 1}", *terms[1:]]
 
     def written(self, chat: Chat) -> str:
         """All rules, with those of the answer."""
-        form, one = self._form, chat.one_call or bool(chat.required) or self._form.again is None
-        again, start = self.term(form.again or ""), self.literal(form.start)
+        form, one = self._form, chat.one_call or bool(chat.required) or self._form.is_single
+        again, start = self.term(form.again), self.literal(form.start)
         several = "" if one else f"({again} function)*"
         self["inside"] = f"function {several if form.is_section else ''} {self.term(form.end)}"
         self["call"] = " ".join([*start, "inside"])
@@ -161,14 +160,6 @@ class _Rules(dict[str, str]):
         if not token:
             self["head[lazy]"] = rf"/{_ANY}{tag}/"
         self["start"] = "called | TAIL" if one else "called* TAIL"
-
-
-def _is_free(schema: Json) -> bool:
-    """Whether a text in it may be any."""
-    given = [schema, *(one for key in ("anyOf", "oneOf") for one in schema.get(key, ()))]
-    return not any(
-        {*each} & {"minLength", "maxLength", "pattern", "format", "enum", "const"} for each in given
-    )
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -131,7 +131,9 @@ class AnswerReader:
         try:
             found = parse(inside, self._tools) if parse is not None else [None]
             found = found if isinstance(found, list) else [found]
-            calls = [whole_call(each, self._known) for each in found]
+            required = [self._known[each["name"]].get("required") or () for each in found]
+            both = zip(found, required, strict=True)
+            calls = [whole_call(each["name"], each.get("arguments", {}), r) for each, r in both]
         except PARSER_FAULTS:
             yield from self._told("" if cut and not end else self._raw + inside + end)
             return
