@@ -226,7 +226,8 @@ def value_of(text: str, kinds: set[str], quote: str = "") -> Any:
         try:
             value = json.loads(text)
         except ValueError:
-            value = ast.literal_eval(text.strip()) if not quote else json.loads(_bare(text, quote))
+            is_bare = quote and text[:1] in ("{", "[")
+            value = json.loads(_bare(text, quote)) if is_bare else ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)  # else it is no JSON
         if isinstance(value, float) and value.is_integer() and "integer" in kinds:
             value = int(value)
@@ -234,7 +235,7 @@ def value_of(text: str, kinds: set[str], quote: str = "") -> Any:
         fits = not kinds or kind in kinds or (kind == "integer" and "number" in kinds)
         if fits or "string" not in kinds:
             return value
-    return text
+    return regex.sub(r"^(['\"])(.*)\1$", r"\2", text, flags=regex.DOTALL)  # unescaped, as LFM2's
 
 
 def _bare(text: str, quote: str) -> str:

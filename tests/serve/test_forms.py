@@ -106,6 +106,7 @@ def test_raw_values_become_json_of_the_types_that_a_schema_allows():
         ({"$ref": "#/$defs/L"}, "1", 1),
         (whole, "5.0", 5),
         (whole, "five", "five"),
+        (text | {"maxLength": 9}, "'it\n\"is\"'", 'it\n"is"'),
         ({"type": "number"}, "5", 5),
         ({"type": "boolean"}, "True", True),
         ({"type": ["boolean", "null"]}, "None", None),
@@ -242,6 +243,15 @@ def test_templates_in_python_of_mlx_lm_are_known():
 def test_a_template_without_calls_has_the_plain_form():
     assert form_of(pair_of("{{ messages }}")) == PLAIN
     assert form_of(pair_of("{{ messages }}{{ tools }}")) == PLAIN
+
+
+def test_values_of_gemma_are_read_in_its_own_spelling():
+    gemma = next(form for form in FORMS if form.quote == '<|"|>')
+    text = (
+        '<|tool_call>call:edit{edits:[{old:<|"|>a, {"b": 1<|"|>,new-er:[]}],note:None}<tool_call|>'
+    )
+    ((_, told),) = read(gemma, text, 3)[1]
+    assert json.loads(told) == {"edits": [{"old": 'a, {"b": 1', "new-er": []}], "note": None}
 
 
 HARMONY = FORMS[-1]

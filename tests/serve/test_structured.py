@@ -252,6 +252,49 @@ def test_without_llguidance_the_extra_is_named(monkeypatch):
         assert server.chat().status_code == 200
 
 
+# As Qwen3-Coder's template has it: arguments as tags around raw text.
+TAGS = TEMPLATE.replace(
+    "<tool_call>{{ (tool_call.function or tool_call.name).name }}</tool_call>",
+    "<tool_call>\n<function={{ (tool_call.function or tool_call.name).name }}>\n"
+    "{% for k, v in tool_call.function.arguments | items %}<parameter={{ k }}>\n"
+    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+)
+LIKE = {"type": "string", "pattern": "a+"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_in_tags_come_as_json_that_follows_the_tools_schema(stream):
+    import openai
+
+    free = "<tool_call>\n<function=pick>\n<parameter=colour>\nblue\n</parameter>\n</function>"
+    tools = [tool("add", COUNT), tool("pick", COLOUR), tool("name", NAME)]
+    schemas = {"add": COUNT, "pick": COLOUR, "name": NAME}
+    act = lambda prompt: f"Well. {free}\n</tool_call>" if prompt.endswith("call") else WORDS  # noqa: E731
+    with serving(actor_pair(act, TAGS), USUAL) as server:
+        more = {"base_url": server.url + "/v1", "api_key": "none", "max_retries": 0}
+        with openai.OpenAI(**more) as client:
+            text, (call,), _ = calls_of(ask(client, "call", tools=tools, stream=stream), stream)
+            assert (text, json.loads(call.function.arguments)) == ("Well. ", {"colour": "blue"})
+            for seed in range(4):
+                asked = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+                answer = ask(client, "long", **asked, temperature=1.0, seed=seed, stream=stream)
+                text, (call,), _ = calls_of(answer, stream)
+                schema = schemas[call.function.name]
+                assert not text and is_valid(schema, json.loads(call.function.arguments))
+
+
+def test_what_tags_cannot_promise_of_a_schema_is_named_and_refused_where_it_is_strict():
+    with serving(actor_pair(act, TAGS), USUAL) as server:
+        asked = {"tool_choice": "required", "max_tokens": 5}
+        found = server.chat(tools=[tool("f", schema_of(a=LIKE))], **asked)
+        assert [each for each in found.json()["dflash"]["ignored"] if "has pattern" in each]
+        found = server.chat(tools=[tool("f", schema_of(a=LIKE), strict=True)])
+        assert (found.status_code, found.json()["error"]["param"]) == (400, TOOL.format(0))
+        loop = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "array", "items": {"$ref": "#/$defs/A"}}]}
+        loop = {**schema_of(a={"$ref": "#/$defs/A"}), "$defs": {"A": loop}}
+        assert server.chat(tools=[tool("f", loop)], **asked).status_code < 500
+
+
 def test_calls_of_an_unknown_form_are_refused_where_they_must_come():
     asked = [("tool_choice", "required"), ("tool_choice", ADD), ("response_format", form(COUNT))]
     with serving(actor_pair(act, TEMPLATE + ODD)) as server:
