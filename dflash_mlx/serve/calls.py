@@ -38,7 +38,8 @@ class _Patterns:
         def compiled(text: str) -> Any:
             return regex.compile(text, regex.DOTALL)
 
-        name = r'[^"\\]+' if form.named.startswith('"') else rf"{_NAME}+(?!{_NAME})(?=.)"
+        name = rf"{_NAME}{{1,200}}(?!{_NAME})(?=.)"
+        name = r'[^"\\]{1,200}' if form.named.startswith('"') else name
         named = rf"\s*(?P<name>{name}){loose(form.named)}"
         if form.has_channels:  # a header, in which the name stands at one of two places
             named = rf".*?to=functions\.(?P<name>{_NAME}+)(?!{_NAME}).*?<\|message\|>"
@@ -51,7 +52,7 @@ class _Patterns:
         # A raw value is without one line break on each side, where the form has them.
         line = r"(?:\n|(?=[^\n]))" if form.value.endswith("\n") else ""
         before = "|".join(loose(each) + line for each in (form.value, form.other) if each)
-        self.argument = compiled(rf"\s*,?{key}\s*(?P<key>[^\n]+?)(?:{before})")
+        self.argument = compiled(rf"\s*,?{key}\s*(?P<key>[^\n]{{1,200}}?)(?:{before})")
         line = r"\n?" if form.over.startswith("\n") else ""
         self.over = compiled(rf"{line}{regex.escape(form.over.strip())}(?={key}|{closing})")
         self.quote, self.other = compiled(regex.escape(form.quote)), compiled("(?=.)")

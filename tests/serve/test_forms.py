@@ -98,12 +98,14 @@ def test_a_call_is_read_as_it_was_written(form, streams, size):
 
 def test_raw_values_become_json_of_the_types_that_a_schema_allows():
     root = {"$defs": {"C": {"enum": ["1", "2"]}, "L": {"$ref": "#/$defs/L"}}}
+    root["$defs"]["M"] = {"anyOf": [{"$ref": "#/$defs/M"}, {"type": "integer"}]}
     text, whole = {"type": "string"}, {"type": "integer"}
     for schema, raw, value in [
         (text, "5", "5"),
         (text, "null", "null"),
         ({"$ref": "#/$defs/C"}, "1", "1"),
         ({"$ref": "#/$defs/L"}, "1", 1),
+        ({"$ref": "#/$defs/M"}, "1", 1),
         (whole, "5.0", 5),
         (whole, "five", "five"),
         (text | {"maxLength": 9}, "'it\n\"is\"'", 'it\n"is"'),
@@ -379,6 +381,21 @@ def test_a_strict_tool_is_called_as_its_schema_says_or_words_come(form):
         assert all(is_valid(HELD[name], json.loads(told)) for name, told in calls[:is_over])
 
 
+@EACH
+def test_a_raw_text_in_a_grammar_never_spells_its_end(form):
+    if not form.over and not form.quote:
+        return
+    tokenizer, ends = tokenizer_of(form)
+    library = from_tokenizer(tokenizer, eos_token=sorted(ends))
+    grammar = grammar_for(form, {"edit": SCHEMA}, required="")
+    begin = form.start + form.call + "edit" + form.named + form.key + "path" + form.value
+    tokens = tokenizer.encode(begin + form.quote + "ab")
+    matcher = LLMatcher(library, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    more = [tokenizer.encode(c)[0] for c in (form.quote or form.over) + "cd"]
+    assert matcher.validate_tokens(more) < len(more)
+
+
 LOOSE = {"edit": {"type": "object"}}
 
 
@@ -433,3 +450,13 @@ def test_mutated_calls_are_calls_or_words_and_never_a_fault(form):
         one = read(form, text, 1)[:2]
         assert one[1:] == read(form, text, 5)[1:2]
     assert 0 < calls_found < 80
+
+
+@EACH
+def test_a_mark_that_texts_have_begins_a_call_only_where_an_answer_begins(form):
+    text = write(form, "edit", GIVEN)
+    words, calls, _ = read(form, f"So: {text}", 3)
+    if form.start.strip("["):
+        assert form.has_channels or (words, len(calls)) == ("So: ", 1)
+    else:
+        assert (words, calls) == (f"So: {text}", [])
