@@ -184,14 +184,9 @@ def _messages(form: Form, chat: Chat) -> list[Json]:
     """The conversation as the template can write it, where it knows no tools, too."""
     messages: list[Json] = []
     for each in chat.messages:
-        calls = each.get("tool_calls") or []
-        if form.takes_text and calls:
-            texts = [
-                {**c["function"], "arguments": json.dumps(c["function"]["arguments"])}
-                for c in calls
-            ]
-            calls = [{**c, "function": text} for c, text in zip(calls, texts, strict=True)]
-            messages.append({**each, "tool_calls": calls})
+        if form.takes_text and (calls := each.get("tool_calls")):
+            told = {**each, "tool_calls": [_with_text(call) for call in calls]}
+            messages.append(told)
         else:
             messages += _in_words(each, messages) if form is PLAIN else [each]
     if chat.tools and form.in_prompt:
@@ -201,6 +196,11 @@ def _messages(form: Form, chat: Chat) -> list[Json]:
             text = f"{messages.pop(0).get('content')}\n\n{text}"
         messages.insert(0, {"role": "system", "content": text})
     return messages
+
+
+def _with_text(call: Json) -> Json:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
 
 
 def _in_words(message: Json, before: list[Json]) -> list[Json]:

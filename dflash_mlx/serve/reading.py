@@ -10,6 +10,7 @@ from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, CallReader, Part, whole
 from dflash_mlx.serve.forms import PARSER_FAULTS, Form
 
 HEADER = "header"  # of a message
+_NONE = (-1, "")
 _BODY = "<|message|>"  # of a message with a header, as OpenAI's harmony has them
 _ENDS = dict.fromkeys(("<|end|>", "<|return|>", "<|start|>", "<|channel|>"), HEADER)
 
@@ -51,11 +52,10 @@ class AnswerReader:
         """What was held back; half a call is words, and nothing where a limit has cut it."""
         parts = [*self._read(finished=True, cut=cut)]
         held, self._held = self._held, ""
-        if self.is_over or (cut and len(held) > 1 and self._form.mark.startswith(held)):
+        is_half = cut and len(held) > 1 and self._form.mark.startswith(held)
+        if self.is_over or is_half or (self._kind == HEADER and held.startswith("<|")):
             return parts
-        return (
-            parts if self._kind == HEADER and held.startswith("<|") else [*parts, *self._told(held)]
-        )
+        return [*parts, *self._told(held)]
 
     def _read(self, finished: bool = False, cut: bool = False) -> Iterator[Part]:
         """Take what is certain from what is held, up to the next mark and beyond."""
@@ -66,36 +66,32 @@ class AnswerReader:
                     return
                 continue
             marks = self._marks[self._kind]
-            places = [
-                (at, m) for m in marks if (at := self._held.find(m)) >= 0 and self._may(m, at)
-            ]
-            at, mark = min(places, default=(-1, ""))
+            at, mark = min(
+                filter(self._may, ((self._held.find(m), m) for m in marks)), default=_NONE
+            )
             certain = at if mark else len(self._held) - begun(self._held, tuple(marks))
             text, self._held = self._held[:certain], self._held[certain + len(mark) :]
-            if self._kind == HEADER:
-                if not mark:
-                    self._held = text + self._held
-                    return
-                self._open(text, mark)
-                continue
-            yield from self._told(text)
+            if self._kind != HEADER:
+                yield from self._told(text)
+            elif not mark:
+                self._held = text + self._held
             if not mark:
                 return
-            self._kind = marks[mark]
-            if self._kind == CALL:
+            kind = marks[mark]
+            if self._kind == HEADER and "to=functions." in text and self._known:
+                kind, self._held, self._raw = CALL, text + mark + self._held, ""
+            elif kind == CALL:
                 self._raw = mark if self._form.start else ""
                 self._held = mark[len(self._raw) :] + self._held
+            elif self._kind == HEADER and "analysis" in text:
+                kind = THOUGHT
+            self._kind = kind
 
-    def _may(self, mark: str, at: int) -> bool:
-        """Whether a mark begins something here: one that is common in texts does not in words."""
-        is_common = mark == self._form.mark and not self._form.start.strip("[")
-        return not is_common or (self._last != WORDS and not self._held[:at].strip())
-
-    def _open(self, header: str, mark: str) -> None:
-        """A message begins, of the kind that its header says."""
-        self._kind = THOUGHT if "analysis" in header else WORDS
-        if "to=functions." in header and self._known:
-            self._kind, self._raw, self._held = CALL, "", header + mark + self._held
+    def _may(self, place: tuple[int, str]) -> bool:
+        """Whether a mark begins something: one that is common in texts does not behind words."""
+        (at, mark), form = place, self._form
+        is_first = self._last != WORDS and not self._held[:at].strip()
+        return at >= 0 and (is_first or mark != form.mark or form.start.strip("[") != "")
 
     def _calls(self, finished: bool, cut: bool) -> Iterator[Part]:
         """Calls, as far as they are certain; what is none is words, and what was told stays."""
