@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_mlx.engine.delta import BEGIN, END, begun
+from dflash_mlx.engine.thoughts import Thoughts
 from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, CallReader, Part, whole_call
 from dflash_mlx.serve.forms import PARSER_FAULTS, Form
 
@@ -20,7 +21,8 @@ class AnswerReader:
 
     def __init__(
         self,
-        form: Form | None = None,  # of calls; without one everything is words
+        tokenizer: Any = None,  # without one everything is words
+        form: Form | None = None,  # of calls
         tools: Sequence[Mapping[str, Any]] = (),  # without any, nothing is a call
         in_thought: bool = False,  # the chat template opened a thought
         one_call: bool = False,  # the answer is over with its first call
@@ -28,6 +30,7 @@ class AnswerReader:
     ) -> None:
         self.called = False  # there was a call
         self.is_over = False  # nothing more is read
+        self._tokenizer, self.thoughts = tokenizer, Thoughts.begun(in_thought)
         self._form, self._tools = form or Form(), [*tools]
         self._known = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
         self._how = streams, one_call
@@ -35,7 +38,7 @@ class AnswerReader:
         # What is read now, and by what is being read the marks that end it and what they begin.
         self._kind = THOUGHT if in_thought else WORDS
         starts = {BEGIN: THOUGHT, **({self._form.mark: CALL} if tools else {})}
-        self._marks = {WORDS: {} if form is None else starts, THOUGHT: {END: WORDS}}
+        self._marks = {WORDS: {} if tokenizer is None else starts, THOUGHT: {END: WORDS}}
         if self._form.has_channels:
             self._kind, self._marks = HEADER, {WORDS: _ENDS, THOUGHT: _ENDS, HEADER: {_BODY: WORDS}}
         self._words = self._kind if self._form.has_channels else WORDS  # behind a call
@@ -43,8 +46,10 @@ class AnswerReader:
         self._held = ""  # text of which it is not certain what it is
         self._last = ""  # the kind of the last part
 
-    def feed(self, text: str) -> list[Part]:
-        """What is certain by now."""
+    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
+        """What is certain by now; among these tokens those of thoughts are counted."""
+        for token in tokens if self._tokenizer is not None else ():
+            self.thoughts = self.thoughts.after(token, self._tokenizer)
         self._held += text
         return [*self._read()]
 

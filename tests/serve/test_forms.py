@@ -26,6 +26,7 @@ from dflash_mlx.serve.grammars import beyond_tags, grammar_of
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.reading import AnswerReader
 
+TOKENS = SimpleNamespace()  # a tokenizer that is not asked for anything
 PROPERTIES = {
     "path": {"type": "string"},
     "line": {"type": "integer"},
@@ -72,7 +73,7 @@ EACH = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.mark + form.
 
 def read(form, text, size=1000, streams=True, tools=TOOLS, **more):
     """Words, and the calls with their arguments as text."""
-    reader, cut = AnswerReader(form, tools, streams=streams, **more), False
+    reader, cut = AnswerReader(TOKENS, form, tools, streams=streams, **more), False
     parts = [p for i in range(0, len(text), size) for p in reader.feed(text[i : i + size])]
     parts += reader.finish(cut)
     calls = {}
@@ -273,7 +274,7 @@ def test_channels_are_thoughts_words_and_calls(size):
         preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         words, (call,), _ = read(HARMONY, begin + preamble + each, size)
         assert (words, call) == ("I look.", ("edit", more))
-    reader = AnswerReader(HARMONY)
+    reader = AnswerReader(TOKENS, HARMONY)
     text = begin + "<|channel|>final<|message|>It is 3."
     parts = [p for i in range(0, len(text), size) for p in reader.feed(text[i : i + size])]
     parts += reader.finish()

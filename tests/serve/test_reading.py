@@ -30,7 +30,7 @@ def form_of(parser=json_tools):
 
 def read(text: str, sizes, parser=json_tools, cut=False, **more):
     """Thought, words and calls of a text that comes in pieces of these sizes."""
-    reader = AnswerReader(form_of(parser), **{"tools": TOOLS, **more})
+    reader = AnswerReader(object(), form_of(parser), **{"tools": TOOLS, **more})
     parts, at, turn = [], 0, 0
     while at < len(text):
         size = sizes[turn % len(sizes)]
