@@ -108,11 +108,17 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     _check_length(
         pair, sum(len(each) for each in contents if isinstance(each, str)), chat.fields.messages
     )
+    arguments |= {"tokenize": False, "add_generation_prompt": not chat.go_on}
     try:
         messages = _messages(form_of(pair), chat)
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not chat.go_on, **arguments
-        )
+        try:
+            text = tokenizer.apply_chat_template(messages, **arguments)
+        except TEMPLATE_FAULTS:
+            if not chat.tools or not form_of(pair).in_prompt:
+                raise
+            system, user, *rest = messages  # as the template may take no system prompt
+            user = {**user, "content": f"{system['content']}\n\n{user['content']}"}
+            text = tokenizer.apply_chat_template([user, *rest], **arguments)
     except TEMPLATE_FAULTS as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         what = f"are refused by the model's chat template ({said})"

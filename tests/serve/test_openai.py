@@ -221,6 +221,10 @@ def test_a_model_whose_template_knows_no_tools_is_told_of_them_in_words_unless_s
         second = server.post(CHAT, {"model": MODEL, "tools": [TOOL], "messages": talk})
         assert said(second) == "So: 3."
         assert '"arguments": {"a": 1}}' in prompts[-1] and "</tool_response>\nand" in prompts[-1]
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    with serving(actor_pair(act, no_system + NO_TOOLS)) as server:
+        second = server.post(CHAT, {"model": MODEL, "tools": [TOOL], "messages": talk})
+        assert said(second) == "So: 3." and prompts[-1].startswith("[user]You may call")
     with serving(actor_pair(act, NO_TOOLS), strict=True) as server:
         found = server.chat("a", tools=[TOOL])
         assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")
