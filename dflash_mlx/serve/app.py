@@ -20,11 +20,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Scope
 
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.lenient import LenientRoute, unseen
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
@@ -247,9 +247,8 @@ def _model(service: Service, name: str) -> Json:
 
 def _facts(pair: Pair) -> Json:
     tokenizer, length = pair.tokenizer, pair.target.context_length
-    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
     can = {
-        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "tools": not form_of(pair).in_prompt,
         "thinking": bool(tokenizer.has_thinking),
         "structured_outputs": find_spec("llguidance") is not None,
         "image_input": False,

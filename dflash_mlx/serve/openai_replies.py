@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from dflash_mlx.engine.delta import TokenLogprobs
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
 from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
 from dflash_mlx.serve.service import Service, answer, converse, figures
 from dflash_mlx.serve.settings import MOST_ANSWERS

@@ -15,9 +15,10 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta, TokenLogprobs
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 

@@ -20,12 +20,14 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
@@ -185,7 +187,7 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
-                reader = partial(AnswerReader, pair.tokenizer, *how)
+                reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
             stream = await service.ask(pair, body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         return stream
