@@ -315,6 +315,8 @@ class DecodeConfig:
     )
     # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt, with the first delta
+    reads_only: bool = False  # the prompt is read, and no token is made
     options: Options | Given | None = None  # the method's own, see `Method.options`
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
@@ -326,8 +328,10 @@ class DecodeConfig:
             raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
         require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         require("" not in self.stop, "stop", "", "a text of at least one character")
-        counts = self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 0)
-        require(counts, "logprobs", self.logprobs, "how many tokens each delta tells, 0 or more")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            counts = value is None or (type(value) is int and value >= 0)
+            require(counts, name, value, "how many tokens are told with each, 0 or more")
 
     @property
     def guarded(self) -> bool:
