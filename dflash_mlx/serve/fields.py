@@ -17,6 +17,7 @@ from dflash_mlx.serve.errors import of_settings
 from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -60,7 +61,7 @@ class Answered(Sampled, Asked):
 
     @property
     def most(self) -> int | None:
-        """Tokens of an answer, where the request says."""
+        """Tokens of an answer, where the request says; 0 to have the prompt read alone."""
         return self.max_tokens
 
     @property
@@ -78,6 +79,11 @@ class Answered(Sampled, Asked):
     def tops(self) -> int | None:
         """Likeliest tokens to tell with each token, None for no log-probabilities."""
         return None
+
+    @property
+    def laws(self) -> tuple[int | None, int | None]:
+        """As `tops`, what is computed for the answer, and for the prompt."""
+        return self.tops, None
 
     def check(self) -> None:
         """ApiError for fields that do not go together."""
@@ -111,10 +117,12 @@ def decoding(
         config = replace(
             usual,
             sampling=replace(usual.sampling, **asked),
-            max_tokens=usual.max_tokens if body.most is None else body.most,
+            max_tokens=usual.max_tokens if body.most is None else max(1, body.most),
+            reads_only=body.most == 0,
             structure=structure or usual.structure,
             stop=(*usual.stop, *body.stops),
-            logprobs=body.tops,
+            logprobs=body.laws[0],
+            prompt_logprobs=body.laws[1],
         )
     except DFlashError as error:
         raise of_settings(error) from None

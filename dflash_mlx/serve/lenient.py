@@ -36,14 +36,14 @@ _HINTS = {
 _ASKING = {
     *("functions", "function_call", "web_search_options", "audio", "mcp_servers", "container"),
     *("thread", "thinking", "options", "system", "input", "images", "documents", "suffix", "echo"),
-    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex"),
+    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex", "n", "tools"),
     *("guided_choice", "guided_grammar", "format", "template", "chat_template", "raw", "adapters"),
     *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "best_of", "use_beam_search"),
     *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability"),
     *("dry_multiplier", "dynatemp_range", "repeat_last_n", "logits_processors", "prompt_embeds"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "messages", "stop", "stop_sequences"),
-    *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+    *("tool_choice", "response_format", "output_config", "reasoning_effort", "prompt_logprobs"),
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
 _MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "repetition_context"}  # default

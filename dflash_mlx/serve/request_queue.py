@@ -15,7 +15,7 @@ from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta, TokenLogprobs
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import WORDS, AnswerReader, Part
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
@@ -33,11 +33,13 @@ class Reply(Request):
     behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
     ignored: Sequence[str] = ()  # fields of its request that changed nothing
-    # Where it goes on with a text: whether a token begins with a space. mlx-lm cuts that off at
-    # the beginning of an answer.
-    is_spaced: Callable[[int], bool] | None = None
+    # Where it goes on with a text: that of a token. mlx-lm cuts a space off at the beginning of an
+    # answer.
+    text_of: Callable[[int], bytes] | None = None
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
+    echo: str | None = None  # the prompt's text, where the answer is told behind it
     reason: str = ""  # why it ended: "stop", "length", "context" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
@@ -55,18 +57,22 @@ class Reply(Request):
         if delta.finish_reason is not None or self.reader.is_over:
             reason = delta.finish_reason or "stop"
             self.reason = TOOLS if self.reader.called and reason == "stop" else reason
+        if self.echo is not None and not self.parts:  # the first
+            parts.insert(0, Part(WORDS, self.echo))
+            self.prompt_logprobs = delta.prompt_logprobs
+            self.logprobs += (self.behind or self).prompt_logprobs
         self.parts += parts
         self.logprobs += delta.logprobs
         self.stop_text, self.statistics = delta.stop_text, delta.statistics
         return parts
 
     def _text(self, delta: Delta) -> str:
-        if self._lead is None:
-            spaced = self.is_spaced is not None and self.is_spaced(delta.tokens[0])
+        if self._lead is None and delta.tokens:
+            spaced = self.text_of is not None and self.text_of(delta.tokens[0])[:1] == b" "
             self._lead = " " if spaced else ""
         if not delta.text:
             return ""
-        lead, self._lead = self._lead, ""
+        lead, self._lead = self._lead or "", ""
         return delta.text if delta.text.startswith(" ") else lead + delta.text
 
 

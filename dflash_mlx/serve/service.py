@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
-from dflash_mlx.engine.delta import opens_thought
+from dflash_mlx.engine.delta import opens_thought, token_bytes
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
+from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
 from dflash_mlx.serve.kept import Shelf
@@ -103,15 +103,16 @@ class Service:
     ) -> ResponseStream:
         """Ask for all answers to all prompts, and return when they are taken in."""
         configs = decoding(self.usual, body, structure)
-        spaced = partial(starts_with_space, self.pair.tokenizer) if goes_on else None
+        text_of = partial(token_bytes, self.pair.tokenizer) if goes_on else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                reply = Reply(tokens, config, behind=first, index=len(replies), is_spaced=spaced)
+                reply = Reply(tokens, config, behind=first, index=len(replies), text_of=text_of)
                 reply.reader = reader()
                 replies.append(reply)
                 first = first or reply
+                reply.config = replace(config, prompt_logprobs=None) if reply.behind else config
         return await self.queue.open(replies)
 
 
