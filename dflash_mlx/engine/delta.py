@@ -81,7 +81,9 @@ def logprobs_of(
     own = mx.take_along_axis(logprobs, mx.array([*tokens])[:, None], axis=-1)[:, 0]
     best = theirs = mx.zeros((len(rows), 0))
     if most := min(most, logprobs.shape[-1]):  # sorting all of a vocabulary takes ten times as long
-        best = mx.sort(mx.argpartition(-logprobs, most - 1, axis=-1)[:, :most], axis=-1)
+        best = mx.argmax(logprobs, axis=-1, keepdims=True)
+        if most > 1:
+            best = mx.sort(mx.argpartition(-logprobs, most - 1, axis=-1)[:, :most], axis=-1)
         order = mx.argsort(-mx.take_along_axis(logprobs, best, axis=-1), axis=-1)
         best = mx.take_along_axis(best, order, axis=-1)
         theirs = mx.take_along_axis(logprobs, best, axis=-1)

@@ -17,6 +17,7 @@ from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.openai_replies import ChatWriter, TextWriter
 from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
+from dflash_mlx.serve.reading import WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
@@ -138,6 +139,22 @@ def test_the_best_answers_are_those_with_the_highest_mean_log_probability(server
         assert all(each["logprobs"] is None for each in told)
     echoed = ask(server, PROMPTS[0], best_of=4, echo=True, logprobs=0, **drawn)["choices"]
     assert [each["text"] for each in echoed] == [PROMPTS[0] + best["choices"][0]["text"]]
+
+
+def test_what_a_prompt_begins_with_beside_its_text_counts_in_no_offset_and_it_in_no_mean():
+    beginning = TokenLogprobs(2, None, ())
+    replies = [Reply((2, 3), DecodeConfig(), index=i, echo="a", reason="stop") for i in range(2)]
+    for reply, own in zip(replies, ([-1.2], [-1.0, -1.0]), strict=True):
+        reply.statistics.generated_tokens = len(own)
+        prompt = [beginning, TokenLogprobs(3, -0.1, ())]
+        reply.logprobs = [*prompt, *(TokenLogprobs(3, each, ()) for each in own)]
+        reply.parts = [Part(WORDS, "a"), Part(WORDS, "a" * len(own))]
+    body = CompletionRequest(model="m", prompt=[2, 3], logprobs=0, echo=True, best_of=2)
+    service = SimpleNamespace(pair=SimpleNamespace(tokenizer=SENTENCES))
+    (choice,) = TextWriter(service, body, replies).whole()["choices"]
+    assert choice["logprobs"]["tokens"] == [" a", "a", "a", "a"], "the first is no part of the text"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.1, -1.0, -1.0]
 
 
 # Tokens that are parts of characters
