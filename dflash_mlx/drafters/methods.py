@@ -237,8 +237,8 @@ def draws_drafts(config: DecodeConfig) -> bool:
 def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
     """What a drafter is made for: `config` without what may change between two of its answers."""
     may_change = (
-        *("max_tokens", "stop", "prefill_step", "sampling", "structure"),
-        *("logprobs", "prompt_logprobs", "reads_only"),
+        *("max_tokens", "stop", "prefill_step", "logprobs", "thought_tokens", "sampling"),
+        *("structure", "prompt_logprobs", "reads_only"),
     )
     lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
     return lasting, config.sampling if draws_drafts(config) else None

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from dflash_mlx.cli import launch
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.user_config import FaceConfig, parse
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
@@ -31,29 +32,39 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
-    arguments = parse(parser(), argv)
+    words, more = launch.split(argv)
+    arguments = parse(parser(), words)
     check_installed()
     config = cli.read_decode_config(arguments)
     serve = read_serve_config(arguments)
     pair_config = cli.read_pair_config(arguments)
     kept = cli.read_options(arguments, PrefixConfig)
+    known = names(pair_config, serve)
+    served = launch.Served(launch.url_of(serve.host, serve.port), known[0], serve.key or "none")
+    if launch.launch(arguments, served, words, more):
+        return
     place = bind(serve.host, serve.port)
     if reader.parts > 1:
         kept = in_memory(kept)
     check_memory(pair_config, reader.parts)
     from dflash_mlx.serve.running import run
 
+    if arguments.client is not None:
+        served = replace(served, url=launch.url_of(serve.host, place.getsockname()[1]))
+        print(launch.line(arguments.client, served, more), flush=True)
     load = partial(cli.open_pair, arguments, config, reader=reader)
-    run(load, place, serve, config, kept, names(pair_config, serve))
+    run(load, place, serve, config, kept, known)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
         prog=PROGRAM,
-        description="Serve a model to programs that speak OpenAI's or Anthropic's API. Requests "
-        "may ask for other sampling and lengths than the options say.",
+        description="Serve a model to programs that speak OpenAI's, Anthropic's or Ollama's API. "
+        "Requests may ask for other sampling and lengths than the options say.",
     )
+    launch.add_options(result)
+    result.add_argument("more", nargs="*", metavar="-- ...", help="words for that program")
     cli.add_options(result, FaceConfig, without=("system", "theme"))
     cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
     return result

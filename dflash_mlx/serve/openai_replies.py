@@ -15,12 +15,12 @@ from starlette.responses import Response
 from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
-from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
+from dflash_mlx.serve.errors import ApiError, body_of, encoded
+from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
 from dflash_mlx.serve.service import Service, answer, converse, figures
-from dflash_mlx.serve.settings import MOST_ANSWERS
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}
@@ -33,19 +33,17 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, _begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
 
 
-async def _begin(service: Service, body: CompletionRequest) -> ResponseStream:
+async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+    """Ask for answers that go on with texts."""
     service.check(body)
     body.check()
-    prompts = await service.prepare(lambda: [_prompt(service.pair, p) for p in body.prompts])
-    if (answers := len(prompts) * body.answers) > MOST_ANSWERS:
-        what = f"asks for {answers} answers with {len(prompts)} prompts"
-        name = "best_of" if body.best_of else "n"
-        raise refusal(name, what, f"ask for at most {MOST_ANSWERS} at once")
+    given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
+    prompts = await service.prepare(lambda: [_prompt(service.pair, each) for each in given])
     stream = await service.ask(body, [tokens for tokens, _ in prompts], goes_on=True)
-    for reply in stream.replies if body.echo else ():
+    for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
         reply.echo = prompts[reply.index // body.answers][1]
     return stream
 
@@ -178,11 +176,13 @@ class ChatWriter:
         """Tokens of all answers; those of a prompt count once."""
         each = [reply.statistics for reply in self._replies]
         first = [reply.statistics for reply in self._replies if reply.behind is None]
+        thought = sum(reply.reader.thoughts.tokens for reply in self._replies)
         read, said = sum(s.prompt_tokens for s in first), sum(s.generated_tokens for s in each)
         return {
             "prompt_tokens": read,
             "completion_tokens": said,
             "total_tokens": read + said,
+            "completion_tokens_details": {"reasoning_tokens": thought},
             "prompt_tokens_details": {"cached_tokens": sum(s.reused_tokens for s in first)},
         }
 

@@ -9,16 +9,7 @@ from pydantic import Field
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import (
-    Answered,
-    ChatBody,
-    Count,
-    Name,
-    Natural,
-    Stops,
-    StopText,
-    Strict,
-)
+from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Stops, StopText, Strict
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
 FIELDS = Fields(
@@ -33,7 +24,6 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_ANSWERS)
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class TextPart(Strict):
@@ -50,13 +40,13 @@ class FunctionCall(Strict):
     """Which function was called, with its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: str | Json  # as an object in Ollama's API
 
 
 class ToolCall(Strict):
     """A call that the assistant made."""
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # which some clients leave in
@@ -161,9 +151,6 @@ class Completed(Answered):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stop: StopText | Stops | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
 
     @property
@@ -190,7 +177,6 @@ class ChatRequest(ChatBody, Completed):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: str | None = None
     metadata: dict[str, str] | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
@@ -222,22 +208,18 @@ class ChatRequest(ChatBody, Completed):
             required = self.tool_choice.function["name"]
         form = self.response_format
         tools = self.tools or [] if self.tool_choice != "none" else []
-        given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
-        own = effort if self.reasoning_effort is not None else {}
         return Chat(
             FIELDS,
-            [_told(each) for each in self.messages],
+            [told(each) for each in self.messages],
             [each.model_dump(exclude_none=True) for each in tools],
             required,
             self.parallel_tool_calls is False,
             form.wanted if form is not None else None,
             form is not None and form.json_schema is not None and bool(form.json_schema.strict),
-            arguments={**own, **given},
-            named={name: name for name in own if name not in given},
         )
 
 
-def _told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
+def told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
     """As chat templates read it."""
     role = "system" if message.role == "developer" else message.role
     found = message.model_dump(include=_TOLD, exclude_none=True)
@@ -252,11 +234,11 @@ class CompletionRequest(Completed):
     """The body of POST /v1/completions."""
 
     prompt: str | Annotated[list[str], Several] | Ids | Annotated[list[Ids], Several]
-    max_tokens: Natural | None = None
+    max_tokens: Budget | None = None
     logprobs: Tops | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     echo: bool | None = None
-    suffix: Annotated[str, Field(max_length=0)] | None = None
+    suffix: str | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -279,6 +261,12 @@ class CompletionRequest(Completed):
 
     def check(self) -> None:
         wanted, made = self.wanted, self.answers
+        if self.suffix:
+            raise refusal("suffix", "cannot be honoured, as texts are only gone on with", "drop it")
         if made < wanted or (self.stream and made > wanted):
             what = f"is {made} with n {wanted} and stream {bool(self.stream)}"
             raise refusal("best_of", what, "let it be n, or more where nothing streams")
+        if (answers := len(self.prompts) * made) > MOST_ANSWERS:
+            what = f"asks for {answers} answers with {len(self.prompts)} prompts"
+            name = "best_of" if self.best_of else "n"
+            raise refusal(name, what, f"ask for at most {MOST_ANSWERS} at once")

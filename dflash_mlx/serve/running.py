@@ -15,6 +15,7 @@ import uvicorn
 
 from dflash_mlx.benchmark.quick import comparing
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.launch import url_of
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import settle
@@ -61,7 +62,7 @@ def run(
     told = f"{method} drafts, {amount(memory)} for caches"
     if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
         worker.run(lambda job: _measure(pair, usual.recalibrate), idle=True)
-    told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
+    told = f"{PROGRAM}: {names[0]} at {url_of(*place.getsockname()[:2])}, {told}; Ctrl+C ends it"
     asyncio.run(_until_signal(service, place, told))
     if problem := worker.call(worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
@@ -75,12 +76,6 @@ def _measure(pair: Pair, again: bool) -> Generator[object, None, None]:
         if isinstance(said, str):
             cli.say(f"{PROGRAM}: {said}")
         yield said
-
-
-def address_of(place: socket.socket) -> str:
-    """Where a client finds it."""
-    host, port = place.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def memory_for(config: ServeConfig) -> int:

@@ -82,7 +82,9 @@ class Service:
         most = self.config.messages
 
         def understand() -> Understood:
-            chat = replace(body.chat(self.pair), ignored=None if self.config.strict else [])
+            own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}}
+            own |= {"wishes": body.wishes, "ignored": None if self.config.strict else []}
+            chat = replace(body.chat(self.pair), **own)
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
@@ -153,7 +155,7 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
         reader: Callable[[], AnswerReader] = AnswerReader
         if chat.schema is None or chat.tools:  # else JSON, taken as it is
             in_thought = opens_thought(tokenizer, tokens)
-            how = chat.told, in_thought, chat.one_call, bool(body.stream)
+            how = chat.told, in_thought, chat.one_call, bool(body.stream and body.streams_calls)
             reader = partial(AnswerReader, tokenizer, *how)
         stream = await service.ask(body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
@@ -172,7 +174,7 @@ async def answer(
     first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
     writer = make(service, body, stream.replies)
     if body.stream:
-        return EventStream(stream, writer)
+        return EventStream(stream, writer, body.media)
     try:
         await unless_gone(request, _read(stream))
     finally:
@@ -206,13 +208,11 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, as long as somebody reads them."""
+    """What a writer tells, as long as somebody reads it."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, stream: ResponseStream, writer: Writer) -> None:
+    def __init__(self, stream: ResponseStream, writer: Writer, media: str) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(stream, writer), headers=headers)
+        super().__init__(_events(stream, writer), headers=headers, media_type=media)
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -231,7 +231,11 @@ def ask(client: Any, text: str = "hello", **more: Any) -> Any:
 
 
 def spawn(
-    model: Path, folder: Path, *argv: str, run: Sequence[str] = ("-m", "dflash_mlx.serve")
+    model: Path,
+    folder: Path,
+    *argv: str,
+    run: Sequence[str] = ("-m", "dflash_mlx.serve"),
+    stdout: int | None = None,
 ) -> subprocess.Popen[str]:
     """`dflash-serve` without drafts in a process of its own, whose files are in `folder`."""
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -240,6 +244,7 @@ def spawn(
     return subprocess.Popen(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
