@@ -36,8 +36,13 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
     service: Service = request.app.state.service
-    _, _, tokens = await unless_gone(request, service.read(body))
-    return as_json({"input_tokens": len(tokens)})
+
+    async def count() -> int:
+        async with service.using(body) as pair:
+            _, _, tokens = await service.read(pair, body)
+            return len(tokens)
+
+    return as_json({"input_tokens": await unless_gone(request, count())})
 
 
 class BlockWriter:

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Scope
 
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
@@ -34,7 +35,7 @@ _ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
 
 
 async def models(request: Request) -> Response:
-    """The model by all of its names, in the shape of all APIs that list models here."""
+    """The models by all of their names, in the shape of all APIs that list models here."""
     found = _listed(request)
     ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return as_json({"object": "list", "data": found, **ends})
@@ -44,15 +45,18 @@ async def studio_models(request: Request) -> Response:
     """The same in LM Studio's shape, with what its clients read."""
     found = _listed(request)
     for each in found:
-        can = ["tool_use"] * each["capabilities"]["tools"]["supported"]
-        each |= {"type": "llm", "publisher": "", "compatibility_type": "mlx", "state": "loaded"}
-        each |= {"max_context_length": each["context_length"], "capabilities": can}
-        each["loaded_context_length"] = each["context_length"]
+        can = ["tool_use"] * _can(each, "tools")
+        each |= {"type": "llm", "publisher": "", "compatibility_type": "mlx", "capabilities": can}
+        if each["state"] == "loaded":
+            length = each["context_length"]
+            each |= {"max_context_length": length, "loaded_context_length": length}
+        else:
+            each["state"] = "not-loaded"
     return as_json({"object": "list", "data": found})
 
 
 async def tags(request: Request) -> Response:
-    """The same in Ollama's shape; all are loaded."""
+    """The same in Ollama's shape."""
     return as_json({"models": [_in_ollama(each) for each in _listed(request)]})
 
 
@@ -68,7 +72,7 @@ async def version() -> Response:
 
 
 async def model(name: str, request: Request) -> Response:
-    """The model by one of its names."""
+    """A model by one of its names."""
     request.app.state.service.check_model(name)
     return as_json(_model(request.app.state.service, name))
 
@@ -88,7 +92,10 @@ async def health() -> Response:
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     queue = request.app.state.service.queue
-    return Response(queue.metrics.page(queue.worker.used), media_type=CONTENT_TYPE_LATEST)
+    known = request.app.state.service.models.by_name.values()
+    loaded = {each.names[0]: each.pair is not None for each in known}
+    page = queue.metrics.page(queue.worker.used, loaded)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
@@ -221,15 +228,7 @@ def _listed(request: Request) -> list[Json]:
 
 
 def _model(service: Service, name: str) -> Json:
-    tokenizer, length = service.pair.tokenizer, service.pair.target.context_length
-    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
-    can = {
-        "tools": reads_tools and bool(tokenizer.has_tool_calling),
-        "thinking": bool(tokenizer.has_thinking),
-        "structured_outputs": find_spec("llguidance") is not None,
-        "image_input": False,
-        "pdf_input": False,
-    }
+    pair = service.models.by_name[name].pair
     began = datetime.fromtimestamp(service.started, timezone.utc)
     return {
         "id": name,
@@ -239,6 +238,22 @@ def _model(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "state": "unloaded" if pair is None else "loaded",
+        **({} if pair is None else _facts(pair)),
+    }
+
+
+def _facts(pair: Pair) -> Json:
+    tokenizer, length = pair.tokenizer, pair.target.context_length
+    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
+    can = {
+        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "thinking": bool(tokenizer.has_thinking),
+        "structured_outputs": find_spec("llguidance") is not None,
+        "image_input": False,
+        "pdf_input": False,
+    }
+    return {
         "max_model_len": length,
         "context_length": length,
         "max_input_tokens": length,
@@ -246,13 +261,18 @@ def _model(service: Service, name: str) -> Json:
     }
 
 
+def _can(model: Json, name: str) -> bool:
+    """Whether a model is known to be able to do that, which one that is not loaded is not."""
+    return bool(model.get("capabilities", {}).get(name, {}).get("supported"))
+
+
 def _in_ollama(model: Json) -> Json:
     """What Ollama's lists and its `show` tell of a model; what is not known is empty."""
-    name, length, can = model["id"], model["context_length"], model["capabilities"]
+    name, length = model["id"], model.get("context_length", 0)
     found = {"name": name, "model": name, "digest": name.encode().hex()}
     found |= {"modified_at": model["created_at"], "expires_at": "9999-12-31T23:59:59Z"}
     found |= {"size": 0, "size_vram": 0, "context_length": length}
     found |= {"details": dict.fromkeys(_DETAILS, "") | {"format": "mlx", "families": []}}
     found |= {"model_info": {"general.architecture": "mlx", "mlx.context_length": length}}
-    told = [each for each in ("tools", "thinking") if can[each]["supported"]]
+    told = [each for each in ("tools", "thinking") if _can(model, each)]
     return {**found, "capabilities": ["completion", *told]}

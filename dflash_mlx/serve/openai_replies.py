@@ -38,11 +38,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
     """Ask for answers that go on with texts."""
-    service.check(body)
     body.check()
     given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
-    prompts = await service.prepare(lambda: [_prompt(service.pair, each) for each in given])
-    stream = await service.ask(body, [tokens for tokens, _ in prompts], goes_on=True)
+    async with service.using(body) as pair:
+        prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
+        stream = await service.ask(pair, body, [tokens for tokens, _ in prompts], goes_on=True)
     for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
         reply.echo = prompts[reply.index // body.answers][1]
     return stream
@@ -79,7 +79,7 @@ class ChatWriter:
     tells_end = False  # whether a stop token has log-probabilities
 
     def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
-        self._tokenizer, self._body, self._replies = service.pair.tokenizer, body, replies
+        self._tokenizer, self._body, self._replies = replies[0].tokenizer, body, replies
         self._header = {
             "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
             "object": self.chunk if body.stream else self.kind,

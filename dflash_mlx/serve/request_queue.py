@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.delta import Delta, TokenLogprobs
+from dflash_mlx.engine.delta import Delta, TokenLogprobs, token_bytes
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.reading import WORDS, AnswerReader, Part
@@ -33,9 +35,7 @@ class Reply(Request):
     behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
     ignored: Sequence[str] = ()  # fields of its request that changed nothing
-    # Where it goes on with a text: that of a token. mlx-lm cuts a space off at the beginning of an
-    # answer.
-    text_of: Callable[[int], bytes] | None = None
+    goes_on: bool = False  # with a text; a space is cut off at the beginning of others
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
@@ -46,6 +46,12 @@ class Reply(Request):
     parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
     since: float = field(default_factory=time.monotonic)
     _lead: str | None = None  # space before the first text
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model that answers."""
+        assert self.pair is not None
+        return self.pair.tokenizer
 
     def take(self, delta: Delta) -> list[Part]:
         """What a delta adds."""
@@ -68,7 +74,7 @@ class Reply(Request):
 
     def _text(self, delta: Delta) -> str:
         if self._lead is None and delta.tokens:
-            spaced = self.text_of is not None and self.text_of(delta.tokens[0])[:1] == b" "
+            spaced = self.goes_on and token_bytes(self.tokenizer, delta.tokens[0])[:1] == b" "
             self._lead = " " if spaced else ""
         if not delta.text:
             return ""
@@ -173,6 +179,10 @@ class RequestQueue:
             yield
         finally:
             self._preparing -= 1
+
+    def answers(self, pair: Pair) -> bool:
+        """Whether a pair has answers that are not over."""
+        return any(reply.pair is pair for reply in self._streams)
 
     def _check_room(self, further: int) -> None:
         """ApiError where so many answers more cannot be let in."""

@@ -143,15 +143,14 @@ def test_the_best_answers_are_those_with_the_highest_mean_log_probability(server
 
 def test_what_a_prompt_begins_with_beside_its_text_counts_in_no_offset_and_it_in_no_mean():
     beginning = TokenLogprobs(2, None, ())
-    replies = [Reply((2, 3), DecodeConfig(), index=i, echo="a", reason="stop") for i in range(2)]
+    replies = [reply_to((2, 3), index=i, echo="a", reason="stop") for i in range(2)]
     for reply, own in zip(replies, ([-1.2], [-1.0, -1.0]), strict=True):
         reply.statistics.generated_tokens = len(own)
         prompt = [beginning, TokenLogprobs(3, -0.1, ())]
         reply.logprobs = [*prompt, *(TokenLogprobs(3, each, ()) for each in own)]
         reply.parts = [Part(WORDS, "a"), Part(WORDS, "a" * len(own))]
     body = CompletionRequest(model="m", prompt=[2, 3], logprobs=0, echo=True, best_of=2)
-    service = SimpleNamespace(pair=SimpleNamespace(tokenizer=SENTENCES))
-    (choice,) = TextWriter(service, body, replies).whole()["choices"]
+    (choice,) = TextWriter(None, body, replies).whole()["choices"]
     assert choice["logprobs"]["tokens"] == [" a", "a", "a", "a"], "the first is no part of the text"
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
     assert choice["logprobs"]["token_logprobs"] == [None, -0.1, -1.0, -1.0]
@@ -177,6 +176,10 @@ SENTENCES = written(
 )  # fmt: skip
 
 
+def reply_to(prompt, **more) -> Reply:
+    return Reply(prompt, DecodeConfig(), SimpleNamespace(tokenizer=SENTENCES), **more)
+
+
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCES])
 def test_the_bytes_of_tokens_make_their_text(tokenizer):
     found = [token_bytes(tokenizer, token) for token in range(4)]
@@ -188,14 +191,13 @@ def test_the_bytes_of_tokens_make_their_text(tokenizer):
 def test_parts_of_characters_are_told_by_their_bytes():
     told = [TokenLogprobs(i, -1.0 - i, ((i, -1.0 - i), (1 - i, -2.5))) for i in range(2)]
     told.append(TokenLogprobs(3, -0.5, ()))
-    tokenizer = SENTENCES
-    service = SimpleNamespace(pair=SimpleNamespace(tokenizer=tokenizer))
+    reply = reply_to(())
     body = ChatRequest(model="m", messages=user("a"), logprobs=True, top_logprobs=2)
-    chat = ChatWriter(service, body, []).logprobs(Reply((), DecodeConfig()), told)["content"]
+    chat = ChatWriter(None, body, [reply]).logprobs(reply, told)["content"]
     assert [each["bytes"] for each in chat] == [[0xC3], [0xA9], [ord("a")]]
     assert chat[0]["top_logprobs"][1]["bytes"] == [0xA9]
     body = CompletionRequest(model="m", prompt="a", logprobs=2)
-    found = TextWriter(service, body, []).logprobs(Reply((), DecodeConfig()), told)
+    found = TextWriter(None, body, [reply]).logprobs(reply, told)
     assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "a"]
     assert found["text_offset"] == [0, 1, 1]
     assert found["top_logprobs"][0] == {"bytes:\\xc3": -1.0, "bytes:\\xa9": -2.5}
