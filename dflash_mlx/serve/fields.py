@@ -89,7 +89,7 @@ class Answered(Sampled, Asked):
 
     @property
     def most(self) -> int | None:
-        """Tokens of an answer, where the request says."""
+        """Tokens of an answer, where the request says; 0 to have the prompt read alone."""
         return self.max_tokens
 
     @property
@@ -107,6 +107,11 @@ class Answered(Sampled, Asked):
     def tops(self) -> int | None:
         """Likeliest tokens to tell with each token, None for no log-probabilities."""
         return None
+
+    @property
+    def laws(self) -> tuple[int | None, int | None]:
+        """As `tops`, what is computed for the answer, and for the prompt."""
+        return self.tops, None
 
     def check(self) -> None:
         """ApiError for fields that do not go together."""
@@ -166,10 +171,12 @@ def decoding(
         config = replace(
             usual,
             sampling=replace(usual.sampling, **asked),
-            max_tokens=usual.max_tokens if body.most is None else body.most,
+            max_tokens=usual.max_tokens if body.most is None else max(1, body.most),
+            reads_only=body.most == 0,
             structure=structure or usual.structure,
             stop=(*usual.stop, *body.stops),
-            logprobs=body.tops,
+            logprobs=body.laws[0],
+            prompt_logprobs=body.laws[1],
             thought_tokens=min(limits, default=None),
         )
     except DFlashError as error:

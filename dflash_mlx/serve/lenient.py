@@ -40,14 +40,14 @@ _HINTS = {
 _ASKING = {
     *("functions", "function_call", "web_search_options", "audio", "mcp_servers", "container"),
     *("thread", "thinking", "options", "system", "input", "images", "documents", "suffix", "echo"),
-    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex"),
+    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex", "n", "tools"),
     *("guided_choice", "guided_grammar", "format", "template", "chat_template", "raw", "adapters"),
     *("bad_words", "best_of", "use_beam_search", "messages", "stop", "stop_sequences"),
     *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability", "context"),
     *("dry_multiplier", "dynatemp_range", "logits_processors", "prompt_embeds"),
     *("presence_context_size", "frequency_context_size"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
-    *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+    *("tool_choice", "response_format", "output_config", "reasoning_effort", "prompt_logprobs"),
     "thinking_budget",
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}

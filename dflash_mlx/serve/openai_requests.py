@@ -9,7 +9,7 @@ from pydantic import Field
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import Answered, ChatBody, Count, Name, Stops, StopText, Strict
+from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Stops, StopText, Strict
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
 FIELDS = Fields(
@@ -20,6 +20,8 @@ FIELDS = Fields(
 )
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Several = Field(min_length=1, max_length=MOST_ANSWERS)
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 
@@ -152,8 +154,13 @@ class Completed(Answered):
     user: str | None = None
 
     @property
-    def answers(self) -> int:
+    def wanted(self) -> int:
+        """Answers to each prompt that are told, the best of those that are made."""
         return self.n or 1
+
+    @property
+    def answers(self) -> int:
+        return self.wanted
 
     def idle(self) -> list[str]:
         return [] if self.stream or self.stream_options is None else ["stream_options"]
@@ -226,16 +233,40 @@ def told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
 class CompletionRequest(Completed):
     """The body of POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_ANSWERS)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    )
+    prompt: str | Annotated[list[str], Several] | Ids | Annotated[list[Ids], Several]
+    max_tokens: Budget | None = None
     logprobs: Tops | None = None
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    suffix: None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each by itself."""
+        found: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        return [found] if isinstance(found[0], int) else found
+
+    @property
+    def answers(self) -> int:
+        return self.best_of or self.wanted
 
     @property
     def tops(self) -> int | None:
         return self.logprobs
+
+    @property
+    def laws(self) -> tuple[int | None, int | None]:
+        ranked = self.tops or 0 if self.answers > self.wanted else self.tops
+        return ranked, self.tops if self.echo else None
+
+    def check(self) -> None:
+        wanted, made = self.wanted, self.answers
+        if self.suffix:
+            raise refusal("suffix", "cannot be honoured, as texts are only gone on with", "drop it")
+        if made < wanted or (self.stream and made > wanted):
+            what = f"is {made} with n {wanted} and stream {bool(self.stream)}"
+            raise refusal("best_of", what, "let it be n, or more where nothing streams")
+        if (answers := len(self.prompts) * made) > MOST_ANSWERS:
+            what = f"asks for {answers} answers with {len(self.prompts)} prompts"
+            name = "best_of" if self.best_of else "n"
+            raise refusal(name, what, f"ask for at most {MOST_ANSWERS} at once")

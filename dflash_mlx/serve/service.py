@@ -21,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.calls import Part
-from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
+from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
 from dflash_mlx.serve.forms import form_of
@@ -136,15 +136,15 @@ class Service:
     ) -> ResponseStream:
         """Ask for all answers to all prompts, and return when they are taken in."""
         configs = decoding(self.usual, body, structure)
-        spaced = partial(starts_with_space, pair.tokenizer) if goes_on else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
                 reply = Reply(tokens, config, pair, behind=first, index=len(replies))
-                reply.reader, reply.is_spaced = reader(), spaced
+                reply.reader, reply.goes_on = reader(), goes_on
                 replies.append(reply)
                 first = first or reply
+                reply.config = replace(config, prompt_logprobs=None) if reply.behind else config
         return await self.queue.open(replies)
 
 
