@@ -67,6 +67,10 @@ def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
     """Where a problem of pydantic's is; its own place also names the types that it tried."""
     found: list[str | int] = []
     for each in problem["loc"][1:]:
+        inner = body.get(str(body.get("type"))) if isinstance(body, dict) else None
+        if isinstance(inner, dict) and each in inner and each not in body:  # `Nested`
+            found.append(str(body["type"]))
+            body = inner
         is_key = isinstance(body, dict) and each in body
         if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
             body = body[each]
@@ -90,3 +94,8 @@ def encoded(value: Any) -> bytes:
     """JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, as an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def event(kind: str, **values: Any) -> bytes:
+    """A server-sent event that has a name, in itself too."""
+    return f"event: {kind}\ndata: ".encode() + encoded({"type": kind, **values}) + b"\n\n"

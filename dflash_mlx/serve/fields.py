@@ -28,6 +28,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Sent(Strict):
+    """What clients send back as it came, with fields that change nothing."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class Asked(Strict):
     """The body of a request."""
 
@@ -56,6 +62,7 @@ class Answered(Sampled, Asked):
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
 
     stream: bool | None = None
+    return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
     max_tokens: Count | None = None
 
     @property

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +17,7 @@ from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
-from dflash_mlx.serve.service import Service, answer, converse, figures
+from dflash_mlx.serve.service import Service, answer, converse, figures, progress
 from dflash_mlx.serve.settings import MOST_ANSWERS
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
@@ -57,7 +57,6 @@ def _prompts(service: Service, given: str | list[str] | list[int]) -> list[tuple
 class ChatWriter:
     """Writes answers down as choices, each a message, whole or in chunks."""
 
-    ping = b": alive\n\n"
     # Of ids; `object` of a whole response, and of a chunk.
     prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
@@ -72,6 +71,11 @@ class ChatWriter:
         }
         self._calls: dict[Reply, list[str]] = {}  # that chunks have begun
         self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
+
+    @property
+    def ping(self) -> bytes:
+        told = progress(self._body, self._replies[0])
+        return _event({**self.of(), **told}) if told else b": alive\n\n"
 
     def start(self) -> bytes:
         return b""
@@ -129,17 +133,7 @@ class ChatWriter:
 
     def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
         """Log-probabilities of tokens of an answer."""
-        told = [
-            {**self._one(p.token, p.logprob), "top_logprobs": [self._one(*top) for top in p.top]}
-            for p in found
-        ]
-        return {"content": told, "refusal": None}
-
-    def _one(self, token: int, logprob: float) -> Json:
-        """A token; one that is only a part of a character has no bytes of its own."""
-        text = self.text_of(token)
-        whole = None if "\ufffd" in text else [*text.encode()]
-        return {"token": text, "logprob": logprob, "bytes": whole}
+        return {"content": told_logprobs(self._tokenizer, found), "refusal": None}
 
     def of(self, *choices: Json) -> Json:
         """An object with these choices."""
@@ -193,6 +187,17 @@ class TextWriter(ChatWriter):
             "top_logprobs": [{self.text_of(t): p for t, p in each.top} for each in found],
             "text_offset": offsets,
         }
+
+
+def told_logprobs(tokenizer: Any, found: Sequence[TokenLogprobs]) -> list[Json]:
+    """Of tokens; one that is only a part of a character has no bytes of its own."""
+
+    def one(token: int, logprob: float) -> Json:
+        text = tokenizer.decode([token])
+        whole = None if "\ufffd" in text else [*text.encode()]
+        return {"token": text, "logprob": logprob, "bytes": whole}
+
+    return [{**one(p.token, p.logprob), "top_logprobs": [one(*t) for t in p.top]} for p in found]
 
 
 def _call(part: Part) -> Json:

@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
 
+_PROGRESS = 1.0  # seconds between two events that say how much of a prompt is read
 _GONE = 499  # nobody reads it
 
 
@@ -170,6 +171,7 @@ async def answer(
     first, given = stream.replies[0], getattr(request.state, "ignored", [])
     first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
     writer = make(service, body, stream.replies)
+    stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:
         return EventStream(stream, writer)
     try:
@@ -234,6 +236,18 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
             yield b"".join((*events, writer.end(reply) if reply.reason else b""))
     except ApiError as error:
         yield writer.error(error)
+
+
+def progress(body: Answered, reply: Reply) -> dict[str, Any]:
+    """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
+    sequence, total = reply.sequence, len(reply.tokens)
+    read = 0 if sequence is None else sequence.state.position
+    if not body.return_progress or read >= total:
+        return {}
+    cached = (
+        reply.statistics.reused_tokens if sequence is None else sequence.statistics.reused_tokens
+    )
+    return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:
