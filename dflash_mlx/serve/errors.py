@@ -58,7 +58,10 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
     """The JSON of an error for a request of this path."""
     openai, anthropic = _KINDS.get(error.status_code, _FAULT)
     if path.startswith(ANTHROPIC):
-        return {"type": "error", "error": {"type": anthropic, "message": error.detail}}
+        told: dict[str, Any] = {"type": anthropic, "message": error.detail}
+        if getattr(error, "param", None) == "thread":  # clients send the conversation again then
+            told["details"] = {"error_code": "thread_not_found"}
+        return {"type": "error", "error": told}
     about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
     return {"error": {"message": error.detail, "type": openai, **about}}
 

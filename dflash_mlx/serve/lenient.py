@@ -47,7 +47,8 @@ _ASKING = {
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
 _MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "repetition_context"}  # default
-_NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto")
+_CREATE = {"type": "create"}  # a thread, which may be lost: the conversation is sent again then
+_NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", _CREATE)
 
 
 class LenientRoute(APIRoute):
@@ -138,7 +139,9 @@ def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
         if is_top and key in _SAME and _SAME[key] not in holder:
             holder[_SAME[key]] = holder.pop(key)
             return True
-        nothing = value in _NOTHING or (key in _NEUTRAL_AT_1 and is_number and value == 1)
+        nothing = value in (*_NOTHING, _CREATE) or (
+            key in _NEUTRAL_AT_1 and is_number and value == 1
+        )
         if is_top and key in _ASKING and not nothing:
             return False
     elif is_top and key == "seed" and isinstance(value, int) and is_number and value != -1:

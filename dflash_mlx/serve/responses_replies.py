@@ -24,17 +24,14 @@ from dflash_mlx.serve.responses_requests import INPUT, ITEMS, KNOWN, ResponsesRe
 from dflash_mlx.serve.service import Service, converse, figures, progress, unless_gone
 
 _CUT = ("length", "context")  # reasons of an answer that is not complete
-# Of items: the prefix of ids, the type, the key of the text, and the event about it; where the text
-# is in a part, the type of the part and the event about that.
-_FORMS: dict[str, tuple[str, str, str, str, str, str]] = {
-    WORDS: ("msg", "message", "content", "output_text", "output_text", "content_part"),
-    THOUGHT: ("rs", "reasoning", "content", "reasoning_text", "reasoning_text", "content_part"),
-    "summary": (
-        *("rs", "reasoning", "summary", "reasoning_summary_text"),
-        *("summary_text", "reasoning_summary_part"),
-    ),
-    CALL: ("fc", "function_call", "arguments", "function_call_arguments", "", ""),
-    "custom": ("ctc", "custom_tool_call", "input", "custom_tool_call_input", "", ""),
+_SUMMARY, _CUSTOM = "summary", "custom"  # a thought and a call, where a request has asked so
+# Of items: the prefix of ids, the type, the key of the text, and what the part is that it is in.
+_FORMS: dict[str, tuple[str, str, str, str]] = {
+    WORDS: ("msg", "message", "content", "output_text"),
+    THOUGHT: ("rs", "reasoning", "content", "reasoning_text"),
+    _SUMMARY: ("rs", "reasoning", _SUMMARY, "summary_text"),
+    CALL: ("fc", "function_call", "arguments", ""),
+    _CUSTOM: ("ctc", "custom_tool_call", INPUT, ""),
 }
 _ECHOED = {
     *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
@@ -129,15 +126,15 @@ class ItemWriter:
     def part(self, reply: Reply, part: Part) -> bytes:
         goes_on = (part.identity or part.kind) == self._open
         begin = b"" if goes_on else self._close("completed") + self._begin(part)
-        likely = self._logprobs(part.text, goes_on)
-        more: Json = {"logprobs": likely} if part.kind == WORDS else {}
-        holder, key, added = self._items[-1], self._form[2], part.text
+        holder, key, added, more = self._items[-1], self._form[2], part.text, dict[str, Any]()
         if part.kind == CALL:
             self._arguments += added
             added = self._input()[len(holder[key]) :] if key == INPUT else added
         else:
-            holder, key = holder[key][0], "text"
-            holder |= {name: [*holder[name], *likely] for name in more}
+            holder, key, likely = holder[key][0], "text", self._logprobs(added, goes_on)
+            if part.kind == WORDS:
+                holder["logprobs"] += likely
+                more = {"logprobs": likely}
         holder[key] += added
         return begin + (self._said("delta", delta=added, **more) if added else b"")
 
@@ -166,11 +163,11 @@ class ItemWriter:
     def _begin(self, part: Part) -> bytes:
         """The beginning of another item."""
         tool, reasoning = self._body.named.get(part.name), self._body.reasoning
-        kind = "custom" if tool is not None and tool.type == "custom" else part.kind
+        kind = _CUSTOM if tool is not None and tool.type == _CUSTOM else part.kind
         if kind == THOUGHT and reasoning is not None and reasoning.summary:
-            kind = "summary"
+            kind = _SUMMARY
         self._open, self._form, self._arguments = part.identity or part.kind, _FORMS[kind], ""
-        prefix, of_type, key, _, in_part, event_of_part = self._form
+        prefix, of_type, key, in_part = self._form
         item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": of_type}
         item |= {"role": "assistant"} if part.kind == WORDS else {}
         item |= {"summary": []} if part.kind == THOUGHT else {}
@@ -183,17 +180,17 @@ class ItemWriter:
             return begin
         own: Json = {"annotations": [], "logprobs": []} if part.kind == WORDS else {}
         self._items[-1][key].append({"type": in_part, "text": "", **own})
-        return begin + self._said("added", event_of_part, part=self._items[-1][key][0])
+        return begin + self._said("added", part=self._items[-1][key][0])
 
     def _close(self, status: str) -> bytes:
         """The end of the item that is open, if one is."""
         if not self._open:
             return b""
         item, key, self._open = self._items[-1], self._form[2], ""
-        if self._form[4]:
+        if self._form[3]:
             part = item[key][0]
             told = {name: part[name] for name in ("text", "logprobs") if name in part}
-            done = self._said("done", **told) + self._said("done", self._form[5], part=part)
+            done = self._said("done", **told) + self._said("done", part=part)
         else:
             done = self._said("done", **{name: item[name] for name in (key, "name")})
         item["status"] = status
@@ -211,7 +208,8 @@ class ItemWriter:
         """Those of the tokens that a text came of; none of marks before it."""
         tokenizer, found = self._service.pair.tokenizer, self._reply.logprobs
         read, text, ends = "", text.strip(), list[int]()
-        while len(ends) < len(found) and text not in read:
+        most = min(len(found), 32 + 4 * len(text))
+        while len(ends) < most and text not in read:
             read = tokenizer.decode([each.token for each in found[: len(ends) + 1]])
             ends.append(len(read))
         at = 0 if goes_on else read.find(text)
@@ -219,11 +217,13 @@ class ItemWriter:
         del found[: len(ends)]
         return told_logprobs(tokenizer, told)
 
-    def _said(self, what: str, about: str = "", **values: Any) -> bytes:
-        """An event about the text of the item, or about the part that it is in."""
-        place = {"item_id": self._items[-1]["id"]}
-        place |= {f"{self._form[2]}_index": 0} if self._form[4] else {}
-        return self._placed(f"{about or self._form[3]}.{what}", **place, **values)
+    def _said(self, what: str, **values: Any) -> bytes:
+        """An event about the text of the item, or about the `part` that it is in."""
+        _, of_type, key, in_part = self._form
+        name = f"{key}_part" if "part" in values else in_part or f"{of_type}_{key}"
+        name = f"reasoning_{name}" if key == _SUMMARY else name
+        place = {"item_id": self._items[-1]["id"], **({f"{key}_index": 0} if in_part else {})}
+        return self._placed(f"{name}.{what}", **place, **values)
 
     def _placed(self, kind: str, **values: Any) -> bytes:
         return self._event(f"response.{kind}", output_index=len(self._items) - 1, **values)
