@@ -189,6 +189,8 @@ def test_what_is_kept_is_bounded():
     with pytest.raises(ApiError):
         shelf.item("me", "b")
     assert shelf.size == 60 and shelf.item("me", "a")
+    with pytest.raises(ApiError):
+        shelf.item("you", "a")
     shelf.put("me", "e", Kept(b"1" * 50, b""))
     assert shelf.size == 100
     shelf.drop("me", "e")

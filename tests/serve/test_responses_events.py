@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from dflash_mlx.serve import request_queue, service
+from dflash_mlx.serve.responses_requests import ResponsesRequest
 from support.serving import COUNT, MODEL, TOOL, WORDS, chat_body, serving, speak
 
 RESPONSES = "/v1/responses"
@@ -144,12 +147,13 @@ def test_a_custom_tool_takes_a_text_and_its_calls_go_round():
 
 
 def test_the_grammar_of_a_custom_tool_is_told_to_the_model():
-    from dflash_mlx.serve.responses_requests import ResponsesRequest
-
     asked = ResponsesRequest.model_validate(body(tools=[PATCH]))
     function = asked.chat(None).tools[0]["function"]
     assert function["description"].startswith("Edits.") and "start: /.+/" in str(function)
     assert function["parameters"]["required"] == ["input"]
+    call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": INPUT}
+    (told,) = ResponsesRequest.model_validate(body([call])).chat(None).messages
+    assert told["tool_calls"][0]["function"]["arguments"] == {"input": INPUT}
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
@@ -201,9 +205,8 @@ def test_input_items_and_tokens_are_told():
 
 
 def test_progress_of_the_prompt_is_told_where_it_is_asked_for(monkeypatch):
-    from dflash_mlx.serve import service
-
     monkeypatch.setattr(service, "_PROGRESS", 0.02)
+    monkeypatch.setattr(request_queue, "PING", 600.0)
     said = {}
     with serving(speak) as server:
         for path in ("/v1/chat/completions", RESPONSES, "/v1/messages"):
@@ -219,3 +222,14 @@ def test_progress_of_the_prompt_is_told_where_it_is_asked_for(monkeypatch):
         event = json.loads(line[6:])
         told = event.get("response", event)["dflash"]["prompt_progress"]
         assert told["cache"] <= told["processed"] < told["total"]
+
+
+def test_progress_is_over_when_the_prompt_is_read():
+    def told(read):
+        state = SimpleNamespace(position=read)
+        sequence = SimpleNamespace(state=state, statistics=SimpleNamespace(reused_tokens=1))
+        reply = SimpleNamespace(sequence=sequence, tokens=(1, 2, 3))
+        return service.progress(SimpleNamespace(return_progress=True), reply)
+
+    assert told(2)["dflash"]["prompt_progress"] == {"total": 3, "cache": 1, "processed": 2}
+    assert told(3) == {}
