@@ -42,6 +42,7 @@ from dflash_mlx.verifier.pass_times import PassTimes, stored_times
 _PLAIN = "plain decoding"
 _BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
 _IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
+_TAUGHT = 3  # rounds that are enough to go by
 _NOTHING = Sizes(np.ones(1), np.zeros(1, int), np.zeros(1))  # was found to draft
 
 
@@ -113,7 +114,8 @@ class BatchBudget:
 
     def propose(self, states: Sequence[State], budget: int) -> list[Proposal]:
         now = self.clock() - sum(state.paused for state in states)
-        one, known = len(states), self._known(len(states))
+        one = len(states) + states[0].beside  # each row of others is taken to bring its token
+        known = self._known(one)
         self._learn(known, states, now)
         if all(state.last is None for state in states):
             self._begin_answer(known, states)
@@ -128,21 +130,26 @@ class BatchBudget:
         asked = _Asked(arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
         self._asked.update((state, asked) for state in states)
         why = Reason(arm is not known.arms[0], cut.drafts, again, rates, cut.instead is not None)
-        plain = known.times.plain_now(len(states), _contexts(states))
+        plain = known.times.plain_now(one, _contexts(states))
         return [replace(part, why=why, plain_seconds=plain) for part in cut.parts]
 
     def _known(self, count: int) -> Experience:
-        """What so many sequences have taught; they begin with what one has."""
-        one = self.experience
-        if count == 1:
-            return one
-        if count not in self._together:
-            times = RoundTimes(one.times.timed)
-            more = times.plain(count, ()) - times.plain(1, ())
-            arms = [Arm(a.name, a.tokens.mean * count, a.seconds + more) for a in one.arms]
-            self._together[count] = Experience(
-                arms, one.reliability, times, one.second, one.further
-            )
+        """What so many sequences have taught; they begin with what those nearest have, or one."""
+        own = self.experience if count == 1 else self._together.get(count)
+        if own is not None and (count == 1 or own.rounds >= _TAUGHT):
+            return own
+        taught = [n for n, each in self._together.items() if each.rounds >= _TAUGHT]
+        if own is not None and not taught:
+            return own
+        one, near = self.experience, min(taught, key=lambda n: abs(n - count), default=1)
+        base, times = self._together.get(near, one), RoundTimes(one.times.timed)
+        before, plain = times.plain(near, ()), times.plain(count, ())
+        share = count / near
+        arms = [
+            Arm(a.name, a.tokens.mean * share, plain + max(a.seconds - before, 0.0) * min(share, 1))
+            for a in base.arms
+        ]
+        self._together[count] = Experience(arms, one.reliability, times, one.second, one.further)
         return self._together[count]
 
     def _begin_answer(self, known: Experience, states: Sequence[State]) -> None:
@@ -151,7 +158,7 @@ class BatchBudget:
             each.retime(self.newest())
         plain, *drafts = known.arms
         contexts = _contexts(states)
-        plain.planned = Average(known.times.plain(len(states), contexts))
+        plain.planned = Average(known.times.plain(len(states) + states[0].beside, contexts))
         for arm in drafts:
             arm.plan(partial(known.times.of, contexts=contexts))
         if drafts and known.best is plain:
@@ -240,12 +247,13 @@ class BatchBudget:
         drafts: Sequence[Proposal],
         before: float,
     ) -> Cut:
-        times, trees, contexts = known.times, [draft.tree for draft in drafts], _contexts(states)
+        times, contexts, beside = known.times, _contexts(states), states[0].beside
+        trees = [*(draft.tree for draft in drafts), *[Tree.chain()] * beside]
         seconds = partial(times.of, contexts=contexts)
         if sum(map(len, trees)) == len(trees):
             drafted = before > 0
             took = float(seconds(len(trees))) if drafted else times.plain(len(trees), contexts)
-            return Cut([*drafts], float(len(trees)), before, before + took, _NOTHING)
+            return Cut([*drafts], float(len(trees)), before, before + took, _NOTHING, beside=beside)
         if times.timed is None:
             most = min(most, max(SAFE, len(trees)))
         reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
@@ -253,8 +261,10 @@ class BatchBudget:
             trees, reached, seconds, before, most, self._branching(times)
         )
         expected = sum(float(part[nodes].sum()) for part, nodes in zip(reached, kept, strict=True))
-        parts = [draft.part(nodes) for draft, nodes in zip(drafts, kept, strict=True)]
-        return Cut(parts, expected, before, before + sizes.cost(seconds, count), sizes)
+        pairs = zip(drafts, kept[: len(drafts)], strict=True)
+        parts = [draft.part(nodes) for draft, nodes in pairs]
+        took = before + sizes.cost(seconds, count)
+        return Cut(parts, expected, before, took, sizes, beside=beside)
 
     def _branching(self, times: RoundTimes) -> Seconds | None:
         if self._scope.chains:

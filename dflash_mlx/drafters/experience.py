@@ -314,14 +314,15 @@ class Cut:
     seconds: float  # that the round should take
     sizes: Sizes  # what other numbers of nodes promise
     instead: Instead | None = None  # without the second pass, where there was one
+    beside: int = 0  # rows of others that share the pass
 
     @property
     def drafts(self) -> bool:
-        return self.rows > len(self.parts)
+        return self.rows > len(self.parts) + self.beside
 
     @property
     def rows(self) -> int:
-        return sum(len(part.tree) for part in self.parts)
+        return sum(len(part.tree) for part in self.parts) + self.beside
 
 
 @dataclass
@@ -334,6 +335,7 @@ class Experience:
     second: SecondPass = field(default_factory=SecondPass)
     # Of drafts made step by step: what further steps brought, by the chances of what they continue
     further: Continued = field(default_factory=lambda: Continued(_NEXT))
+    rounds: int = 0  # that it has learned from
 
     @property
     def best(self) -> Arm:
@@ -366,6 +368,7 @@ class Experience:
             arm.planned = Average(drafts + max(arm.planned.mean - drafts, 0.0) * one_row)
 
     def spent(self, arm: Arm, cut: Cut, took: float) -> None:
+        self.rounds += 1
         guessed = self.times.timed is None
         drafted, machine = cut.drafts or arm is not self.arms[0], self.times.machine.mean
         seconds = self.times.learn(cut.rows, drafted, cut.before, took, cut.seconds)

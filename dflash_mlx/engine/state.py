@@ -69,7 +69,8 @@ class State:
         self.paused = 0.0
         # Whether all that the next pass begins from is computed: one that fails can be done again
         self.settled = True
-        self.delayed = False  # whether the last pass read prompts of others, too
+        self.delayed = False  # whether the last pass had more rows of others than was known
+        self.beside = 0  # rows that the next pass has for sequences of other drafters
         self.constraint: Constraint | None = None  # what this answer may be, None for anything
         self.pieces: tuple[Piece, ...] = ()  # of the committed prompt
         self._tokens: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,7 +29,8 @@ Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter reads
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
 _FORCED = (
-    "The grammar of the answer leaves no choice of these tokens, so nothing had to be drafted."
+    "The grammar of the answer, or its limit of thought, leaves no choice of these tokens, so "
+    "nothing had to be drafted."
 )
 
 
@@ -122,8 +123,7 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
             guarded(tree.wait)  # what fails is told where the pass is committed
         observer.mark("draft")
 
-    for each in decoding:
-        each.state.delayed = bool(reading)
+    _compare(verify, bool(reading))
     failed: RuntimeError | None = None  # of the GPU, which is told once for all of a pass
     for part, found in zip([*joined, *alone], passes, strict=True):
         commit = partial(_committed, target, part, len(joined) > 1, observer)
@@ -162,6 +162,17 @@ def _proposed(
         if not isinstance(again[each], Exception):  # they were at fault
             target.kernels.fail(reason)
     return found | again
+
+
+def _compare(verify: abc.Sequence[_Verify], reading: bool) -> None:
+    """Note whose pass had other rows beside its own than its drafter knew of."""
+    rows = Counter[int]()
+    for part in verify:
+        rows[id(part.sequence.drafter)] += 0 if part.proposal.forced else len(part.proposal.tree)
+    total = sum(len(part.proposal.tree) for part in verify)
+    for part in verify:
+        state, own = part.sequence.state, rows[id(part.sequence.drafter)]
+        state.delayed = reading or total - own != state.beside
 
 
 def _watch(target: Target, verify: abc.Sequence[_Verify], seconds: float) -> None:
@@ -217,7 +228,8 @@ def propose(
     forced = {each: guarded(partial(_forced, each.state)) for each in decoding}
     free = [each for each in decoding if forced[each] is None]
     found = {each: proposal for each, proposal in forced.items() if proposal is not None}
-    return {**found, **_drafted(free, observer)}
+    rows = sum(len(each.tree) for each in found.values() if isinstance(each, Proposal))
+    return {**found, **_drafted(free, observer, rows)}
 
 
 def _forced(state: State) -> Proposal | None:
@@ -229,12 +241,17 @@ def _forced(state: State) -> Proposal | None:
 
 
 def _drafted(
-    decoding: abc.Sequence[Sequence], observer: Observer
+    decoding: abc.Sequence[Sequence], observer: Observer, forced: int = 0
 ) -> dict[Sequence, Proposal | Exception]:
+    """forced: rows of the pass that grammars leave no choice of."""
     drafters = {id(each.drafter): each.drafter for each in decoding}
     found: dict[Sequence, Proposal | Exception] = {}
     for key, drafter in drafters.items():
         own = [each for each in decoding if id(each.drafter) == key]
+        beside = [found.get(each) for each in decoding if each not in own]
+        rows = sum(len(p.tree) if isinstance(p, Proposal) else 1 for p in beside)
+        for each in own:
+            each.state.beside = forced + rows
         proposals = guarded(partial(drafter.propose, [each.state for each in own], NO_LIMIT))
         if not isinstance(proposals, Exception):
             found.update(zip(own, proposals, strict=True))

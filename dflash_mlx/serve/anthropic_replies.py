@@ -11,12 +11,13 @@ from itertools import groupby
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, event
 from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply
-from dflash_mlx.serve.service import Service, converse, figures, progress, unless_gone
+from dflash_mlx.serve.service import Service, converse, count, figures, progress
 
 _REASONS = {"length": "max_tokens", "context": "max_tokens", TOOLS: "tool_use"}
 _DELTAS = {  # by the kind of a part: what adds it to its block, and under which key
@@ -33,9 +34,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 
 async def count_tokens(body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
-    service: Service = request.app.state.service
-    _, _, tokens = await unless_gone(request, service.read(body))
-    return as_json({"input_tokens": len(tokens)})
+    return as_json({"input_tokens": await count(request, body)})
 
 
 class BlockWriter:
@@ -46,21 +45,29 @@ class BlockWriter:
         head = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": body.model}
         self._body = body
-        self._index, self._open = -1, ""  # a stream's last block; its kind or call if it is open
+        # The last block of a stream; its kind or call if it is open; whether there was an event.
+        self._index, self._open, self._begun = -1, "", False
 
     @property
     def ping(self) -> bytes:
-        return event("ping", **progress(self._body, self._reply))
+        return self._begin() + event("ping", **progress(self._body, self._reply))
 
     def start(self) -> bytes:
-        usage = {"input_tokens": len(self._reply.tokens), "output_tokens": 0}
+        return b""  # with the first part or ping, what caches hold is known
+
+    def _begin(self) -> bytes:
+        """The first event, once."""
+        begun, self._begun = self._begun, True
+        if begun or (sequence := self._reply.sequence) is None:
+            return b""
+        usage = {**_usage(sequence.statistics), "output_tokens": 0}
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
         return event("message_start", message={**self._head, **empty, "usage": usage})
 
     def part(self, reply: Reply, part: Part) -> bytes:
-        begin = b""
+        begin = self._begin()
         if (part.identity or part.kind) != self._open:
-            begin, block = self._close(), _block(replace(part, text=""))
+            begin, block = begin + self._close(), _block(replace(part, text=""))
             self._index, self._open = self._index + 1, part.identity or part.kind
             begin += event("content_block_start", index=self._index, content_block=block)
         kind, key = _DELTAS[part.kind]
@@ -68,7 +75,7 @@ class BlockWriter:
 
     def end(self, reply: Reply) -> bytes:
         ending = event("message_delta", delta=self._ending(), **self._told())
-        return self._close() + ending + event("message_stop")
+        return self._begin() + self._close() + ending + event("message_stop")
 
     def error(self, error: ApiError) -> bytes:
         return event("error", **body_of(error, ANTHROPIC))
@@ -98,15 +105,20 @@ class BlockWriter:
         return {"stop_reason": _REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
     def _told(self) -> Json:
-        """Tokens and figures; tokens that caches held are no `input_tokens`."""
-        s = self._reply.statistics
-        usage = {
-            "input_tokens": s.prompt_tokens - s.reused_tokens,
-            "output_tokens": s.generated_tokens,
-            "cache_read_input_tokens": s.reused_tokens,
-            "cache_creation_input_tokens": 0,
-        }
+        """Tokens and figures."""
+        thought = {"thinking_tokens": self._reply.reader.thoughts.tokens}
+        usage = {**_usage(self._reply.statistics), "output_tokens_details": thought}
         return {"usage": usage, "dflash": figures([self._reply])}
+
+
+def _usage(s: Statistics) -> Json:
+    """Tokens; those of the prompt that caches held are no `input_tokens`."""
+    return {
+        "input_tokens": s.prompt_tokens - s.reused_tokens,
+        "output_tokens": s.generated_tokens,
+        "cache_read_input_tokens": s.reused_tokens,
+        "cache_creation_input_tokens": 0,
+    }
 
 
 def _block(part: Part) -> Json:

@@ -22,7 +22,6 @@ _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, a
 
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class TextPart(Strict):
@@ -39,13 +38,13 @@ class FunctionCall(Strict):
     """Which function was called, with its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: str | Json  # as an object in Ollama's API
 
 
 class ToolCall(Strict):
     """A call that the assistant made."""
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # which some clients leave in
@@ -182,9 +181,6 @@ class Completed(OpenAIBody):
     """What chat completions and completions share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
     def answers(self) -> int:
@@ -204,7 +200,6 @@ class ChatRequest(ChatBody, Completed):
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     response_format: Format | None = None
-    reasoning_effort: str | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -230,21 +225,17 @@ class ChatRequest(ChatBody, Completed):
     def chat(self, pair: Pair) -> Chat:
         form = self.response_format
         tools = [each.model_dump(exclude_none=True) for each in self.tools or []]
-        given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
-        own = effort if self.reasoning_effort is not None else {}
         return Chat(
             FIELDS,
-            [_told(each) for each in self.messages],
+            [told(each) for each in self.messages],
             *chosen(self.tool_choice, tools),
             self.parallel_tool_calls is False,
             form.wanted(FIELDS.schema) if form is not None else None,
             form is not None and bool(form.strict),
-            arguments={**own, **given},
-            named={name: name for name in own if name not in given},
         )
 
 
-def _told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
+def told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
     """As chat templates read it."""
     role = "system" if message.role == "developer" else message.role
     found = message.model_dump(include=_TOLD, exclude_none=True)

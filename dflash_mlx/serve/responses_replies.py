@@ -14,14 +14,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.chat import Json
+from dflash_mlx.serve.chat import TOO_LONG, Json
 from dflash_mlx.serve.errors import ApiError, as_json, encoded, event
 from dflash_mlx.serve.kept import Kept
 from dflash_mlx.serve.openai_replies import told_logprobs
 from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.responses_requests import INPUT, ITEMS, KNOWN, ResponsesRequest
-from dflash_mlx.serve.service import Service, converse, figures, progress, unless_gone
+from dflash_mlx.serve.service import EventStream, Service, converse, count, figures, progress
 
 _CUT = ("length", "context")  # reasons of an answer that is not complete
 _SUMMARY, _CUSTOM = "summary", "custom"  # a thought and a call, where a request has asked so
@@ -41,15 +41,23 @@ _ECHOED = {
 
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
+    service, owner = request.app.state.service, _owner(request)
     _complete(body, request)
-    return await converse(request, body, partial(ItemWriter, _owner(request)))
+    try:
+        return await converse(request, body, partial(ItemWriter, owner))
+    except ApiError as error:
+        if not body.stream or error.code != TOO_LONG:
+            raise
+        writer = ItemWriter(owner, service, body, [Reply((), service.usual)])
+        said = writer.start() + writer.error(error)  # where Codex looks for it
+        return Response(said, media_type=EventStream.media_type)
 
 
 async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
     """How many tokens a prompt has."""
     _complete(body, request)
-    _, _, tokens = await unless_gone(request, request.app.state.service.read(body))
-    return as_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
+    told = {"object": "response.input_tokens", "input_tokens": await count(request, body)}
+    return as_json(told)
 
 
 def _complete(body: ResponsesRequest, request: Request) -> None:
@@ -149,9 +157,9 @@ class ItemWriter:
         return "incomplete" if self._reply.reason in _CUT else "completed"
 
     def error(self, error: ApiError) -> bytes:
-        code = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
+        usual = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
         last = self._close("incomplete")
-        told = {"error": {"code": code, "message": error.detail}}
+        told = {"error": {"code": error.code or usual, "message": error.detail}}
         return last + self._event("response.failed", response=self._object("failed") | told)
 
     def whole(self) -> Json:
@@ -206,7 +214,7 @@ class ItemWriter:
 
     def _logprobs(self, text: str, goes_on: bool) -> list[Json]:
         """Those of the tokens that a text came of; none of marks before it."""
-        tokenizer, found = self._service.pair.tokenizer, self._reply.logprobs
+        tokenizer, found = self._reply.tokenizer, self._reply.logprobs
         read, text, ends = "", text.strip(), list[int]()
         most = min(len(found), 32 + 4 * len(text))
         while len(ends) < most and text not in read:
@@ -249,11 +257,7 @@ class ItemWriter:
         return found
 
     def _usage(self) -> Json:
-        """Tokens; those of thoughts are counted again in their text."""
-        s = self._reply.statistics
-        thought = "".join(part.text for part in self._reply.parts if part.kind == THOUGHT)
-        tokenizer = self._service.pair.tokenizer
-        thinking = len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
+        s, thinking = self._reply.statistics, self._reply.reader.thoughts.tokens
         cached = {"cached_tokens": s.reused_tokens, "cache_write_tokens": 0}
         return {
             "input_tokens": s.prompt_tokens,

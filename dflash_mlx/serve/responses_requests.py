@@ -117,13 +117,6 @@ class TextConfig(Sent):
     verbosity: str | None = None
 
 
-class Reasoning(Sent):
-    """How much the model thinks, and whether that is told as a summary."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
 class ResponsesRequest(ChatBody, OpenAIBody):
     """The body of POST /v1/responses."""
 
@@ -135,7 +128,6 @@ class ResponsesRequest(ChatBody, OpenAIBody):
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
@@ -192,7 +184,6 @@ class ResponsesRequest(ChatBody, OpenAIBody):
 
     def chat(self, pair: Pair) -> Chat:
         tools = [tool.function() for tool in self.named.values()]
-        effort = self.reasoning.effort if self.reasoning is not None else None
         form = self.text.format if self.text is not None else None
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return Chat(
@@ -202,8 +193,6 @@ class ResponsesRequest(ChatBody, OpenAIBody):
             self.parallel_tool_calls is False,
             form.wanted(FIELDS.schema) if form is not None else None,
             form is not None and bool(form.strict),
-            arguments=self.chat_template_kwargs or {},
-            hints={"reasoning_effort": effort} if effort is not None else {},
         )
 
 
