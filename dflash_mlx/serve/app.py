@@ -103,6 +103,7 @@ async def metrics(request: Request) -> Response:
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/chat/completions": openai_replies.chat_completions,
     "/v1/responses": responses_replies.responses,
+    "/v1/responses/input_tokens": responses_replies.input_tokens,
     "/v1/completions": openai_replies.completions,
     "/v1/messages": anthropic_replies.messages,
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
@@ -115,6 +116,7 @@ _TOLD: dict[str, Callable[..., Any]] = {  # by GET
     "/v1/models": models,
     "/v1/models/{name:path}": model,
     "/v1/responses/{name}": responses_replies.response,
+    "/v1/responses/{name}/input_items": responses_replies.input_items,
     "/api/tags": tags,
     "/api/ps": tags,
     "/api/version": version,

@@ -40,6 +40,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Sent(Strict):
+    """What clients send back as it came, with fields that change nothing."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class Asked(Strict):
     """The body of a request."""
 
@@ -85,6 +91,7 @@ class Answered(Sampled, Asked):
     streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
 
     stream: bool | None = None
+    return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
     max_tokens: Count | None = None
 
     @property

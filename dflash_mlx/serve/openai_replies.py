@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from dflash_mlx.serve.errors import ApiError, body_of, encoded
 from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
-from dflash_mlx.serve.service import Service, answer, converse, figures
+from dflash_mlx.serve.service import Service, answer, converse, figures, progress
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}
@@ -72,7 +72,6 @@ def _best(replies: Sequence[Reply], body: Completed) -> list[Reply]:
 class ChatWriter:
     """Writes answers down as choices, each a message, whole or in chunks."""
 
-    ping = b": alive\n\n"
     # Of ids; `object` of a whole response, and of a chunk.
     prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
@@ -89,6 +88,11 @@ class ChatWriter:
         self._bytes = cache(partial(token_bytes, self._tokenizer))
         self._calls: dict[Reply, list[str]] = {}  # that chunks have begun
         self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
+
+    @property
+    def ping(self) -> bytes:
+        told = progress(self._body, self._replies[0])
+        return _event({**self.of(), **told}) if told else b": alive\n\n"
 
     def start(self) -> bytes:
         return b""
@@ -148,16 +152,7 @@ class ChatWriter:
 
     def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
         """Log-probabilities of tokens of an answer."""
-        told = [
-            {**self._one(p.token, p.logprob), "top_logprobs": [self._one(*top) for top in p.top]}
-            for p in found
-        ]
-        return {"content": told, "refusal": None}
-
-    def _one(self, token: int, logprob: float | None) -> Json:
-        """A token; of a part of a character, the bytes say which."""
-        own = self._bytes(token)
-        return {"token": own.decode("utf-8", "replace"), "logprob": logprob, "bytes": [*own]}
+        return {"content": told_logprobs(self._tokenizer, found), "refusal": None}
 
     def of(self, *choices: Json) -> Json:
         """An object with these choices."""
@@ -228,6 +223,20 @@ class TextWriter(ChatWriter):
         own = self._bytes(token)
         text = own.decode("utf-8", "replace")
         return text if text.encode() == own else "bytes:" + "".join(f"\\x{b:02x}" for b in own)
+
+
+def told_logprobs(tokenizer: Any, found: Sequence[TokenLogprobs]) -> list[Json]:
+    """Of tokens; of one that is only a part of a character, the bytes say which."""
+
+    @cache
+    def named(token: int) -> Json:
+        own = token_bytes(tokenizer, token)
+        return {"token": own.decode("utf-8", "replace"), "bytes": [*own]}
+
+    def one(token: int, logprob: float | None) -> Json:
+        return {**named(token), "logprob": logprob}
+
+    return [{**one(p.token, p.logprob), "top_logprobs": [one(*t) for t in p.top]} for p in found]
 
 
 def _call(part: Part) -> Json:

@@ -92,6 +92,7 @@ class ResponseStream:
         self._news: deque[tuple[Reply, Delta | Exception]] = deque()
         self._came = asyncio.Event()
         self._waiting = len(self.replies)  # answers that are not taken in yet
+        self.pause = PING  # silent seconds after which it says that it is alive
 
     async def begun(self) -> None:
         """Return when all answers are taken in; ApiError where one is not."""
@@ -103,7 +104,7 @@ class ResponseStream:
                     raise self._queue.as_api_error(said)
 
     async def steps(self) -> AsyncIterator[tuple[Reply, list[Part]] | None]:
-        """An answer and what was added to it, until all are over; None after `PING` silent seconds.
+        """An answer and what was added to it, until all are over; None after a silent `pause`.
 
         Raises ApiError where an answer breaks off.
         """
@@ -126,7 +127,7 @@ class ResponseStream:
     async def _wait(self) -> None:
         """For news; not by `wait_for`, which before Python 3.12 can lose a cancellation."""
         self._came.clear()
-        timer = asyncio.get_running_loop().call_later(PING, self._came.set)
+        timer = asyncio.get_running_loop().call_later(self.pause, self._came.set)
         try:
             await self._came.wait()
         finally:
