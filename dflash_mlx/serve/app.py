@@ -106,6 +106,7 @@ _PATHS: dict[str, dict[str, Callable[..., Any]]] = {
     "POST": {
         "/v1/chat/completions": openai_replies.chat_completions,
         "/v1/responses": responses_replies.responses,
+        "/v1/responses/input_tokens": responses_replies.input_tokens,
         "/v1/completions": openai_replies.completions,
         "/v1/messages": anthropic_replies.messages,
         "/v1/messages/count_tokens": anthropic_replies.count_tokens,
@@ -118,6 +119,7 @@ _PATHS: dict[str, dict[str, Callable[..., Any]]] = {
         "/v1/models": models,
         "/v1/models/{name:path}": model,
         "/v1/responses/{name}": responses_replies.response,
+        "/v1/responses/{name}/input_items": responses_replies.input_items,
         "/api/tags": tags,
         "/api/ps": tags,
         "/api/version": version,

@@ -151,12 +151,6 @@ def check_tokens(pair: Pair, tokens: Sequence[int], field: str = "prompt") -> No
         raise _too_long(field, f"{len(tokens)} tokens > {room - 1} maximum", room)
 
 
-def starts_with_space(tokenizer: Any, token: int) -> bool:
-    """Whether a token begins with a space, as tokenizers of both kinds write it."""
-    piece = tokenizer.convert_ids_to_tokens(token)
-    return isinstance(piece, str) and piece.startswith(("Ġ", "▁", " "))
-
-
 def check_text(text: str, field: str) -> None:
     """ApiError for half a surrogate pair, which UTF-8 cannot hold."""
     try:

@@ -21,7 +21,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.calls import Part
-from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
+from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
 from dflash_mlx.serve.forms import form_of
@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
 
+_PROGRESS = 1.0  # seconds between two events that say how much of a prompt is read
 _GONE = 499  # nobody reads it
 
 
@@ -136,15 +137,15 @@ class Service:
     ) -> ResponseStream:
         """Ask for all answers to all prompts, and return when they are taken in."""
         configs = decoding(self.usual, body, structure)
-        spaced = partial(starts_with_space, pair.tokenizer) if goes_on else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
                 reply = Reply(tokens, config, pair, behind=first, index=len(replies))
-                reply.reader, reply.is_spaced = reader(), spaced
+                reply.reader, reply.goes_on = reader(), goes_on
                 replies.append(reply)
                 first = first or reply
+                reply.config = replace(config, prompt_logprobs=None) if reply.behind else config
         return await self.queue.open(replies)
 
 
@@ -195,6 +196,17 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
     return await answer(request, body, begin(), writer)
 
 
+async def count(request: Request, body: Conversation) -> int:
+    """How many tokens the prompt of a conversation has."""
+    service: Service = request.app.state.service
+
+    async def tokens() -> int:
+        async with service.using(body) as pair:
+            return len((await service.read(pair, body))[2])
+
+    return await unless_gone(request, tokens())
+
+
 async def answer(
     request: Request, body: Answered, begin: Awaitable[ResponseStream], make: WriterOf
 ) -> Response:
@@ -204,6 +216,7 @@ async def answer(
     first, given = stream.replies[0], getattr(request.state, "ignored", [])
     first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
     writer = make(service, body, stream.replies)
+    stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:
         return EventStream(stream, writer, body.media)
     try:
@@ -266,6 +279,18 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
             yield b"".join((*events, writer.end(reply) if reply.reason else b""))
     except ApiError as error:
         yield writer.error(error)
+
+
+def progress(body: Answered, reply: Reply) -> dict[str, Any]:
+    """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
+    sequence, total = reply.sequence, len(reply.tokens)
+    read = 0 if sequence is None else sequence.state.position
+    if not body.return_progress or read >= total:
+        return {}
+    cached = (
+        reply.statistics.reused_tokens if sequence is None else sequence.statistics.reused_tokens
+    )
+    return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def test_texts_and_tokens_go_on_without_a_template(client, server):
     answer = client.completions.create(model=MODEL, prompt=[PROMPT + "Once"], logprobs=1)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (WORDS.removeprefix("Once"), "stop")
-    assert "".join(choice.logprobs.tokens) == choice.text
-    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+    assert "".join(choice.logprobs.tokens) == choice.text + "<|im_end|>"
+    assert choice.logprobs.text_offset == [*range(len(choice.text) + 1)]
     both = client.completions.create(
         model=MODEL, prompt=[PROMPT, PROMPT + "Once"], n=2, max_tokens=4
     )

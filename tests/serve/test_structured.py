@@ -220,7 +220,7 @@ CHAT_REFUSED = [  # the field, what is said of it, and the request
     (SCHEMA, "numbre", {"response_format": form(BAD)}),
     (SCHEMA, "dict", {"response_format": form(5)}),
     (SCHEMA, "", {"response_format": form({"const": "\ud800"})}),
-    ("response_format.json_schema", "missing", {"response_format": {"type": "json_schema"}}),
+    ("response_format.json_schema.schema", "missing", {"response_format": {"type": "json_schema"}}),
     (TOOL.format(1), "numbre", {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": "required"}),
     (TOOL.format(0), "string", {"tools": [tool("b", {"type": "string"}, strict=True)]}),
     (TOOL.format(0), "numbre", {"tools": [tool("b", BAD, strict=True)]}),
