@@ -9,25 +9,11 @@ from pydantic import Field, model_validator
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import (
-    Answered,
-    Budget,
-    ChatBody,
-    Count,
-    Name,
-    Sent,
-    Stops,
-    StopText,
-    Strict,
-)
+from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Sent, Stop, Strict
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
-FIELDS = Fields(
-    form="response_format",
-    schema="response_format.json_schema.schema",
-    tool="tools[{}].function.",
-    parameters="parameters",
-)
+_FORM = "response_format"
+FIELDS = Fields(_FORM, f"{_FORM}.json_schema.schema", "tools[{}].function.", "parameters")
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -181,7 +167,7 @@ class OpenAIBody(Answered):
     """What all requests of this API share."""
 
     stream_options: StreamOptions | None = None
-    stop: StopText | Stops | None = None
+    stop: Stop | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
