@@ -116,23 +116,19 @@ class Counted(Conversation):
             step = "send the result after its call"
             raise refusal("messages", "end with a call of a tool", step)
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config
+        if choice.type == "tool" and not choice.name:
+            raise refusal("tool_choice", "of type tool names none", "send its name")
         form = output.format if output is not None else None
         tools = [each.model_dump(include=_FUNCTION, exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,
             messages,
             [{"type": "function", "function": each} for each in tools if choice.type != "none"],
-            self._required(choice),
+            {"any": "", "tool": choice.name}.get(choice.type),
             bool(choice.disable_parallel_tool_use),
             form.wanted(FIELDS.schema) if form is not None else None,
             go_on=go_on,
         )
-
-    def _required(self, choice: ToolChoice) -> str | None:
-        """The tool that has to be called, "" for any."""
-        if choice.type == "tool" and not choice.name:
-            raise refusal("tool_choice", "of type tool names none", "send its name")
-        return {"any": "", "tool": choice.name}.get(choice.type)
 
 
 def _told(message: Message, place: str) -> list[Json]:

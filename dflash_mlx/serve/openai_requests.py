@@ -221,9 +221,7 @@ class ChatRequest(ChatBody, Completed):
             step = "send one of them"
             raise refusal("max_tokens", f"is {both[0]}, but max_completion_tokens {both[1]}", step)
         if self.top_logprobs and not self.logprobs:
-            raise refusal(
-                "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
-            )
+            raise refusal("top_logprobs", "is for logprobs: true", "send both, or neither")
 
     def chat(self, pair: Pair) -> Chat:
         form = self.response_format

@@ -6,10 +6,8 @@ The one place where such requests are looked at; what comes of them is a setting
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
@@ -100,10 +98,7 @@ def _lenient(chat: Chat, field: str, schema: Json, is_strict: bool) -> Json:
 
 
 def _checked(
-    field: str,
-    pair: Pair | None = None,
-    schema: Mapping[str, Any] | None = None,
-    grammar: str | None = None,
+    field: str, pair: Pair | None = None, schema: Json | None = None, grammar: str | None = None
 ) -> StructureConfig:
     """What llguidance takes; compiled for a model where one is given, so that decoding finds it.
 
