@@ -123,8 +123,8 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
     reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
     ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
-    if budgets and ends != END:  # of thoughts that are not known here, if there are any
-        chat.ignore(budgets[0], f"limits thoughts, and {name} has none", "leave it out")
+    for budget in budgets if ends != END else ():  # of thoughts that are not known here, if any
+        chat.ignore(budget, f"limits thoughts, and {name} has none", "leave it out")
     return tokens
 
 
@@ -206,7 +206,7 @@ def _check_tools(pair: Pair, are_read: bool) -> None:
     """ApiError where the model's template or mlx-lm knows no tools."""
     name = pair.target.name
     if not are_read:
-        what = f"are not read by the chat template of {name} reads"
+        what = f"are not read by the chat template of {name}"
         raise refusal("tools", what, "leave them out, or serve a model that knows tools")
     if not pair.tokenizer.has_tool_calling:
         what = f"called by {name} come in a format that mlx-lm does not know"

@@ -66,7 +66,10 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
 def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
     """Where a problem of pydantic's is; its own place also names the types that it tried."""
     found: list[str | int] = []
-    for each in problem["loc"][1:]:
+    loc = problem["loc"][1:]
+    for left, each in enumerate(loc, 1 - len(loc)):
+        if left and _names_kind(each, body):
+            continue
         is_key = isinstance(body, dict) and each in body
         if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
             body = body[each]
@@ -74,6 +77,12 @@ def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
             continue
         found.append(each)
     return found
+
+
+def _names_kind(name: str | int, body: Any) -> bool:
+    """Whether pydantic says which kind of object it took, as `text`, which may be a field, too."""
+    kinds = (body.get("type"), body.get("role")) if isinstance(body, dict) else ()
+    return name in kinds and not isinstance(body.get(name), (dict, list))
 
 
 def response_of(error: HTTPException, path: str) -> Response:

@@ -13,7 +13,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import LARGEST
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Json, check_text
-from dflash_mlx.serve.errors import of_settings
+from dflash_mlx.serve.errors import of_settings, refusal
 from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS, MOST_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -81,6 +81,7 @@ class Answered(Sampled, Asked):
     """A request for answers, whatever its API; what is not a field here is said by properties."""
 
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
+    most_field: ClassVar[str] = "max_tokens"  # the API's own for it; this one is known in all
 
     stream: bool | None = None
     max_tokens: Count | None = None
@@ -88,7 +89,7 @@ class Answered(Sampled, Asked):
     @property
     def most(self) -> int | None:
         """Tokens of an answer, where the request says."""
-        return self.max_tokens
+        return getattr(self, self.most_field) or self.max_tokens
 
     @property
     def stops(self) -> Sequence[str]:
@@ -108,6 +109,9 @@ class Answered(Sampled, Asked):
 
     def check(self) -> None:
         """ApiError for fields that do not go together."""
+        if self.max_tokens not in (None, self.most):
+            what = f"is {self.max_tokens}, but {self.most_field} {self.most}"
+            raise refusal("max_tokens", what, "send one of them")
 
 
 class Reasoning(Strict):

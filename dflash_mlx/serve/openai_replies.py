@@ -147,7 +147,8 @@ class ChatWriter:
 
     def choice(self, reply: Reply, said: Json, reason: str | None = None) -> Json:
         """One of them, with the log-probabilities that no other has told."""
-        found = [p for p in reply.logprobs if p.token not in self._tokenizer.eos_token_ids]
+        untold = {*self._tokenizer.eos_token_ids, *(self._body.stop_token_ids or ())}
+        found = [p for p in reply.logprobs if p.token not in untold]
         reply.logprobs.clear()
         tells = self._body.tops is not None and (found or not self._body.stream)
         told = self.logprobs(reply, found) if tells else None

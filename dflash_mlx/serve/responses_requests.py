@@ -156,6 +156,8 @@ class StreamOptions(Strict):
 class ResponsesRequest(ChatBody):
     """The body of POST /v1/responses."""
 
+    most_field = "max_output_tokens"
+
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -184,10 +186,6 @@ class ResponsesRequest(ChatBody):
     _before: list[Item] = PrivateAttr(default_factory=list)
 
     @property
-    def most(self) -> int | None:
-        return self.max_output_tokens or self.max_tokens
-
-    @property
     def items(self) -> list[Item]:
         """The conversation so far, without instructions: they hold for one answer only."""
         new = self.input
@@ -197,7 +195,8 @@ class ResponsesRequest(ChatBody):
     @property
     def references(self) -> list[str]:
         """Ids of items that the input only names."""
-        return [each.id for each in self.input if isinstance(each, Reference)]
+        given = self.input if isinstance(self.input, list) else []
+        return [each.id for each in given if isinstance(each, Reference)]
 
     def idle(self) -> list[str]:
         tools = [f"tools[{i}]" for i, t in enumerate(self.tools or []) if t.type != "function"]
@@ -215,6 +214,7 @@ class ResponsesRequest(ChatBody):
             self.input = ITEMS.validate_python(raw)
 
     def check(self) -> None:
+        super().check()
         for name, step in _REFUSED.items():
             if getattr(self, name):
                 raise refusal(name, "is not supported by this server", step)
@@ -235,6 +235,7 @@ class ResponsesRequest(ChatBody):
             required,
             self.parallel_tool_calls is False,
             form.wanted if form is not None else None,
+            form is not None and bool(form.strict),
         )
 
     def _tools(self) -> list[Json]:
