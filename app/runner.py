@@ -186,8 +186,11 @@ class CommandRunner:
     async def _continue(self, _: str) -> None:
         self._need_idle()
         app, talk = self._app, self._app.conversation
-        if not talk.turns or talk.turns[-1].ending not in _CUT:
-            raise DFlashError("no answer was cut", "ask something, or type /retry")
+        if not talk.turns:
+            raise DFlashError("there is no answer yet", "ask something first")
+        if talk.turns[-1].ending not in _CUT:
+            what = "the last answer is whole, and only the last one can go on"
+            raise DFlashError(what, "ask something, or type /retry")
         request = Question((*talk.messages,), app.system, app.config)
         said = talk.turns.pop().content
         await app.transcript.show(talk.turns)
