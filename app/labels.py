@@ -17,6 +17,8 @@ GROUPS = {
         "min_p",
         "repetition_penalty",
         "repetition_context",
+        "presence_penalty",
+        "frequency_penalty",
         "seed",
     ),
     OTHER: (),

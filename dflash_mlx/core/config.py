@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -177,9 +178,23 @@ class SamplingConfig:
     )
     repetition_context: int = option(
         20,
-        "how many recent tokens are penalised",
+        "how many recent tokens that penalty counts, those of the prompt too",
         label="Tokens that count as repeated",
-        least=1,
+        least=0,
+    )
+    presence_penalty: float = option(
+        0.0,
+        "take this from the logit of every token that the answer has; below 0 favours them",
+        label="Penalty for what was said (presence)",
+        least=-2,
+        most=2,
+    )
+    frequency_penalty: float = option(
+        0.0,
+        "take this from a token's logit for each time that the answer has it",
+        label="Penalty for each time (frequency)",
+        least=-2,
+        most=2,
     )
     seed: int | None = option(
         None,
@@ -189,9 +204,19 @@ class SamplingConfig:
         least=0,
         most=2**32 - 1,
     )
+    logit_bias: tuple[tuple[int, float], ...] = ()  # what is added to the logits of tokens
+    min_tokens: int = 0  # of an answer before a token or a text may end it
+    stop_token_ids: tuple[int, ...] = ()  # that end an answer, besides the model's own
+    ignore_eos: bool = False  # the model's own tokens do not end an answer
 
     def __post_init__(self) -> None:
         check_values(self)
+        for token, bias in self.logit_bias:
+            require(-100 <= bias <= 100, "logit_bias", {token: bias}, "-100 to 100")
+
+    def ends(self, eos: Iterable[int]) -> frozenset[int]:
+        """The tokens that end an answer. eos: the model's own."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos)
 
     def with_seed(self) -> SamplingConfig:
         """With a random seed, if none was given."""
@@ -315,6 +340,7 @@ class DecodeConfig:
     )
     # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
     logprobs: int | None = None
+    thought_tokens: int | None = None  # at most, see `ThoughtLimit`; None for no limit
     options: Options | Given | None = None  # the method's own, see `Method.options`
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     structure: StructureConfig = field(default_factory=StructureConfig)
@@ -326,8 +352,10 @@ class DecodeConfig:
             raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
         require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         require("" not in self.stop, "stop", "", "a text of at least one character")
-        counts = self.logprobs is None or (type(self.logprobs) is int and self.logprobs >= 0)
-        require(counts, "logprobs", self.logprobs, "how many tokens each delta tells, 0 or more")
+        for name in ("logprobs", "thought_tokens"):
+            value = getattr(self, name)
+            counts = value is None or (type(value) is int and value >= 0)
+            require(counts, name, value, "how many tokens, 0 or more")
 
     @property
     def guarded(self) -> bool:

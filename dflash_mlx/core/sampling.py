@@ -6,9 +6,11 @@ seed gives the same answer whatever was drafted, exactly as greedy decoding does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
 
@@ -18,12 +20,20 @@ DRAW, KEEP = 1, 2  # streams of randomness beside the target's own
 class Sampler:
     """Draws tokens for one answer."""
 
-    def __init__(self, config: SamplingConfig) -> None:
-        self.config = config.with_seed()
+    def __init__(
+        self,
+        config: SamplingConfig,
+        start: int = 0,  # tokens of the prompt
+        ends: Collection[int] = (),  # tokens that end the answer
+    ) -> None:
+        self.config, self.start, self.ends = config.with_seed(), start, ends
+        counts = config.presence_penalty or config.frequency_penalty or config.min_tokens
         # Whether a draw depends on the tokens before it, beyond the logits.
-        self.needs_history = config.repetition_penalty != 1.0
+        self.needs_history = bool(counts) or config.repetition_penalty != 1.0
+        # Whether it is from other logits than the target's.
+        self.adjusts = self.needs_history or config.logit_bias != ()
         # Whether it is the argmax of the logits, row by row.
-        self.is_argmax = config.temperature == 0 and not self.needs_history
+        self.is_argmax = config.temperature == 0 and not self.adjusts
 
     def sample(self, logits: mx.array, position: int, history: Sequence[int]) -> mx.array:
         """Draw the token [1] at `position` from logits [V]; `history`: the tokens before it."""
@@ -40,14 +50,10 @@ class Sampler:
         return mx.softmax(tempered(self.adjusted(logits, history), self.config), axis=-1)
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
-        """Logits [V] with recent tokens made less likely (arXiv 1909.05858, equation 2)."""
-        if self.config.repetition_penalty == 1.0 or not history:
+        """See the function of this name."""
+        if not self.adjusts:
             return logits
-        from mlx_lm.sample_utils import make_repetition_penalty
-
-        context = self.config.repetition_context
-        process = make_repetition_penalty(self.config.repetition_penalty, context)
-        return process(list(history[-context:]), logits[None])[0]  # type: ignore[no-any-return]
+        return adjusted(logits, self.config, history, self.start, self.ends)
 
     def known(self, history: Sequence[int], best: Callable[[], int]) -> int | None:
         """The token that `sample` would draw, where that is known without a draw.
@@ -60,6 +66,45 @@ class Sampler:
         """Randomness for one draw at `position`; the target's own draws are stream 0."""
         assert self.config.seed is not None
         return mx.random.key((self.config.seed << 32) | (stream << 28) | position)
+
+
+def adjusted(
+    logits: mx.array,
+    config: SamplingConfig,
+    history: Sequence[int],
+    start: int,
+    ends: Collection[int],
+) -> mx.array:
+    """Logits [V] of the token behind `history`, with bias and penalties; [..., V] for bias alone.
+
+    In this order: the bias; recent tokens less likely, the prompt's too (arXiv 1909.05858, equation
+    2); OpenAI's penalties, presence + frequency * count for each token of the answer, which is
+    history[start:]; and none of `ends` before the answer has `min_tokens`, unless no other is left.
+    """
+    logits = _plus(logits.astype(mx.float32), dict(config.logit_bias))
+    recent = history[max(0, len(history) - config.repetition_context) :]
+    if config.repetition_penalty != 1.0 and recent:
+        from mlx_lm.sample_utils import make_repetition_penalty
+
+        process = make_repetition_penalty(config.repetition_penalty, len(recent))
+        logits = process(list(recent), logits[None])[0]
+    answer = history[start:]
+    if config.presence_penalty or config.frequency_penalty:
+        tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
+        less = -config.presence_penalty - config.frequency_penalty * counts
+        logits = _plus(logits, dict(zip(tokens.tolist(), less.tolist(), strict=True)))
+    if len(answer) < config.min_tokens:
+        longer = _plus(logits, dict.fromkeys(ends, -math.inf))
+        logits = mx.where((longer > -mx.inf).any(), longer, logits)
+    return logits
+
+
+def _plus(logits: mx.array, more: Mapping[int, float]) -> mx.array:
+    """Logits [..., V] with so much more for some tokens, as far as there are these."""
+    known = {token: value for token, value in more.items() if token < logits.shape[-1]}
+    if not known:
+        return logits
+    return logits.at[..., mx.array([*known])].add(mx.array([*known.values()]))
 
 
 def tempered(logits: mx.array, config: SamplingConfig) -> mx.array:

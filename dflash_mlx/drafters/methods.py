@@ -236,7 +236,10 @@ def draws_drafts(config: DecodeConfig) -> bool:
 
 def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | None]:
     """What a drafter is made for: `config` without what may change between two of its answers."""
-    may_change = ("max_tokens", "stop", "prefill_step", "logprobs", "sampling", "structure")
+    may_change = (
+        *("max_tokens", "stop", "prefill_step", "logprobs", "thought_tokens", "sampling"),
+        "structure",
+    )
     lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
     return lasting, config.sampling if draws_drafts(config) else None
 

@@ -6,7 +6,7 @@ stop text with what follows, and the tokens of an answer are cut at the one that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,10 +95,18 @@ class StopText:
     all that follows; text that may be the beginning of one is held back.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str],
+        ends: Collection[int],  # tokens that end the answer
+        least: int = 0,  # tokens before which no text ends it
+    ) -> None:
         self.stopped = False
         self.found: str | None = None  # the stop text that ended the answer
-        self._stop_ids = tokenizer.eos_token_ids
+        self._ends, self._untold = ends, {*ends, *tokenizer.eos_token_ids}
+        self._early = least  # tokens to come in which a stop text may end without ending the answer
+        self._floor = 0  # the first end, in characters, of one that does
         self._stops = tuple(stops)
         self._detokenizer = tokenizer.detokenizer
         self._sent = 0
@@ -107,12 +115,12 @@ class StopText:
     def take(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Read the tokens of a round; return those up to the one that ends the answer."""
         for i, token in enumerate(tokens):
-            if token in self._stop_ids:
-                self.stopped = True
-            else:
+            self._early -= 1
+            if token not in self._untold:
                 self._detokenizer.add_token(token)
                 self._find_stop_text()
-            if self.stopped:
+            if self.stopped or token in self._ends:
+                self.stopped = True
                 return tuple(tokens[: i + 1])
         return tuple(tokens)
 
@@ -131,8 +139,12 @@ class StopText:
         # Read after every token: mlx-lm's detokenizer loses an incomplete character behind a
         # newline when both arrive between two reads.
         text = self._detokenizer.text
+        if self._early >= 0:
+            self._floor = len(text) + 1
+            return
         # What was sent was searched before; a stop text may still begin inside what was held.
-        places = [(text.find(stop, max(0, self._sent - len(stop))), stop) for stop in self._stops]
+        begin = max(self._sent, self._floor)
+        places = [(text.find(stop, max(0, begin - len(stop))), stop) for stop in self._stops]
         found = [place for place in places if place[0] >= 0]
         if found and self._cut is None:
             (self._cut, self.found), self.stopped = min(found), True

@@ -192,22 +192,23 @@ class _CloserLook:
         return again
 
     def _lead(self, path: tuple[int, ...]) -> tuple[int, float]:
-        if self.guard.sampler.needs_history:
+        if self.guard.sampler.adjusts:
             return self._best(self.verdict.logits[path[-1]], path)
         tokens, margins = self.leads
         return tokens[path[-1]].item(), margins[path[-1]].item()  # type: ignore[return-value]
 
     def _best(self, logits: mx.array, path: tuple[int, ...]) -> tuple[int, float]:
         """The greedy choice from logits [V] and its lead over the second."""
-        if self.guard.sampler.needs_history:
+        if self.guard.sampler.adjusts:
             logits = self.guard.sampler.adjusted(logits, self._before(path))
         token, margin = lead(logits)
         return token.item(), margin.item()  # type: ignore[return-value]
 
     def _scaled(self, noise: float) -> float:
-        """A repetition penalty multiplies some logits, and their noise."""
+        """A repetition penalty multiplies some logits, and their noise; what is added rounds."""
         penalty = self.guard.sampler.config.repetition_penalty
-        return noise * max(penalty, 1 / penalty)
+        rounding = 2**-15 if self.guard.sampler.adjusts else 0.0  # of two sums below 256, twice
+        return noise * max(penalty, 1 / penalty) + rounding
 
     def _one_row(self, path: tuple[int, ...]) -> mx.array:
         fork = self.state.cache.fork()

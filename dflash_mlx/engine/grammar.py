@@ -34,7 +34,7 @@ _WORDS = {
 
 
 class Constraint:
-    """The grammar of one answer.
+    """The grammar of one answer, or its limit of thought.
 
     Everything that it says is a function of the sequence's tokens. The matcher goes back to what
     they share with those that it saw last, and on from there; so trees, rounds and dropped caches
@@ -42,7 +42,7 @@ class Constraint:
     """
 
     def __init__(self, matcher: Any, start: int, drafts: bool = True) -> None:
-        self._matcher = matcher  # an LLMatcher of llguidance
+        self._matcher = matcher  # an LLMatcher of llguidance, or what answers as one
         self._start = start  # tokens of the prompt
         self._drafts = drafts  # tokens that the grammar leaves no choice of
         self._at: list[int] = []  # tokens of the answer that the matcher has taken in
@@ -63,11 +63,16 @@ class Constraint:
         return Tree.chain().merge(tokens, [0.0] * len(tokens), FORCED)
 
     def mask(self, history: Sequence[int], size: int) -> npt.NDArray[np.bool_] | None:
-        """[size] which tokens may follow; behind the end its token, None behind forbidden ones."""
+        """[size] which tokens may follow; behind the end its token, None for any.
+
+        None behind forbidden ones, too, which are never taken.
+        """
         if not self._go_to(self._answer(history)):
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
+        if not len(bits):
+            return None
         found = np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_)
         if not found.any():
             raise self._broken("no token of the model can follow")
@@ -134,9 +139,9 @@ class MaskedSampler(Sampler):
     """Draws tokens that a constraint allows: the mask first, then all that `Sampler` does."""
 
     def __init__(self, sampler: Sampler, constraint: Constraint) -> None:
-        super().__init__(sampler.config)
-        self._constraint = constraint
-        self.needs_history, self.is_argmax = True, False
+        super().__init__(sampler.config, sampler.start, sampler.ends)
+        self._constraint, self._is_best = constraint, self.is_argmax
+        self.needs_history, self.adjusts, self.is_argmax = True, True, False
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
         mask = self._constraint.mask(history, logits.shape[-1])
@@ -148,8 +153,8 @@ class MaskedSampler(Sampler):
         """What is forced; greedily the best token of all, where that is allowed."""
         if forced := self._constraint.forced_tokens(history):
             return forced[0]
-        greedy = self.config.temperature == 0 and self.config.repetition_penalty == 1
-        return token if greedy and self._constraint.run(history, [token := best()]) else None
+        may_be = self._is_best and self._constraint.run(history, [token := best()])
+        return token if may_be else None
 
 
 def _depth_first(tree: Tree) -> list[int]:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import abc, deque
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.core.config import PLAIN, DecodeConfig
+from dflash_mlx.core.config import PLAIN, DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.tree import Accepted, Tree, rows_on
-from dflash_mlx.engine.delta import Delta, StopText, logprobs_of
+from dflash_mlx.engine.delta import Delta, StopText, logprobs_of, opens_thought
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.grammar import Constraint, Grammars, MaskedSampler
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
+from dflash_mlx.engine.thoughts import ThoughtLimit
 from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
 from dflash_mlx.verifier.model import Target
 
@@ -44,8 +47,11 @@ class Sequence:
     ) -> None:
         self.state, self.drafter, self.prompt, self.config = state, drafter, prompt, config
         self.target = pair.target
-        self.rule = acceptance_rule(pair.target, state, config)
-        self.text = StopText(pair.tokenizer, config.stop)  # reads the answer, looks for its end
+        ends = config.sampling.ends(pair.tokenizer.eos_token_ids)
+        sampler = Sampler(config.sampling, len(prompt), ends)
+        self.rule = acceptance_rule(pair.target, state, config, sampler)
+        # Reads the answer, looks for its end.
+        self.text = StopText(pair.tokenizer, config.stop, ends, config.sampling.min_tokens)
         self.status = Status.WAITING
         self.chunk_limit = sys.maxsize  # prompt tokens in the next pass, at most; 0: it waits
         self.looked_for_prefix = False  # that another has read
@@ -182,13 +188,14 @@ def make_sequence(
     """A sequence of which nothing was read.
 
     alone: no other will be in its passes, so plain decoding has no near-ties to decide. Raises
-    DFlashError where the prompt or the grammar does not fit the pair.
+    DFlashError where the prompt, the grammar or a token does not fit the pair.
     """
     target = pair.target
     check_length(target, prompt)
+    check_tokens(pair.tokenizer, config.sampling)
     config = replace(config, exact=config.guarded if alone else config.exact)
     state = State(target.new_cache(), drafter.new_context())
-    state.constraint = constraint_of(pair, config, len(prompt))
+    state.constraint = constraint_of(pair, config, prompt.tokens)
     state.end = min(len(prompt) - 1 + config.max_tokens, target.context_length - 1)
     return Sequence(pair, state, drafter, prompt, config)
 
@@ -206,9 +213,18 @@ def check_length(target: Target, prompt: Prompt) -> None:
         )
 
 
-def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> TargetSampling:
+def check_tokens(tokenizer: Any, sampling: SamplingConfig) -> None:
+    """Raise DFlashError for settings of a token that the model does not have."""
+    biased = [token for token, _ in sampling.logit_bias]
+    for name, tokens in (("logit_bias", biased), ("stop_token_ids", sampling.stop_token_ids)):
+        wrong = [token for token in tokens if not 0 <= token < len(tokenizer)]
+        require(not wrong, name, wrong[:1], "tokens that the model has")
+
+
+def acceptance_rule(
+    target: Target, state: State, config: DecodeConfig, sampler: Sampler
+) -> TargetSampling:
     """The acceptance rule that the settings ask for, under the answer's grammar."""
-    sampler = Sampler(config.sampling)
     if state.constraint is not None:
         sampler = MaskedSampler(sampler, state.constraint)
     if config.exact:
@@ -216,9 +232,14 @@ def acceptance_rule(target: Target, state: State, config: DecodeConfig) -> Targe
     return RejectionSampling(sampler) if config.draws_drafts else TargetSampling(sampler)
 
 
-def constraint_of(pair: Pair, config: DecodeConfig, start: int) -> Constraint | None:
-    """What an answer behind `start` tokens may be, None for anything; DFlashError if refused."""
-    if not config.structure.kind:
+def constraint_of(pair: Pair, config: DecodeConfig, prompt: abc.Sequence[int]) -> Constraint | None:
+    """What an answer to `prompt` may be, None for anything; DFlashError if refused."""
+    drafts = config.method != PLAIN
+    if config.structure.kind:
+        grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
+        return Constraint(grammars.matcher(config.structure), len(prompt), drafts)
+    if config.thought_tokens is None:
         return None
-    grammars = pair.recall(("grammars",), lambda: Grammars(pair.tokenizer, pair.target.name))
-    return Constraint(grammars.matcher(config.structure), start, config.method != PLAIN)
+    in_thought = opens_thought(pair.tokenizer, prompt)
+    limit = ThoughtLimit(pair.tokenizer, config.thought_tokens, in_thought)
+    return Constraint(limit, len(prompt), drafts)

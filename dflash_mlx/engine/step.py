@@ -29,7 +29,8 @@ Found = tuple[mx.array, mx.array | None]  # logits, and what the drafter reads
 
 NO_LIMIT = sys.maxsize  # rows of a step: what pays is the drafter's to say
 _FORCED = (
-    "The grammar of the answer leaves no choice of these tokens, so nothing had to be drafted."
+    "The grammar of the answer, or its limit of thought, leaves no choice of these tokens, so "
+    "nothing had to be drafted."
 )
 
 

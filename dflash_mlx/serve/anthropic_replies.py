@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, encoded
@@ -46,21 +47,29 @@ class BlockWriter:
         (self._reply,) = replies
         head = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": body.model}
-        self._index, self._open = (
-            -1,
-            "",
-        )  # the last block of a stream; its kind or call if it is open
-        self.ping = _event("ping")
+        # The last block of a stream; its kind or call if it is open; whether there was an event.
+        self._index, self._open, self._begun = -1, "", False
+
+    @property
+    def ping(self) -> bytes:
+        return self._begin() + _event("ping")
 
     def start(self) -> bytes:
-        usage = {"input_tokens": len(self._reply.tokens), "output_tokens": 0}
+        return b""  # with the first part or ping, what caches hold is known
+
+    def _begin(self) -> bytes:
+        """The first event, once."""
+        begun, self._begun = self._begun, True
+        if begun or (sequence := self._reply.sequence) is None:
+            return b""
+        usage = {**_usage(sequence.statistics), "output_tokens": 0}
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**self._head, **empty, "usage": usage})
 
     def part(self, reply: Reply, part: Part) -> bytes:
-        begin = b""
+        begin = self._begin()
         if (part.identity or part.kind) != self._open:
-            begin, block = self._close(), _block(replace(part, text=""))
+            begin, block = begin + self._close(), _block(replace(part, text=""))
             self._index, self._open = self._index + 1, part.identity or part.kind
             begin += _event("content_block_start", index=self._index, content_block=block)
         kind, key = _DELTAS[part.kind]
@@ -68,7 +77,7 @@ class BlockWriter:
 
     def end(self, reply: Reply) -> bytes:
         ending = _event("message_delta", delta=self._ending(), **self._told())
-        return self._close() + ending + _event("message_stop")
+        return self._begin() + self._close() + ending + _event("message_stop")
 
     def error(self, error: ApiError) -> bytes:
         return _event("error", **body_of(error, ANTHROPIC))
@@ -98,15 +107,20 @@ class BlockWriter:
         return {"stop_reason": _REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
     def _told(self) -> Json:
-        """Tokens and figures; tokens that caches held are no `input_tokens`."""
-        s = self._reply.statistics
-        usage = {
-            "input_tokens": s.prompt_tokens - s.reused_tokens,
-            "output_tokens": s.generated_tokens,
-            "cache_read_input_tokens": s.reused_tokens,
-            "cache_creation_input_tokens": 0,
-        }
+        """Tokens and figures."""
+        thought = {"thinking_tokens": self._reply.reader.thoughts.tokens}
+        usage = {**_usage(self._reply.statistics), "output_tokens_details": thought}
         return {"usage": usage, "dflash": figures([self._reply])}
+
+
+def _usage(s: Statistics) -> Json:
+    """Tokens; those of the prompt that caches held are no `input_tokens`."""
+    return {
+        "input_tokens": s.prompt_tokens - s.reused_tokens,
+        "output_tokens": s.generated_tokens,
+        "cache_read_input_tokens": s.reused_tokens,
+        "cache_creation_input_tokens": 0,
+    }
 
 
 def _block(part: Part) -> Json:

@@ -114,14 +114,6 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingChoice(Strict):
-    """Whether the model thinks first."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: str | None = None
-
-
 class OutputFormat(Strict):
     """The schema of the answer."""
 
@@ -143,13 +135,14 @@ class Counted(Conversation):
     system: str | list[Text] | None = None
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: ThinkingChoice | None = None
+    context_management: dict[Literal["edits"], list[Json]] | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
     def idle(self) -> list[str]:
-        has_budget = self.thinking is not None and self.thinking.budget_tokens is not None
-        return ["thinking.budget_tokens"] if has_budget else []
+        edits = (self.context_management or {}).get("edits", [])
+        asking = (i for i, edit in enumerate(edits) if edit.get("keep") != "all")
+        return [f"context_management.edits[{i}]" for i in asking]
 
     def chat(self, pair: Pair) -> Chat:
         messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
@@ -160,9 +153,7 @@ class Counted(Conversation):
             step = "send the result after its call"
             raise refusal("messages", "end with a call of a tool", step)
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config
-        given, own = self.chat_template_kwargs or {}, self._thinking(pair)
         form = output.format if output is not None else None
-        effort = output.effort if output is not None else None
         return Chat(
             FIELDS,
             messages,
@@ -170,9 +161,6 @@ class Counted(Conversation):
             self._required(choice),
             bool(choice.disable_parallel_tool_use),
             form.schema_ if form is not None else None,
-            arguments={**own, **given},
-            named={name: "thinking" for name in own if name not in given},
-            hints={"reasoning_effort": effort} if effort is not None else {},
             go_on=go_on,
         )
 
@@ -181,15 +169,6 @@ class Counted(Conversation):
         if choice.type == "tool" and not choice.name:
             raise refusal("tool_choice", "of type tool names none", "send its name")
         return {"any": "", "tool": choice.name}.get(choice.type)
-
-    def _thinking(self, pair: Pair) -> Json:
-        """The argument of the chat template that says whether the model thinks."""
-        thinking = self.thinking
-        if thinking is None or thinking.type == "adaptive":  # as the model has it
-            return {}
-        if thinking.type == "disabled" and not pair.tokenizer.has_thinking:
-            return {}
-        return {"enable_thinking": thinking.type == "enabled"}
 
 
 def _told(message: UserMessage | AssistantMessage | SystemMessage) -> list[Json]:

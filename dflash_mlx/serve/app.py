@@ -124,6 +124,8 @@ def _add_errors(api: FastAPI, most: int) -> None:
         elif error.status_code == 404 and not isinstance(error, ApiError):
             what = f"{path[:200]} is not a path of this server; docs/serve.md lists them"
             error = ApiError(404, what)
+        elif error.status_code == 400 and not isinstance(error, ApiError):  # FastAPI's
+            error = ApiError(400, "the request is not JSON in UTF-8 of usual depth; correct it")
         return response_of(error, path)
 
     @api.exception_handler(RequestValidationError)
@@ -144,7 +146,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     if problem["type"] == "extra_forbidden":
         return ApiError(400, f"{field} is not known to this server; leave it out", field)
     if not field:
-        return ApiError(400, "the request is not a JSON object; correct it")
+        step = "send Content-Type: application/json" if isinstance(body, bytes) else "correct it"
+        return ApiError(400, f"the request is not a JSON object; {step}")
     part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
     if (kind := unseen(part)) is not None:
         return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)

@@ -10,13 +10,14 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash_mlx.core.config import RESERVED
-from dflash_mlx.engine.delta import opens_thought
+from dflash_mlx.engine.delta import END, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
 
 Json = dict[str, Any]
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
 _THOUGHTLESS = {"enable_thinking": False, "reasoning_effort": "none"}  # of a template
 TEMPLATE_FAULTS = (
@@ -47,8 +48,8 @@ class Chat:
     schema: Json | None = None  # that the answer follows, None for words
     is_strict: bool = False  # nothing of the schema may be left out
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
-    named: Mapping[str, str] = field(default_factory=dict)  # fields of arguments with their own
-    hints: Mapping[str, Any] = field(default_factory=dict)  # arguments where they are read
+    # What is said of thoughts by field: efforts, whether there are any, tokens at most.
+    wishes: Mapping[str, str | bool | int] = field(default_factory=dict)
     go_on: bool = False  # the last message is the beginning of the answer
     ignored: list[str] | None = None  # names of what changes nothing; None where that is refused
 
@@ -115,9 +116,15 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
         what = f"are refused by the model's chat template ({said})"
         raise refusal(field, what, "let user and assistant take turns") from None
     tokens = _encoded(pair, text, field, add_special_tokens=False)
-    if chat.asks and opens_thought(tokenizer, tokens):
+    opened = opens_thought(tokenizer, tokens)
+    if chat.asks and opened:
         what = f"{name} thinks first, and an answer in a given format has no room"
         raise ApiError(400, f"{what} for thoughts; leave the format to the model")
+    budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
+    reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
+    ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
+    if budgets and ends != END:  # of thoughts that are not known here, if there are any
+        chat.ignore(budgets[0], f"limits thoughts, and {name} has none", "leave it out")
     return tokens
 
 
@@ -136,8 +143,7 @@ def check_tokens(pair: Pair, tokens: Sequence[int], field: str = "prompt") -> No
     if not tokens:
         raise refusal(field, "is empty", "say something")
     if len(tokens) >= room:
-        what = f"has {len(tokens)} tokens, and the model holds {room} with the answer"
-        raise refusal(field, what, "shorten it or begin a new conversation")
+        raise _too_long(field, f"{len(tokens)} tokens > {room - 1} maximum", room)
 
 
 def starts_with_space(tokenizer: Any, token: int) -> bool:
@@ -156,23 +162,44 @@ def check_text(text: str, field: str) -> None:
 
 def _arguments(pair: Pair, chat: Chat) -> Json:
     """Arguments of the chat template; where the form of an answer is given, nothing is thought."""
-    names = [*chat.arguments, *chat.hints, *_THOUGHTLESS, "tools"]
-    unread = {*unread_arguments(pair.tokenizer, names)}
+    unread = {*unread_arguments(pair.tokenizer, [*chat.arguments, *_THOUGHTLESS, "tools"])}
     for name, value in chat.arguments.items():
-        field = chat.named.get(name, f"chat_template_kwargs.{name[:80]}")
+        field = f"chat_template_kwargs.{name[:80]}"
         if not name.isidentifier() or name in RESERVED:
             raise refusal(field, "cannot be set by a request", "leave it out")
         if name in unread:
             chat.ignore(field, "is not read by the model's chat template", "leave it out")
         elif chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
-            what = "asks for thoughts, and an answer in a given format has no room for them"
-            raise refusal(field, what, "turn them off, or leave the format to the model")
+            raise _no_room(field)
     if chat.tools:
         _check_tools(pair, "tools" not in unread)
-    found = {**({} if chat.asks else chat.hints), **chat.arguments}
+    found = {**_thinking(pair, chat, unread), **chat.arguments}
     found |= {"enable_thinking": False} if chat.asks else {}
     found |= {"tools": chat.told} if chat.tools else {}
     return {name: value for name, value in found.items() if name not in unread}
+
+
+def _thinking(pair: Pair, chat: Chat, unread: set[str]) -> Json:
+    """What a request says of thoughts, as arguments of the template; one rule for all APIs."""
+    found: Json = {}
+    wishes = {name: wish for name, wish in chat.wishes.items() if type(wish) is not int}
+    for name, wish in wishes.items():
+        told: Json = {"reasoning_effort": wish} if isinstance(wish, str) else {}
+        told |= {"enable_thinking": wish is True} if wish in (True, False, "none") else {}
+        read = {key: value for key, value in told.items() if key not in unread}
+        wants = wish not in (False, "none")
+        if wants and chat.asks and "enable_thinking" in read:
+            raise _no_room(name)
+        read = {} if wants and chat.asks else read
+        found |= read
+        if not read and (wants or pair.tokenizer.has_thinking):
+            chat.ignore(name, "is not read by the model's chat template", "leave it out")
+    return found
+
+
+def _no_room(field: str) -> ApiError:
+    what = "asks for thoughts, and an answer in a given format has no room for them"
+    return refusal(field, what, "turn them off, or leave the format to the model")
 
 
 def _check_tools(pair: Pair, are_read: bool) -> None:
@@ -190,8 +217,14 @@ def _check_length(pair: Pair, characters: int, field: str) -> None:
     """ApiError for a text that is too long whatever its tokens are."""
     room = pair.target.context_length
     if characters > room * _MOST_PER_TOKEN:
-        what = f"has {characters} characters, and the model's context {room} tokens"
-        raise refusal(field, what, "shorten it")
+        raise _too_long(field, f"{characters} characters", room)
+
+
+def _too_long(field: str, what: str, room: int) -> ApiError:
+    """In words that Claude Code and others look for, and with OpenAI's code."""
+    said = f"{field}: prompt is too long: {what}; the model's maximum context length is {room}"
+    step = "with the answer; shorten it or begin a new conversation"
+    return ApiError(400, f"{said} {step}", field, TOO_LONG)
 
 
 def _encoded(pair: Pair, text: str, field: str, **more: Any) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
@@ -14,12 +14,24 @@ from dflash_mlx.core.option import LARGEST
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Json, check_text
 from dflash_mlx.serve.errors import of_settings
-from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS
+from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS, MOST_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Budget = Annotated[int, Field(ge=0, le=LARGEST)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Token = Annotated[int, Field(ge=0, le=LARGEST)]
+TokenText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+# What APIs say of thoughts: efforts, whether there are any, and how many tokens; the last counts.
+_WISHES = (
+    *("output_config.effort", "reasoning.effort", "reasoning_effort"),
+    *("reasoning.enabled", "thinking.type", "enable_thinking"),
+    *("thinking.budget_tokens", "reasoning.max_tokens", "thinking_budget"),
+)
+_TYPES = {"enabled": True, "disabled": False}  # "adaptive": as the model has it
 
 
 class Strict(BaseModel):
@@ -33,13 +45,22 @@ class Asked(Strict):
 
     model: Name
 
+    @property
+    def wishes(self) -> Json:
+        """What it says of thoughts, by the fields that say it."""
+        found: Json = dict.fromkeys(_WISHES, self)
+        for name in found:
+            for part in name.split("."):
+                found[name] = getattr(found[name], part, None)
+        return {name: value for name, value in found.items() if value is not None}
+
     def idle(self) -> list[str]:
         """Fields that change nothing, given the others."""
         return []
 
 
 class Sampled(Strict):
-    """How tokens are drawn, under the names that both APIs and ours have."""
+    """How tokens are drawn and which end an answer, under the names that the APIs and ours have."""
 
     temperature: Annotated[float, Field(ge=0, le=10)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -47,7 +68,13 @@ class Sampled(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    repetition_context: Count | None = None
+    repetition_context: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenText, Bias], Field(max_length=MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_TOKENS)] | None = None
+    ignore_eos: bool | None = None
 
 
 class Answered(Sampled, Asked):
@@ -83,10 +110,32 @@ class Answered(Sampled, Asked):
         """ApiError for fields that do not go together."""
 
 
+class Reasoning(Strict):
+    """How much the model thinks, in the words of OpenAI and OpenRouter."""
+
+    effort: str | None = None
+    max_tokens: Budget | None = None
+    enabled: bool | None = None
+    summary: str | None = None  # thoughts are told in full
+
+
+class ThinkingChoice(Strict):
+    """Whether the model thinks, in the words of Anthropic and others."""
+
+    type: Annotated[Literal["enabled", "disabled", "adaptive"], AfterValidator(_TYPES.get)]
+    budget_tokens: Budget | None = None
+    display: str | None = None
+
+
 class Conversation(Asked):
     """A conversation in the words of an API."""
 
     chat_template_kwargs: Json | None = None
+    enable_thinking: bool | None = None
+    reasoning: Reasoning | None = None
+    reasoning_effort: str | None = None
+    thinking: ThinkingChoice | None = None
+    thinking_budget: Budget | None = None
 
     def chat(self, pair: Pair) -> Chat:
         """The conversation that both APIs share; ApiError for a request that has none."""
@@ -106,7 +155,11 @@ def decoding(
     """
     for i, text in enumerate(body.stops):
         check_text(text, f"{body.stop_field}[{i}]")
+    limits = [wish for wish in body.wishes.values() if type(wish) is int]
     asked = body.model_dump(include={*Sampled.model_fields}, exclude_none=True)
+    bias = body.logit_bias or {}
+    asked["logit_bias"] = tuple((int(token), value) for token, value in bias.items())
+    asked["stop_token_ids"] = tuple(body.stop_token_ids or ())
     try:
         config = replace(
             usual,
@@ -115,6 +168,7 @@ def decoding(
             structure=structure or usual.structure,
             stop=(*usual.stop, *body.stops),
             logprobs=body.tops,
+            thought_tokens=min(limits, default=None),
         )
     except DFlashError as error:
         raise of_settings(error) from None

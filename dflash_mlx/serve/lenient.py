@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.core.option import LARGEST
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import place_of
 
@@ -26,6 +27,9 @@ _SAME = {
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "repetition_context_size": "repetition_context",
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens"), "thinking_budget"),
+    "reasoning_budget": "thinking_budget",
+    "repeat_last_n": "repetition_context",
 }
 # Known fields of which no value changes an answer here.
 _HINTS = {
@@ -38,15 +42,16 @@ _ASKING = {
     *("thread", "thinking", "options", "system", "input", "images", "documents", "suffix", "echo"),
     *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex"),
     *("guided_choice", "guided_grammar", "format", "template", "chat_template", "raw", "adapters"),
-    *("ignore_eos", "min_tokens", "stop_token_ids", "bad_words", "best_of", "use_beam_search"),
+    *("bad_words", "best_of", "use_beam_search", "messages", "stop", "stop_sequences"),
     *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability"),
-    *("dry_multiplier", "dynatemp_range", "repeat_last_n", "logits_processors", "prompt_embeds"),
+    *("dry_multiplier", "dynatemp_range", "logits_processors", "prompt_embeds"),
+    *("presence_context_size", "frequency_context_size"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
-    *("frequency_penalty", "presence_penalty", "logit_bias", "messages", "stop", "stop_sequences"),
     *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+    "thinking_budget",
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
-_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "repetition_context"}  # default
+_MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "thinking_budget"}  # default
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto")
 
 
@@ -94,12 +99,13 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
             continue
         if not place or not isinstance(holder, dict):
             continue
+        fields = len(holder)
         if place == ["model"] and holder.get("model") in (None, ""):
             holder["model"] = "default"  # as any other name, it is answered
             changed = True
         elif place[-1] in holder and _may_go(problem, place, holder):
-            changed = True
-            if problem["type"] == "extra_forbidden" or place[0] in _HINTS:
+            changed, is_gone = True, len(holder) < fields  # and has no other name
+            if is_gone and (problem["type"] == "extra_forbidden" or place[0] in _HINTS):
                 ignored.append(_name(place))
     return changed
 
@@ -140,6 +146,9 @@ def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
         nothing = value in _NOTHING or (key in _NEUTRAL_AT_1 and is_number and value == 1)
         if is_top and key in _ASKING and not nothing:
             return False
+    elif is_top and key == "repetition_context" and value == -1:
+        holder[key] = LARGEST
+        return True
     elif is_top and key == "seed" and isinstance(value, int) and is_number and value != -1:
         holder[key] = value % 2**32
         return True

@@ -161,11 +161,13 @@ class ChatWriter:
         """Tokens of all answers; those of a prompt count once."""
         each = [reply.statistics for reply in self._replies]
         first = [reply.statistics for reply in self._replies if reply.behind is None]
+        thought = sum(reply.reader.thoughts.tokens for reply in self._replies)
         read, said = sum(s.prompt_tokens for s in first), sum(s.generated_tokens for s in each)
         return {
             "prompt_tokens": read,
             "completion_tokens": said,
             "total_tokens": read + said,
+            "completion_tokens_details": {"reasoning_tokens": thought},
             "prompt_tokens_details": {"cached_tokens": sum(s.reused_tokens for s in first)},
         }
 

@@ -22,7 +22,6 @@ _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, a
 
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class TextPart(Strict):
@@ -150,9 +149,6 @@ class Completed(Answered):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stop: StopText | Stops | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     user: str | None = None
 
     @property
@@ -174,7 +170,6 @@ class ChatRequest(ChatBody, Completed):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: str | None = None
     metadata: dict[str, str] | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
@@ -206,8 +201,6 @@ class ChatRequest(ChatBody, Completed):
             required = self.tool_choice.function["name"]
         form = self.response_format
         tools = self.tools or [] if self.tool_choice != "none" else []
-        given, effort = self.chat_template_kwargs or {}, {"reasoning_effort": self.reasoning_effort}
-        own = effort if self.reasoning_effort is not None else {}
         return Chat(
             FIELDS,
             [_told(each) for each in self.messages],
@@ -216,8 +209,6 @@ class ChatRequest(ChatBody, Completed):
             self.parallel_tool_calls is False,
             form.wanted if form is not None else None,
             form is not None and form.json_schema is not None and bool(form.json_schema.strict),
-            arguments={**own, **given},
-            named={name: name for name in own if name not in given},
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.engine.delta import BEGIN, END, begun
+from dflash_mlx.engine.thoughts import Thoughts
 
 WORDS, THOUGHT, CALL = "words", "thought", "call"
 PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
@@ -70,6 +71,7 @@ class AnswerReader:
     ) -> None:
         self.called = False  # there was a call
         self.is_over = False  # nothing more is read
+        self._tokenizer, self.thoughts = tokenizer, Thoughts.begun(in_thought)
         self._tools, self._one_call = list(tools), one_call
         self._early = {tool["function"]["name"] for tool in tools} if streams else set()
         self._begun: _Begun | None = None
@@ -84,8 +86,10 @@ class AnswerReader:
         self._looked = 0  # characters of a call that its end does not begin with
         self._last = ""  # the kind of the last part
 
-    def feed(self, text: str) -> list[Part]:
-        """What is certain by now."""
+    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
+        """What is certain by now; among these tokens those of thoughts are counted."""
+        for token in tokens if self._tokenizer is not None else ():
+            self.thoughts = self.thoughts.after(token, self._tokenizer)
         self._held += text
         return [*self._read()]
 

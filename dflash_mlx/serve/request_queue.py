@@ -49,7 +49,7 @@ class Reply(Request):
         """What a delta adds."""
         if delta.proposal.mode == "plain":
             self.parked = delta.proposal.why
-        parts = self.reader.feed(self._text(delta))
+        parts = self.reader.feed(self._text(delta), delta.tokens)
         if delta.finish_reason is not None:
             parts += self.reader.finish(delta.finish_reason in ("length", "context"))
         if delta.finish_reason is not None or self.reader.is_over:

@@ -13,13 +13,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.chat import Json
+from dflash_mlx.serve.chat import TOO_LONG, Json
 from dflash_mlx.serve.errors import ApiError, as_json, encoded
 from dflash_mlx.serve.kept import Kept
 from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.responses_requests import ITEMS, ResponsesRequest
-from dflash_mlx.serve.service import Service, converse, figures
+from dflash_mlx.serve.service import EventStream, Service, converse, figures
 
 _CUT = ("length", "context")  # reasons of an answer that is not complete
 _EVENTS = {  # by the kind of a part: its deltas, the prefix of its item's id
@@ -37,7 +37,14 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     kept = shelf.get(owner, name, "previous_response_id").items if name is not None else b"[]"
     referred = {each: shelf.item(owner, each) for each in body.references}
     body.complete(ITEMS.validate_python(json.loads(kept)), referred)
-    return await converse(request, body, partial(ItemWriter, owner))
+    try:
+        return await converse(request, body, partial(ItemWriter, owner))
+    except ApiError as error:
+        if not body.stream or error.code != TOO_LONG:
+            raise
+        writer = ItemWriter(owner, service, body, [Reply((), service.usual)])
+        said = writer.start() + writer.error(error)  # where Codex looks for it
+        return Response(said, media_type=EventStream.media_type)
 
 
 async def response(name: str, request: Request) -> Response:
@@ -103,9 +110,9 @@ class ItemWriter:
         return last + self._event(f"response.{status}", response=self._finished(status))
 
     def error(self, error: ApiError) -> bytes:
-        code = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
+        usual = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
         last = self._close("incomplete")
-        told = {"error": {"code": code, "message": error.detail}}
+        told = {"error": {"code": error.code or usual, "message": error.detail}}
         return last + self._event("response.failed", response=self._object("failed") | told)
 
     def whole(self) -> Json:
@@ -190,11 +197,7 @@ class ItemWriter:
         return found
 
     def _usage(self) -> Json:
-        """Tokens; those of thoughts are counted again in their text."""
-        s = self._reply.statistics
-        thought = "".join(part.text for part in self._reply.parts if part.kind == THOUGHT)
-        tokenizer = self._service.pair.tokenizer
-        thinking = len(tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
+        s, thinking = self._reply.statistics, self._reply.reader.thoughts.tokens
         cached = {"cached_tokens": s.reused_tokens, "cache_write_tokens": 0}
         return {
             "input_tokens": s.prompt_tokens,

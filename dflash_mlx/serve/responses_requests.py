@@ -147,13 +147,6 @@ class TextConfig(Sent):
     verbosity: str | None = None
 
 
-class Reasoning(Sent):
-    """How much the model thinks."""
-
-    effort: str | None = None
-    summary: str | None = None
-
-
 class StreamOptions(Strict):
     """What a stream tells besides the answer."""
 
@@ -173,7 +166,6 @@ class ResponsesRequest(ChatBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: Reasoning | None = None
     stream_options: StreamOptions | None = None
     background: bool | None = None
     conversation: str | Json | None = None
@@ -234,7 +226,6 @@ class ResponsesRequest(ChatBody):
         required: str | None = "" if self.tool_choice == "required" else None
         if isinstance(self.tool_choice, NamedTool):
             required = self.tool_choice.name
-        effort = self.reasoning.effort if self.reasoning is not None else None
         form = self.text.format if self.text is not None else None
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return Chat(
@@ -244,8 +235,6 @@ class ResponsesRequest(ChatBody):
             required,
             self.parallel_tool_calls is False,
             form.wanted if form is not None else None,
-            arguments=self.chat_template_kwargs or {},
-            hints={"reasoning_effort": effort} if effort is not None else {},
         )
 
     def _tools(self) -> list[Json]:

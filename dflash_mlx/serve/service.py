@@ -82,7 +82,9 @@ class Service:
         most = self.config.messages
 
         def understand() -> Understood:
-            chat = replace(body.chat(self.pair), ignored=None if self.config.strict else [])
+            own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}}
+            own |= {"wishes": body.wishes, "ignored": None if self.config.strict else []}
+            chat = replace(body.chat(self.pair), **own)
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")

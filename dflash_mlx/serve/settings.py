@@ -13,6 +13,7 @@ LOCAL = "localhost"
 MOST_ANSWERS = 16  # of one request
 MOST_STOPS, LONGEST_STOP = 16, 500  # stop texts of a request, characters of one
 MOST_TOP_LOGPROBS = 20
+MOST_TOKENS = 1024  # that a request biases, or that end its answer
 
 
 @dataclass(frozen=True)

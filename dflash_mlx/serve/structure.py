@@ -127,7 +127,7 @@ def _checked(
         if pair is None:
             check_structure(structure)
         else:
-            constraint_of(pair, DecodeConfig(structure=structure), 0)
+            constraint_of(pair, DecodeConfig(structure=structure), ())
     except RecursionError:
         raise refusal(field, "is nested too deeply", "make it simpler") from None
     except DFlashError as error:

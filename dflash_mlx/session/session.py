@@ -49,7 +49,7 @@ class Session:
         # Of every turn, with a method in place of `auto`.
         self.config = settle(config or DecodeConfig(), pair.capabilities)
         self.drafters = {} if drafters is None else drafters  # see `Scheduler.drafter`
-        constraint_of(pair, self.config, 0)
+        constraint_of(pair, self.config, ())
         if self.config.guarded:
             noise_of(pair.target)  # now, not in the time of the first answer
         self.state = self._empty()  # of the last turn

@@ -25,6 +25,7 @@ from support.law import (
     ToyDrafter,
     answers_of,
     chi_square,
+    conditional,
     enumerated_law,
 )
 from support.models import EOS
@@ -179,14 +180,22 @@ def test_plain_answers_follow_the_masked_law(pattern, temperature):
     assert distance(MADE["none"], pattern, use(temperature)) < 4
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.2}], ids=str)
-def test_the_mask_comes_before_the_filters(filters):
+ADJUSTED = (
+    {"presence_penalty": 1.0, "frequency_penalty": 0.7, "logit_bias": ((1, -2.0), (2, 1.0))},
+    {"min_tokens": 3, "stop_token_ids": (END,)},  # and where the grammar allows no other, it ends
+)
+FILTERS = ({}, {"top_p": 0.8}, {"top_k": 2}, {"min_p": 0.2}, *ADJUSTED)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_mask_comes_before_penalties_and_filters(filters):
     assert distance(MADE["none"], "(ab?|c)*", use(0.7, **filters)) < 4
 
 
 @cache
-def eight_answers(name, pattern, temperature):
-    target, config = ToyTarget(VOCABULARY), use(temperature, repetition_penalty=1.3)
+def eight_answers(name, pattern, temperature, adjusted):
+    more = {"repetition_penalty": 1.3, **ADJUSTED[adjusted]}
+    target, config = ToyTarget(VOCABULARY), use(temperature, **more)
     return answers_of(target, MADE[name], 8, config, lambda: toy_constraint(pattern))
 
 
@@ -194,7 +203,26 @@ def eight_answers(name, pattern, temperature):
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_drafted_answers_are_the_plain_ones_of_their_seeds(name, pattern, temperature):
-    assert eight_answers(name, pattern, temperature) == eight_answers("none", pattern, temperature)
+    for each in range(len(ADJUSTED)):
+        plain = eight_answers("none", pattern, temperature, each)
+        assert eight_answers(name, pattern, temperature, each) == plain
+
+
+@pytest.mark.parametrize("pattern", PATTERNS[::3])
+def test_a_greedy_answer_is_the_likeliest_that_is_allowed_with_bias_and_penalties(pattern):
+    target, adjusted = ToyTarget(VOCABULARY), {"repetition_penalty": 1.3, **ADJUSTED[0]}
+    said, allowed = eight_answers("none", pattern, 0.0, 0)[0], toy_allowed(pattern)
+    for i, token in enumerate(said):
+        cold = SamplingConfig(0.01, **adjusted)
+        law = conditional(target, [*PROMPT, *said[:i]], cold, allowed(said[:i]))
+        assert token == law.argmax()
+
+
+def test_an_answer_whose_grammar_is_over_ends_before_its_least_tokens():
+    target = ToyTarget(VOCABULARY)
+    config = use(0.0, min_tokens=4, stop_token_ids=(END,))
+    (said,) = answers_of(target, MADE["none"], 1, config, lambda: toy_constraint("ab?"))
+    assert said == (0, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])

@@ -149,8 +149,17 @@ def test_a_lone_root_behind_wide_rows_is_checked_too(target):
     assert checks > 0
 
 
-def test_a_repetition_penalty_is_part_of_the_choice(target):
-    sampling = SamplingConfig(repetition_penalty=1.3)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"logit_bias": tuple((token, 0.3 * (token % 5)) for token in range(97))},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_penalties_and_bias_are_part_of_the_choice(target, settings):
+    sampling = SamplingConfig(**settings)
     config = DecodeConfig(max_tokens=40, sampling=sampling)
     prompt = prompt_of(0)
     plain = decoding.answer(target, NoDraft(), prompt, config)

@@ -63,9 +63,20 @@ def test_thoughts_are_blocks_of_their_own_and_turned_on_through_the_template(oth
     on = server.message(thinking={"type": "enabled"})
     assert [block["type"] for block in on.json()["content"]] == ["thinking"]
     assert ask(other, thinking={"type": "disabled"}).content[0].text == WORDS
-    bounded = ask(other, max_tokens=2000, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert bounded.content[0].type == "thinking"
-    assert bounded.model_extra["dflash"]["ignored"] == ["thinking.budget_tokens"]
+    budget = {"type": "enabled", "budget_tokens": 1024}  # which the package insists on
+    bounded = ask(other, "think", max_tokens=2000, thinking=budget)
+    assert bounded.content[0].type == "thinking" and not bounded.model_extra["dflash"]["ignored"]
+    assert bounded.usage.output_tokens_details.thinking_tokens == len("\nLet me see.")
+
+
+def test_the_first_event_counts_cached_tokens_as_the_last_one_does(other):
+    for _ in range(2):
+        with other.messages.stream(model=MODEL, max_tokens=9, messages=user("again")) as stream:
+            events = {event.type: event for event in stream}
+        first, last = events["message_start"].message.usage, events["message_delta"].usage
+        assert first.input_tokens == last.input_tokens
+        assert first.cache_read_input_tokens == last.cache_read_input_tokens
+    assert first.cache_read_input_tokens > 0
 
 
 def test_the_beginning_of_an_answer_is_gone_on_with_and_tokens_are_counted_as_read(other):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
@@ -21,9 +23,15 @@ def one(message):
 
 
 REFUSED = {  # values by field
-    "frequency_penalty": [0.5],
-    "presence_penalty": [-1],
-    "logit_bias": [{"5": 1}],
+    "frequency_penalty": [2.1, float("nan"), "1"],
+    "presence_penalty": [-2.1, float("inf")],
+    "logit_bias": [
+        *({"5": 100.5}, {"5": float("nan")}, {"5": "1"}, {"-1": 1}, {"a": 1}, {"": 1}, [[5, 1]]),
+        *({"97": 1}, {"999999999": 0}, {str(i): 0 for i in range(49_152)}),
+    ],
+    "min_tokens": [-1, 1.5, 2**31],
+    "stop_token_ids": [[-1], [97], 5, ["5"], [5] * 1025],
+    "ignore_eos": [1, "yes"],
     "response_format": [{"type": "json_schema"}, {"type": "grammar"}],
     "tool_choice": ["required"],
     "audio": [{"voice": "x"}],
@@ -49,6 +57,7 @@ REFUSED = {  # values by field
     "min_p": [2],
     "seed": [-1, 2**32],
     "repetition_penalty": [0],
+    "repetition_context": [-1],
     "stop": [["x"] * 17, "", ["a" * 501], [1], {"a": 1}],
     "stream": ["yes"],
     "messages": [[], "hello", None, user("a") * 4],
@@ -124,10 +133,13 @@ def test_fields_that_ask_for_nothing_are_taken(server):
 def test_a_request_says_how_tokens_are_drawn_and_the_server_what_it_does_not_say():
     usual = DecodeConfig("none", max_tokens=7, stop=("a",), sampling=SamplingConfig(0.5, min_p=0.1))
     drawn = {"top_p": 0.9, "top_k": 3, "seed": 4, "repetition_penalty": 1.1}
-    more = {"repetition_context": 9, "n": 3, "stop": "b"}
+    drawn |= {"repetition_context": 9, "presence_penalty": -1.0, "frequency_penalty": 2.0}
+    drawn |= {"logit_bias": {"7": -3.0}, "min_tokens": 2, "stop_token_ids": [8]}
+    more = {"n": 3, "stop": "b", "ignore_eos": True}
     configs = decoding(usual, CompletionRequest(model=MODEL, prompt="a", **drawn, **more))
     assert [each.sampling.seed for each in configs] == [4, 5, 6]
-    expected = SamplingConfig(0.5, 0.9, 3, 0.1, 1.1, 9, 4)
+    bias = {"logit_bias": ((7, -3.0),), "stop_token_ids": (8,), "ignore_eos": True}
+    expected = replace(SamplingConfig(**{**drawn, **bias}), temperature=0.5, min_p=0.1)
     assert configs[0] == DecodeConfig("none", max_tokens=7, stop=("a", "b"), sampling=expected)
     greedy = CompletionRequest(model=MODEL, prompt="a", temperature=0, max_tokens=5)
     (config,) = decoding(usual, greedy)

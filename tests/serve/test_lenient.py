@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from support.models import TEMPLATE as PLAIN_TEMPLATE
-from support.serving import CHAT, MODEL, TEXTS, WORDS, actor_pair, said, serving, speak, user
+from support.serving import (
+    CHAT,
+    MODEL,
+    TEXTS,
+    WORDS,
+    actor_pair,
+    message_body,
+    said,
+    serving,
+    speak,
+    user,
+)
 
 KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # as Claude Code sends it
 
@@ -16,11 +27,17 @@ def ignored(found):
 
 
 def test_a_program_that_sends_context_management_is_answered_and_told_that_it_did_nothing(server):
-    assert ignored(server.message(context_management=KEEP)) == ["context_management"]
+    beta = {"anthropic-beta": "context-management-2025-06-27,interleaved-thinking-2025-05-14"}
+    asked = {"thinking": {"type": "adaptive"}, "context_management": KEEP}
+    found = server.post("/v1/messages?beta=true", message_body(**asked), headers=beta)
+    assert ignored(found) == []
+    clear = {"edits": [*KEEP["edits"], {"type": "clear_tool_uses_20250919", "keep": {"value": 3}}]}
+    assert ignored(server.message(context_management=clear)) == ["context_management.edits[1]"]
     body = {"model": MODEL, "messages": user("a"), "context_management": KEEP}
     assert server.post("/v1/messages/count_tokens", body).status_code == 200
     with serving(speak, strict=True) as strict:
-        assert strict.message(context_management=KEEP).status_code == 400
+        assert strict.message(context_management=KEEP).status_code == 200
+        assert strict.message(context_management=clear).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -68,8 +85,8 @@ def test_what_means_the_default_is_taken(server, fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"functions": [{"name": "f"}]}, {"ignore_eos": True}, {"min_tokens": 5}),
-        *({"presence_penalty": -1}, {"logit_bias": {"5": 1}}, {"grammar": "root"}),
+        *({"functions": [{"name": "f"}]}, {"presence_penalty": -3}, {"min_tokens": -1}),
+        *({"logit_bias": {"97": 1}}, {"frequency_context_size": 9}, {"grammar": "root"}),
         *({"thread": {"type": "create"}}, {"temperature": -1}, {"n": -1}, {"best_of": 2}),
     ],
 )
@@ -93,7 +110,7 @@ def test_an_argument_that_the_template_does_not_read_is_named_and_a_forbidden_on
     with serving(actor_pair(speak, PLAIN_TEMPLATE)) as server:
         found = server.chat(chat_template_kwargs={"enable_thinking": True})
         assert ignored(found) == ["chat_template_kwargs.enable_thinking"]
-        assert ignored(server.message(thinking={"type": "enabled"})) == ["thinking"]
+        assert ignored(server.message(thinking={"type": "enabled"})) == ["thinking.type"]
         assert server.chat(chat_template_kwargs={"tokenize": False}).status_code == 400
 
 
@@ -159,3 +176,18 @@ def test_a_request_that_finds_no_place_is_told_so_before_its_prompt_is_made(serv
 def test_a_part_without_its_text_is_refused(server):
     found = server.chat(messages=[{"role": "user", "content": [{"type": "text"}]}])
     assert found.status_code == 400 and "text" in found.json()["error"]["message"]
+
+
+def test_an_answer_is_as_long_as_a_load_generator_asks(server):
+    found = server.chat(ignore_eos=True, max_tokens=60).json()
+    assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (
+        *(60, "length"),
+    )
+    assert found["choices"][0]["message"]["content"].startswith(WORDS)
+    assert "<" not in found["choices"][0]["message"]["content"], (
+        "ends that ended nothing are untold"
+    )
+    found = server.chat(min_tokens=50).json()
+    assert found["usage"]["completion_tokens"] == 51 and len(WORDS) < 50
+    comma = server.pair.tokenizer.encode("t")[0]
+    assert said(server.chat(stop_token_ids=[comma])) == WORDS.partition("t")[0]

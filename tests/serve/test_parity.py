@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
 import openai
@@ -97,3 +100,41 @@ def test_a_next_turn_and_further_answers_read_only_what_is_new(pair):
     read = sum(len(pair.tokenizer.encode(q)) for q in (QUESTIONS[1], "and?", QUESTIONS[4]))
     new = float(told["dflash_prompt_tokens_total"]) - float(told["dflash_cached_tokens_total"])
     assert new < read + 100 < float(told["dflash_prompt_tokens_total"])
+
+
+TALK = {"messages": user(QUESTIONS[1]), "max_tokens": 24}
+BODIES = {
+    "/v1/chat/completions": TALK,
+    "/v1/messages": TALK,
+    "/v1/responses": {"input": QUESTIONS[1]},
+    "/v1/completions": {"prompt": QUESTIONS[1]},
+}
+SEED = {"seed": 5}
+LAW = {
+    **{"presence_penalty": 1.1, "frequency_penalty": 0.4, "repeat_penalty": 1.2},
+    **{"repeat_last_n": -1, "min_tokens": 20, "stop_token_ids": [40, 41], "min_p": 0.01},
+    **{"top_k": 90, "logit_bias": {"40": 4.5, "50": 1.0, "60": -100}, **SEED},
+}
+
+
+def test_penalties_and_bias_are_the_same_in_every_api_with_drafts_and_without(pair):
+    def ask(server, path, heat, more):
+        body = {"model": "llama", "temperature": heat, **BODIES[path], **more}
+        found = server.post(path, body).json()
+        assert found.pop("dflash")["ignored"] == []
+        usage = found["usage"].get("completion_tokens") or found["usage"]["output_tokens"]
+        answer = found.get("choices") or found.get("content") or found["output"]
+        (text,) = re.findall(r'"(?:content|text)": "((?:[^"\\]|\\.)*)"', json.dumps(answer))
+        return text, usage
+
+    asked = [
+        (path, heat, more) for path in BODIES for heat in (0.0, 0.7, 1.0) for more in (LAW, SEED)
+    ]
+    with serving(pair, DecodeConfig("none", max_tokens=24), "llama") as server:
+        plain = [ask(server, *each) for each in asked]
+    with serving(pair, USUAL, "llama") as server, ThreadPoolExecutor(len(asked)) as clients:
+        together = [*clients.map(lambda each: ask(server, *each), asked)]
+    assert together == plain
+    assert all(tokens >= 20 for _, tokens in plain[::2])
+    assert all(one != other for one, other in zip(plain[::2], plain[1::2], strict=True))
+    assert {text for text, _ in plain[0:12:6]} == {plain[0][0]} == {plain[12][0]}

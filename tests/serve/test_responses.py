@@ -74,7 +74,7 @@ def test_thoughts_are_items_of_their_own(client):
         thought, said = answer.output
         assert (thought.type, thought.content[0].text) == ("reasoning", "Let me see.")
         assert said.content[0].text == answer.output_text == "It is blue."
-        assert answer.usage.output_tokens_details.reasoning_tokens == len("Let me see.")
+        assert answer.usage.output_tokens_details.reasoning_tokens == len("\nLet me see.")
     deltas = [e.delta for e in found if e.type == "response.reasoning_text.delta"]
     assert "".join(deltas) == "Let me see."
 
@@ -255,7 +255,7 @@ def test_what_codex_sends_is_taken(server):
         said = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     done = [each["item"] for each in said if each["type"] == "response.output_item.done"]
     assert [item["type"] for item in done] == ["message", "function_call", "function_call"]
-    assert said[-1]["response"]["dflash"]["ignored"] == ["include"]
+    assert said[-1]["response"]["dflash"]["ignored"] == ["include", "reasoning.effort"]
 
 
 def test_a_stream_says_that_it_is_alive_and_how_it_failed(monkeypatch):

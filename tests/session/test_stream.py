@@ -1,5 +1,7 @@
 """Text, stops and turns, on a tokenizer whose tokens are bytes and words."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
 
 from dflash_mlx.client import SplitText, split_thinking
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.methods import drafting_of
@@ -44,9 +46,9 @@ class ByteTokenizer:
         return NaiveStreamingDetokenizer(self)
 
 
-def read(rounds, stops=()):
+def read(rounds, stops=(), ends=(0,), least=0):
     """Text per round and the tokens kept, as `Session.stream` does it."""
-    text, pieces, kept = StopText(ByteTokenizer(), stops), [], []
+    text, pieces, kept = StopText(ByteTokenizer(), stops, ends, least), [], []
     for i, tokens in enumerate(rounds):
         kept += text.take(tokens)
         last = text.stopped or i == len(rounds) - 1
@@ -78,6 +80,33 @@ def test_text_comes_out_as_soon_as_it_is_certain_and_stops_are_cut(
     rounds, stops, pieces, kept, stopped
 ):
     assert read(rounds, stops) == (pieces, kept, stopped)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("tokens", "least", "said", "kept"),
+    [
+        ([10, 2, 10, 2], 0, "", 1),
+        ([10, 2, 10, 2], 1, "stopb", 3),
+        ([10, 2, 10, 2], 2, "stopb", 3),
+        ([10, 2, 10, 2], 3, "stopbstopb", 4),
+        ([8, 9, 2, 10], 1, "", 2),  # it began early, and ends in time
+        ([8, 9, 2, 10], 2, "stopb", 4),
+        ([1, 8, 2, 8, 9], 4, "astob", 5),
+    ],
+)
+def test_a_stop_text_among_the_least_tokens_ends_nothing(tokens, least, said, kept, size):
+    rounds = [tokens[i : i + size] for i in range(0, len(tokens), size)]
+    pieces, found, _ = read(rounds, ("stop",), least=least)
+    assert ("".join(pieces), len(found)) == (said, kept)
+
+
+def test_other_tokens_may_end_an_answer_and_an_end_that_is_ignored_is_not_told():
+    assert read([[1, 0, 2]], ends=()) == (["ab"], [1, 0, 2], False)
+    assert read([[1, 0, 2, 1]], ends=(2,)) == (["a"], [1, 0, 2], True)
+    sampling = SamplingConfig(stop_token_ids=(5, 6))
+    assert sampling.ends({0}) == {0, 5, 6}
+    assert replace(sampling, ignore_eos=True).ends({0}) == {5, 6}
 
 
 tokens_and_cuts = st.lists(st.tuples(st.integers(1, 13), st.booleans()), min_size=1, max_size=25)

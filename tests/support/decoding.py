@@ -131,8 +131,7 @@ def answer(
     constraint: Constraint | None = None,
 ) -> list[int]:
     """The tokens behind `prompt`, with caches of their own."""
-    found = answer_rounds(target, drafter, prompt, config, constraint=constraint)
-    return tokens_in(delta.accepted for delta in found)
+    return tokens_in(answer_rounds(target, drafter, prompt, config, constraint=constraint))
 
 
 def start(

@@ -34,20 +34,29 @@ def conditional(
     config: SamplingConfig,
     allowed: set[int] | None = None,
 ) -> np.ndarray:
-    """The law of the next token in NumPy: mask, filter, then temperature, then normalise."""
+    """The law of the next token in NumPy: mask, bias, penalties, filters, then temperature."""
     logits = target.table[before[-2], before[-1]].astype(float)
+    for token, bias in config.logit_bias:
+        logits[token] += bias
     if allowed is not None:
         logits[[token for token in range(len(logits)) if token not in allowed]] = -np.inf
     if config.repetition_penalty != 1:
         for token in set(before[-config.repetition_context :]):
             factor = config.repetition_penalty
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    answer = before[len(PROMPT) :]
+    for token in set(answer):
+        logits[token] -= config.presence_penalty + config.frequency_penalty * answer.count(token)
+    ends = [*config.stop_token_ids]
+    if len(answer) < config.min_tokens and np.isfinite(np.delete(logits, ends)).any():
+        logits[ends] = -np.inf
     p = np.exp(logits) / np.exp(logits).sum()
     order = np.argsort(-p)
     keep = np.zeros(len(p), dtype=bool)
     keep[order[: np.searchsorted(np.cumsum(p[order]), config.top_p) + 1]] = True
     if 0 < config.top_k < len(p):
         keep[order[config.top_k :]] = False
+    keep &= p >= config.min_p * p.max()
     weights = np.where(keep, p ** (1 / config.temperature), 0)
     return weights / weights.sum()
 
@@ -60,6 +69,8 @@ def enumerated_law(
         longer: dict[tuple[int, ...], float] = {}
         for answer, chance in law.items():
             tokens = None if allowed is None else allowed(answer)
+            if answer and answer[-1] in config.stop_token_ids:
+                tokens = set()
             if tokens == set():
                 longer[answer] = chance
                 continue

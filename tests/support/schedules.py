@@ -31,6 +31,7 @@ from dflash_mlx.verifier.pass_times import PassTimes
 from support.configs import config_with
 from support.decoding import Strict, answer, scheduler_of, sequence_of
 from support.families import make_model
+from support.family_configs import VOCAB_SIZE
 from support.pairs import full_pair
 from support.toys import foretold, prompt_of
 
@@ -157,10 +158,15 @@ def schedule_of(seed: int, prompts: Prompts, longest: int = 40) -> Schedule:
 def _config(rng: np.random.Generator, options: dict[str, Any], tokens: int) -> DecodeConfig:
     drawn = options.get("acceptance") == "reject"
     hot = drawn or rng.random() < 0.5
+    (other,) = rng.spawn(1)  # so that what it draws changes nothing else
+    biased = other.integers(VOCAB_SIZE, size=int(other.choice([0, 0, 3])))
     sampling = SamplingConfig(
         0.7 if hot else 0.0,
         float(rng.choice([1.0, 0.9])) if hot else 1.0,
         repetition_penalty=float(rng.choice([1.0, 1.0, 1.0, 1.3])),
+        presence_penalty=float(other.choice([0.0, 0.0, 0.7])),
+        frequency_penalty=float(other.choice([0.0, 0.0, -0.3, 0.4])),
+        logit_bias=tuple((token, float(other.normal())) for token in biased.tolist()),
         seed=int(rng.integers(2**32)),
     )
     return config_with(
@@ -266,9 +272,10 @@ def margin(target: Target, request: Request, before: list[int], tokens: tuple[in
     history = [*request.prompt, *before]
     ids, sampling = mx.array(history), request.config.sampling
     logits = target.forward(ids, target.new_cache(), Block(len(history)))[0][-1]
-    logits = Sampler(sampling).adjusted(logits.astype(mx.float32), history)
+    sampler = Sampler(sampling, len(request.prompt), sampling.stop_token_ids)
+    logits = sampler.adjusted(logits.astype(mx.float32), history)
     if sampling.temperature > 0:
-        key = Sampler(sampling).key(len(history))
+        key = sampler.key(len(history))
         drawn = tempered(logits, sampling)
         scores = drawn + mx.random.gumbel((1, logits.size), key=key)[0]
         if mx.isinf(scores[mx.array(tokens)]).any():
