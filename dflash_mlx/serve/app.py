@@ -102,7 +102,7 @@ def make_app(service: Service) -> ASGIApp:
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
     app = guard.BodyTimeMiddleware(app, config.idle)
     keys = [] if config.key is None else [guard.key_check(config.key)]
-    app = guard.CheckMiddleware(app, *keys, guard.size_check(most))
+    app = guard.CheckMiddleware(app, *keys, guard.size_check(most), guard.assume_json)
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
@@ -124,6 +124,10 @@ def _add_errors(api: FastAPI, most: int) -> None:
         elif error.status_code == 404 and not isinstance(error, ApiError):
             what = f"{path[:200]} is not a path of this server; docs/serve.md lists them"
             error = ApiError(404, what)
+        elif error.status_code == 405:  # Starlette's, too
+            allowed = (error.headers or {}).get("Allow", "")
+            what = f"{path[:200]} does not take {request.method}; send {allowed}"
+            error = ApiError(405, what, headers=error.headers)
         elif error.status_code == 400 and not isinstance(error, ApiError):  # FastAPI's
             error = ApiError(400, "the request is not JSON in UTF-8 of usual depth; correct it")
         return response_of(error, path)
@@ -151,8 +155,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
     if (kind := unseen(part)) is not None:
         return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
-    said = str(problem["msg"])[:300]
-    told = long or problem["type"] == "missing"
+    said = str(problem["msg"]).partition(" after validation")[0][:300]
+    told = long or problem["type"] in ("missing", "too_short")
     given = "" if told else f", not {reprlib.repr(problem['input'])}"
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 

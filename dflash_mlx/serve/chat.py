@@ -206,7 +206,7 @@ def _check_tools(pair: Pair, are_read: bool) -> None:
     """ApiError where the model's template or mlx-lm knows no tools."""
     name = pair.target.name
     if not are_read:
-        what = f"are not read by the chat template of {name} reads"
+        what = f"are not read by the chat template of {name}"
         raise refusal("tools", what, "leave them out, or serve a model that knows tools")
     if not pair.tokenizer.has_tool_calling:
         what = f"called by {name} come in a format that mlx-lm does not know"
