@@ -78,7 +78,8 @@ async def test_the_theme_and_what_was_changed_in_settings_are_kept(chat, app, fi
     screen = app.screen  # which may be too narrow for the path
     labels = [label.content for label in screen.query(".label").results(Static)]
     assert f"Longest answer, from {file}" in labels
-    assert screen.query_one("#set-block_size", Input).placeholder.startswith("the draft model's")
+    assert any(said == f"Kept in {file}: theme." for said in chat.notices)
+    assert screen.query_one("#set-block_size", Input).placeholder.startswith("as the draft model")
     screen.query_one("#set-temperature", Input).value = "0.7"
     screen.query_one("#set-stop", Input).value = "END"
     screen.query_one("#set-recalibrate").value = True
