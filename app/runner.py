@@ -276,6 +276,7 @@ class CommandRunner:
 
     async def _delete(self, _: str) -> None:
         self._need_idle()
+        self._need_words("delete")
         app, conversation = self._app, self._app.conversation
 
         async def gone(_: None) -> None:
@@ -292,6 +293,7 @@ class CommandRunner:
 
     async def _export(self, name: str) -> None:
         app = self._app
+        self._need_words("export")
         conversation = replace(app.conversation, turns=[*app.conversation.turns])
         written = aside(lambda: export(conversation, name))
         app.hear(written, lambda file: app.say(f"Written to {file}."))
@@ -306,9 +308,10 @@ class CommandRunner:
         shown = partial(card, talk.turns[last - 1].content, answer, tokens, talk.model)
         app.hear(aside(lambda: share(shown(), name, title, colours)), app.say)
 
-    async def _theme(self, _: str) -> None:
-        dark = self._app.current_theme.dark
-        name = "light" if dark else "dark"
+    async def _theme(self, name: str) -> None:
+        name = name or ("light" if self._app.current_theme.dark else "dark")
+        if name not in THEMES:
+            raise DFlashError(f"theme is {name!r}", f"choose one of {', '.join(THEMES)}")
         self._app.theme = THEMES[name].name
         self.keep({"theme": name})
 
@@ -327,3 +330,7 @@ class CommandRunner:
     def _need_idle(self) -> None:
         if self._app.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
+
+    def _need_words(self, action: str) -> None:
+        if not self._app.conversation.turns:
+            raise DFlashError(f"there is nothing to {action} yet", "ask something first")

@@ -58,6 +58,20 @@ async def test_a_model_is_kept_when_it_was_really_opened(chat, app, file, tmp_pa
     assert file.read_text().startswith("# mine\n")
 
 
+@in_chat()
+async def test_of_a_model_that_is_gone_the_chat_tells_the_line_too(chat, app, backend, file):
+    file.write_text('# mine\nmodel = "/gone"\n')
+    app.user = UserConfig(str(file))
+    gone = DFlashError("there is no folder '/gone'", "give another with --model")
+    backend.loads = [gone, DFlashError("there is no folder '/other'", "give another with --model")]
+    await chat.say("/model /gone")
+    await chat.until(lambda: len(chat.notices) == 1)
+    assert chat.notices[-1].startswith(f"line 2 of {file}: there is no folder '/gone'")
+    await chat.say("/model /other")
+    await chat.until(lambda: len(chat.notices) == 2)
+    assert chat.notices[-1].startswith("there is no folder '/other'")
+
+
 @in_chat(lambda: ScriptedBackend(waits="load"))
 async def test_the_model_that_the_chat_starts_with_is_not_kept(chat, app, backend, file):
     file.write_text(before := 'model = "owner/mine"')
@@ -166,6 +180,7 @@ async def test_the_file_on_the_manual_s_page_is_taken(app, file):
         ("draft", "x", "draft is 'x'"),
         ("draft", "escape", "draft is 'escape'"),
         ("draft", "f3", "draft is 'f3'"),
+        ("draft", "f99", "draft is 'f99'"),
         ("draft", "ctrl+c", "draft is 'ctrl+c'"),
         ("draft", "ctrl+a", "nothing else has"),
         ("draft", "", "draft is ''"),
