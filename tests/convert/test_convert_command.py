@@ -236,7 +236,9 @@ def test_what_cannot_be_a_destination_is_refused_and_kept(given, tmp_path, name,
 def test_a_disk_that_is_too_small_is_refused_with_both_values(given, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
     monkeypatch.setattr("dflash_mlx.convert.__main__.convert", None)  # nothing is written
-    with pytest.raises(DFlashError, match=r"dst needs 16\.\d MB, .* 123\.5 kB"):
+    with pytest.raises(
+        DFlashError, match=r"dst, 16.0 MB to spare included, needs 16\.\d MB, .* 123\.5 kB"
+    ):
         main(given)
     assert nothing_is_left(tmp_path)
 
