@@ -179,18 +179,10 @@ class SamplingConfig:
         least=0,
     )
     presence_penalty: float = option(
-        0.0,
-        "take this from the logit of every token that the answer has; below 0 favours them",
-        label="Penalty for what was said (presence)",
-        least=-2,
-        most=2,
+        0.0, "take this from the logits of tokens that the answer has", least=-2, most=2
     )
     frequency_penalty: float = option(
-        0.0,
-        "take this from a token's logit for each time that the answer has it",
-        label="Penalty for each time (frequency)",
-        least=-2,
-        most=2,
+        0.0, "take this from the logits of tokens for each time in the answer", least=-2, most=2
     )
     seed: int | None = option(
         None,

@@ -7,25 +7,22 @@ seed gives the same answer whatever was drafted, exactly as greedy decoding does
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from dflash_mlx.core.config import SamplingConfig
 
+Ends = Collection[int]  # tokens, any of which is an answer's last
 DRAW, KEEP = 1, 2  # streams of randomness beside the target's own
 
 
 class Sampler:
     """Draws tokens for one answer."""
 
-    def __init__(
-        self,
-        config: SamplingConfig,
-        start: int = 0,  # tokens of the prompt
-        ends: Collection[int] = (),  # tokens that end the answer
-    ) -> None:
+    def __init__(self, config: SamplingConfig, start: int = 0, ends: Ends = ()) -> None:
+        """start: tokens of the prompt. ends: tokens that end the answer."""
         self.config, self.start, self.ends = config.with_seed(), start, ends
         counts = config.presence_penalty or config.frequency_penalty or config.min_tokens
         # Whether a draw depends on the tokens before it, beyond the logits.
@@ -69,11 +66,7 @@ class Sampler:
 
 
 def adjusted(
-    logits: mx.array,
-    config: SamplingConfig,
-    history: Sequence[int],
-    start: int,
-    ends: Collection[int],
+    logits: mx.array, config: SamplingConfig, history: Sequence[int], start: int, ends: Ends
 ) -> mx.array:
     """Logits [V] of the token behind `history`, with bias and penalties; [..., V] for bias alone.
 
@@ -88,12 +81,11 @@ def adjusted(
 
         process = make_repetition_penalty(config.repetition_penalty, len(recent))
         logits = process(list(recent), logits[None])[0]
-    answer = history[start:]
-    if config.presence_penalty or config.frequency_penalty:
-        tokens, counts = np.unique(np.array(answer, np.int64), return_counts=True)
-        less = -config.presence_penalty - config.frequency_penalty * counts
-        logits = _plus(logits, dict(zip(tokens.tolist(), less.tolist(), strict=True)))
-    if len(answer) < config.min_tokens:
+    answer, presence = Counter(history[start:]), config.presence_penalty
+    if presence or config.frequency_penalty:
+        less = {t: -presence - config.frequency_penalty * n for t, n in answer.items()}
+        logits = _plus(logits, less)
+    if answer.total() < config.min_tokens:
         longer = _plus(logits, dict.fromkeys(ends, -math.inf))
         logits = mx.where((longer > -mx.inf).any(), longer, logits)
     return logits

@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, encoded
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply
 from dflash_mlx.serve.service import Service, converse, figures, unless_gone
 
@@ -36,8 +36,13 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
     service: Service = request.app.state.service
-    _, _, tokens = await unless_gone(request, service.read(body))
-    return as_json({"input_tokens": len(tokens)})
+
+    async def count() -> int:
+        async with service.using(body) as pair:
+            _, _, tokens = await service.read(pair, body)
+            return len(tokens)
+
+    return as_json({"input_tokens": await unless_gone(request, count())})
 
 
 class BlockWriter:

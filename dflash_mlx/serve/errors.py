@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dflash_mlx.core.errors import DFlashError
 
-ANTHROPIC = "/v1/messages"  # where its paths begin
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"  # where their paths begin
 _INVALID, _FAULT = "invalid_request_error", ("server_error", "api_error")
 _KINDS = {  # what a status is called in OpenAI's API and in Anthropic's
     400: (_INVALID, _INVALID),
@@ -59,6 +59,8 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
     openai, anthropic = _KINDS.get(error.status_code, _FAULT)
     if path.startswith(ANTHROPIC):
         return {"type": "error", "error": {"type": anthropic, "message": error.detail}}
+    if path.startswith(OLLAMA):
+        return {"error": error.detail}
     about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
     return {"error": {"message": error.detail, "type": openai, **about}}
 

@@ -28,7 +28,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # What APIs say of thoughts: efforts, whether there are any, and how many tokens; the last counts.
 _WISHES = (
     *("output_config.effort", "reasoning.effort", "reasoning_effort"),
-    *("reasoning.enabled", "thinking.type", "enable_thinking"),
+    *("reasoning.enabled", "thinking.type", "enable_thinking", "think"),
     *("thinking.budget_tokens", "reasoning.max_tokens", "thinking_budget"),
 )
 _TYPES = {"enabled": True, "disabled": False}  # "adaptive": as the model has it
@@ -81,6 +81,8 @@ class Answered(Sampled, Asked):
     """A request for answers, whatever its API; what is not a field here is said by properties."""
 
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
+    media: ClassVar[str] = "text/event-stream"  # type of a stream
+    streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
 
     stream: bool | None = None
     max_tokens: Count | None = None

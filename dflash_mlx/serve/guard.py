@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from hashlib import sha256
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -83,14 +83,6 @@ def too_large(most: int) -> ApiError:
     what = f"the request is larger than {most / 10**6:g} MB"
     step = "send less, or start the server with a larger --body-mb"
     return ApiError(413, f"{what}; {step}", headers={"Connection": "close"})
-
-
-def assume_json(scope: Scope) -> None:
-    """Take a body without a type, or of the one that curl gives, for JSON: no path reads forms."""
-    headers = MutableHeaders(scope=scope)
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in ("", "application/x-www-form-urlencoded"):
-        headers["content-type"] = "application/json"
 
 
 class CheckMiddleware:

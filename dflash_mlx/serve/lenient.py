@@ -43,7 +43,7 @@ _ASKING = {
     *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex"),
     *("guided_choice", "guided_grammar", "format", "template", "chat_template", "raw", "adapters"),
     *("bad_words", "best_of", "use_beam_search", "messages", "stop", "stop_sequences"),
-    *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability"),
+    *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability", "context"),
     *("dry_multiplier", "dynatemp_range", "logits_processors", "prompt_embeds"),
     *("presence_context_size", "frequency_context_size"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
@@ -122,6 +122,10 @@ def _note_unseen(body: Any, ignored: list[str]) -> bool:
             continue
         content = message.get("content")
         is_past = i + 1 < len(messages) or message.get("role") == "tool"
+        if is_past and message.pop("images", None):
+            ignored.append("messages[].images")
+            message["content"] = f"{content or ''}\n{_NOTE.format('a picture')}"
+            changed = True
         for part in content if isinstance(content, list) else []:
             is_result = isinstance(part, dict) and part.get("type") == "tool_result"
             inner = part.get("content") if is_result else [part] if is_past else []
@@ -136,7 +140,7 @@ def _note_unseen(body: Any, ignored: list[str]) -> bool:
 
 def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
     """Change the last field of a place to what it means, or take it away; whether it could be."""
-    key, is_top = str(place[-1]), len(place) == 1
+    key, is_top = str(place[-1]), place[:-1] in ([], ["options"])
     value = holder[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if problem["type"] == "extra_forbidden":
@@ -144,9 +148,9 @@ def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
             holder[_SAME[key]] = holder.pop(key)
             return True
         nothing = value in _NOTHING or (key in _NEUTRAL_AT_1 and is_number and value == 1)
-        if is_top and key in _ASKING and not nothing:
+        if (is_top or key == "images") and key in _ASKING and not nothing:
             return False
-    elif is_top and key == "repetition_context" and value == -1:
+    elif is_top and _SAME.get(key, key) == "repetition_context" and value == -1:
         holder[key] = LARGEST
         return True
     elif is_top and key == "seed" and isinstance(value, int) and is_number and value != -1:

@@ -12,10 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_mlx.engine.delta import TokenLogprobs
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
+from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
 from dflash_mlx.serve.service import Service, answer, converse, figures
 from dflash_mlx.serve.settings import MOST_ANSWERS
@@ -31,26 +33,27 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, _begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
 
 
-async def _begin(service: Service, body: CompletionRequest) -> ResponseStream:
-    service.check(body)
+async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+    """Ask for answers that go on with texts."""
     body.check()
-    prompts = await service.prepare(lambda: _prompts(service, body.prompt))
-    if (answers := len(prompts) * body.answers) > MOST_ANSWERS:
-        what = f"asks for {answers} answers with {len(prompts)} prompts"
-        raise refusal("n", what, f"ask for at most {MOST_ANSWERS} at once")
-    return await service.ask(body, prompts, goes_on=True)
+    async with service.using(body) as pair:
+        prompts = await service.prepare(lambda: _prompts(pair, body.prompt))
+        if (answers := len(prompts) * body.answers) > MOST_ANSWERS:
+            what = f"asks for {answers} answers with {len(prompts)} prompts"
+            raise refusal("n", what, f"ask for at most {MOST_ANSWERS} at once")
+        return await service.ask(pair, body, prompts, goes_on=True)
 
 
-def _prompts(service: Service, given: str | list[str] | list[int]) -> list[tuple[int, ...]]:
+def _prompts(pair: Pair, given: str | list[str] | list[int]) -> list[tuple[int, ...]]:
     """One for each text; tokens are one prompt."""
     texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
     if texts:
-        return [text_prompt(service.pair, text) for text in texts]
+        return [text_prompt(pair, text) for text in texts]
     tokens = tuple(each for each in given if isinstance(each, int))
-    check_tokens(service.pair, tokens)
+    check_tokens(pair, tokens)
     return [tokens]
 
 
@@ -63,7 +66,7 @@ class ChatWriter:
     first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
 
     def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
-        self._tokenizer, self._body, self._replies = service.pair.tokenizer, body, replies
+        self._tokenizer, self._body, self._replies = replies[0].tokenizer, body, replies
         self._header = {
             "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
             "object": self.chunk if body.stream else self.kind,

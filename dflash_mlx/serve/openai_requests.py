@@ -38,13 +38,13 @@ class FunctionCall(Strict):
     """Which function was called, with its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: str | Json  # as an object in Ollama's API
 
 
 class ToolCall(Strict):
     """A call that the assistant made."""
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # which some clients leave in
@@ -203,7 +203,7 @@ class ChatRequest(ChatBody, Completed):
         tools = self.tools or [] if self.tool_choice != "none" else []
         return Chat(
             FIELDS,
-            [_told(each) for each in self.messages],
+            [told(each) for each in self.messages],
             [each.model_dump(exclude_none=True) for each in tools],
             required,
             self.parallel_tool_calls is False,
@@ -212,7 +212,7 @@ class ChatRequest(ChatBody, Completed):
         )
 
 
-def _told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
+def told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
     """As chat templates read it."""
     role = "system" if message.role == "developer" else message.role
     found = message.model_dump(include=_TOLD, exclude_none=True)

@@ -9,13 +9,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta, TokenLogprobs
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
@@ -44,6 +47,12 @@ class Reply(Request):
     parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
     since: float = field(default_factory=time.monotonic)
     _lead: str | None = None  # space before the first text
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model that answers."""
+        assert self.pair is not None
+        return self.pair.tokenizer
 
     def take(self, delta: Delta) -> list[Part]:
         """What a delta adds."""
@@ -167,6 +176,10 @@ class RequestQueue:
             yield
         finally:
             self._preparing -= 1
+
+    def answers(self, pair: Pair) -> bool:
+        """Whether a pair has answers that are not over."""
+        return any(reply.pair is pair for reply in self._streams)
 
     def _check_room(self, further: int) -> None:
         """ApiError where so many answers more cannot be let in."""

@@ -13,10 +13,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import TOO_LONG, Json
 from dflash_mlx.serve.errors import ApiError, as_json, encoded
 from dflash_mlx.serve.kept import Kept
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.responses_requests import ITEMS, ResponsesRequest
 from dflash_mlx.serve.service import EventStream, Service, converse, figures
