@@ -45,11 +45,9 @@ class _Rules(dict[str, str]):
     def __init__(self, form: Form, tokenizer: Any) -> None:
         super().__init__()
         self._form, self._ends = form, tokenizer.eos_token_ids
-        vocabulary = (
-            tokenizer.get_added_vocab().items()
-        )  # of some models with white space and words
-        added = {k: v for k, v in vocabulary if k.strip() and not k.isalnum()}
-        self._added, longest = added, sorted(map(re.escape, added), key=len, reverse=True)
+        vocabulary = tokenizer.get_added_vocab()  # of some models with white space and words
+        self._added = {k: v for k, v in vocabulary.items() if k.strip() and not k.isalnum()}
+        longest = sorted(map(re.escape, self._added), key=len, reverse=True)
         self._split = re.compile("|".join([*longest, r"\d+"]))
 
     def literal(self, text: str) -> list[str]:

@@ -92,13 +92,8 @@ def _lenient(chat: Chat, field: str, schema: Json, is_strict: bool) -> Json:
         return schema
     own = schema.get("x-guidance")
     loose = {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), "lenient": True}}
-    try:
-        check_structure(StructureConfig(json_schema=json.dumps(schema)))
-    except RecursionError:
-        return schema
-    except DFlashError:
-        with suppress(DFlashError):
-            said = left_out(StructureConfig(json_schema=json.dumps(loose)))
+    with suppress(DFlashError, RecursionError):
+        if said := left_out(StructureConfig(json_schema=json.dumps(loose))):
             chat.ignored.append(f"{field}: {'; '.join(said)}")
             return loose
     return schema

@@ -150,11 +150,10 @@ def test_a_key_is_compared_as_a_digest_in_constant_time_and_not_kept(monkeypatch
     compared, compare = [], hmac.compare_digest
     both = lambda *pair: (compared.append(pair), compare(*pair))[1]  # noqa: E731
     monkeypatch.setattr(guard.hmac, "compare_digest", both)
-    check, headers = guard.key_check("k" * 64), [(b"x-api-key", key.encode())]
+    known, headers = guard.digest("k" * 64), [(b"x-api-key", key.encode())]
     with contextlib.nullcontext() if key == "k" * 64 else pytest.raises(ApiError):
-        check({"type": "http", "path": "/", "headers": headers})
+        guard.check_key(known, {"type": "http", "path": "/", "headers": headers})
     assert [[len(each) for each in pair] for pair in compared] == [[32, 32], [32, 32]]
-    assert not any("k" * 64 in str(cell.cell_contents) for cell in check.__closure__)
 
 
 HEADS = {
