@@ -56,8 +56,10 @@ async def studio_models(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """The same in Ollama's shape."""
-    return as_json({"models": [_in_ollama(each) for each in _listed(request)]})
+    """The same in Ollama's shape; by `/api/ps` those that are in memory."""
+    is_all = not request.url.path.endswith("/ps")
+    found = (each for each in _listed(request) if is_all or each["state"] == "loaded")
+    return as_json({"models": [_in_ollama(each) for each in found]})
 
 
 async def show(body: Asked, request: Request) -> Response:

@@ -65,6 +65,8 @@ class Service:
 
         So programs work whose names of models are built in.
         """
+        if body.model not in self.names:
+            body.model = body.model.removesuffix(":latest")  # which Ollama's clients add
         if body.model not in self.names and not self.config.strict:
             body.model = self.names[0]
         self.check_model(body.model)
