@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
@@ -140,13 +141,14 @@ _NOT_HERE = {  # why there is no such path, by its last part
 
 
 def canonical(scope: Scope) -> None:
-    """Put in the path that is meant, where a base URL has a part too many or lacks one."""
+    """Put in the path and the type of the body that are meant, where a client has others."""
     rest = _PREFIXES.sub("", scope["path"], count=1).rstrip("/")
     if (head := _HEADS.get(rest.split("/")[0])) is not None:
         scope["path"] = f"{head}/{rest}"
-    if rest.startswith("api/"):  # whose clients do not say that they send JSON
-        others = (each for each in scope["headers"] if each[0] != b"content-type")
-        scope["headers"] = [*others, (b"content-type", b"application/json")]
+    headers = MutableHeaders(scope=scope)
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if rest.startswith("api/") or kind in ("", "application/x-www-form-urlencoded"):
+        headers["content-type"] = "application/json"  # Ollama's clients and curl do not say so
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -193,9 +195,13 @@ def _add_errors(api: FastAPI, most: int) -> None:
             error = guard.too_large(most)
         elif error.status_code == 404 and not isinstance(error, ApiError):
             near = get_close_matches(path[:200], _KNOWN, 1)
-            step = f"did you mean {near[0]}?" if near else "docs/serve.md lists them"
+            step = f"did you mean {near[0]}?" if near else "GET / lists them"
             step = _NOT_HERE.get(path.rpartition("/")[2], step)
             error = ApiError(404, f"{path[:200]} is not a path of this server; {step}")
+        elif error.status_code == 405:  # Starlette's, too
+            allowed = (error.headers or {}).get("Allow", "")
+            what = f"{path[:200]} does not take {request.method}; send {allowed}"
+            error = ApiError(405, what, headers=error.headers)
         elif error.status_code == 400 and not isinstance(error, ApiError):  # FastAPI's
             error = ApiError(400, "the request is not JSON in UTF-8 of usual depth; correct it")
         return response_of(error, path)
@@ -223,8 +229,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
     if (kind := unseen(part)) is not None:
         return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
-    said = str(problem["msg"])[:300]
-    told = long or problem["type"] == "missing"
+    said = str(problem["msg"]).partition(" after validation")[0][:300]
+    told = long or problem["type"] in ("missing", "too_short")
     given = "" if told else f", not {reprlib.repr(problem['input'])}"
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 

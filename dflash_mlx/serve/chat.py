@@ -128,8 +128,8 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
     reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
     ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
-    if budgets and ends != END:  # of thoughts that are not known here, if there are any
-        chat.ignore(budgets[0], f"limits thoughts, and {name} has none", "leave it out")
+    for budget in budgets if ends != END else ():  # of thoughts that are not known here, if any
+        chat.ignore(budget, f"limits thoughts, and {name} has none", "leave it out")
     return tokens
 
 
