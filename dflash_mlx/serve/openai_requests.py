@@ -176,6 +176,8 @@ class ChatRequest(ChatBody, Completed):
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def most(self) -> int | None:
@@ -194,6 +196,14 @@ class ChatRequest(ChatBody, Completed):
             raise refusal(
                 "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
             )
+        last, goes_on = self.messages[-1], bool(self.continue_final_message)
+        if self.add_generation_prompt is goes_on:
+            step = "leave it out, or send the opposite"
+            raise refusal("add_generation_prompt", "is the same as continue_final_message", step)
+        has_words = isinstance(last, AssistantMessage) and last.content and not last.tool_calls
+        if goes_on and not has_words:
+            step = "end with the assistant's words"
+            raise refusal("continue_final_message", "has nothing to go on from", step)
 
     def chat(self, pair: Pair) -> Chat:
         required: str | None = "" if self.tool_choice == "required" else None
@@ -209,6 +219,7 @@ class ChatRequest(ChatBody, Completed):
             self.parallel_tool_calls is False,
             form.wanted if form is not None else None,
             form is not None and form.json_schema is not None and bool(form.json_schema.strict),
+            go_on=bool(self.continue_final_message),
         )
 
 
