@@ -20,11 +20,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Scope
 
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.lenient import LenientRoute, unseen
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
@@ -56,8 +56,10 @@ async def studio_models(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """The same in Ollama's shape."""
-    return as_json({"models": [_in_ollama(each) for each in _listed(request)]})
+    """The same in Ollama's shape; by `/api/ps` those that are in memory."""
+    is_all = not request.url.path.endswith("/ps")
+    found = (each for each in _listed(request) if is_all or each["state"] == "loaded")
+    return as_json({"models": [_in_ollama(each) for each in found]})
 
 
 async def show(body: Asked, request: Request) -> Response:
@@ -101,6 +103,7 @@ async def metrics(request: Request) -> Response:
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/chat/completions": openai_replies.chat_completions,
     "/v1/responses": responses_replies.responses,
+    "/v1/responses/input_tokens": responses_replies.input_tokens,
     "/v1/completions": openai_replies.completions,
     "/v1/messages": anthropic_replies.messages,
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
@@ -113,6 +116,7 @@ _TOLD: dict[str, Callable[..., Any]] = {  # by GET
     "/v1/models": models,
     "/v1/models/{name:path}": model,
     "/v1/responses/{name}": responses_replies.response,
+    "/v1/responses/{name}/input_items": responses_replies.input_items,
     "/api/tags": tags,
     "/api/ps": tags,
     "/api/version": version,
@@ -245,9 +249,8 @@ def _model(service: Service, name: str) -> Json:
 
 def _facts(pair: Pair) -> Json:
     tokenizer, length = pair.tokenizer, pair.target.context_length
-    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
     can = {
-        "tools": reads_tools and bool(tokenizer.has_tool_calling),
+        "tools": not form_of(pair).in_prompt,
         "thinking": bool(tokenizer.has_thinking),
         "structured_outputs": find_spec("llguidance") is not None,
         "image_input": False,

@@ -64,7 +64,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         if served:  # downloaded now, if need be: a request may not do that
             make_ready(pair, config)
         load = partial(cli.open_pair, arguments, config, reader=reader)
-        served.append(Model(its, load, needed_by(find_names(pair), reader.parts)))
+        served.append(Model(its, load, needed_by(find_names(pair)) if len(pairs) > 1 else 0))
     if client is not None:
         found = replace(found, url=launch.url_of(serve.host, place.getsockname()[1]))
         print(launch.line(client, found, more), flush=True)

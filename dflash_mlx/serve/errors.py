@@ -58,7 +58,10 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
     """The JSON of an error for a request of this path."""
     openai, anthropic = _KINDS.get(error.status_code, _FAULT)
     if path.startswith(ANTHROPIC):
-        return {"type": "error", "error": {"type": anthropic, "message": error.detail}}
+        told: dict[str, Any] = {"type": anthropic, "message": error.detail}
+        if getattr(error, "param", None) == "thread":  # clients send the conversation again then
+            told["details"] = {"error_code": "thread_not_found"}
+        return {"type": "error", "error": told}
     if path.startswith(OLLAMA):
         return {"error": error.detail}
     about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
@@ -69,6 +72,10 @@ def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
     """Where a problem of pydantic's is; its own place also names the types that it tried."""
     found: list[str | int] = []
     for each in problem["loc"][1:]:
+        inner = body.get(str(body.get("type"))) if isinstance(body, dict) else None
+        if isinstance(inner, dict) and each in inner and each not in body:  # `Nested`
+            found.append(str(body["type"]))
+            body = inner
         is_key = isinstance(body, dict) and each in body
         if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
             body = body[each]
@@ -92,3 +99,8 @@ def encoded(value: Any) -> bytes:
     """JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, as an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def event(kind: str, **values: Any) -> bytes:
+    """A server-sent event that has a name, in itself too."""
+    return f"event: {kind}\ndata: ".encode() + encoded({"type": kind, **values}) + b"\n\n"

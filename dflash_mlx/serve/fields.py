@@ -40,6 +40,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Sent(Strict):
+    """What clients send back as it came, with fields that change nothing."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class Asked(Strict):
     """The body of a request."""
 
@@ -85,11 +91,12 @@ class Answered(Sampled, Asked):
     streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
 
     stream: bool | None = None
+    return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
     max_tokens: Count | None = None
 
     @property
     def most(self) -> int | None:
-        """Tokens of an answer, where the request says."""
+        """Tokens of an answer, where the request says; 0 to have the prompt read alone."""
         return self.max_tokens
 
     @property
@@ -107,6 +114,11 @@ class Answered(Sampled, Asked):
     def tops(self) -> int | None:
         """Likeliest tokens to tell with each token, None for no log-probabilities."""
         return None
+
+    @property
+    def laws(self) -> tuple[int | None, int | None]:
+        """As `tops`, what is computed for the answer, and for the prompt."""
+        return self.tops, None
 
     def check(self) -> None:
         """ApiError for fields that do not go together."""
@@ -166,10 +178,12 @@ def decoding(
         config = replace(
             usual,
             sampling=replace(usual.sampling, **asked),
-            max_tokens=usual.max_tokens if body.most is None else body.most,
+            max_tokens=usual.max_tokens if body.most is None else max(1, body.most),
+            reads_only=body.most == 0,
             structure=structure or usual.structure,
             stop=(*usual.stop, *body.stops),
-            logprobs=body.tops,
+            logprobs=body.laws[0],
+            prompt_logprobs=body.laws[1],
             thought_tokens=min(limits, default=None),
         )
     except DFlashError as error:

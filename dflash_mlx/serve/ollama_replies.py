@@ -9,11 +9,11 @@ from datetime import datetime, timezone
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, call_of
 from dflash_mlx.serve.errors import OLLAMA, ApiError, as_json, body_of, encoded
 from dflash_mlx.serve.ollama_requests import ChatRequest, GenerateRequest
 from dflash_mlx.serve.openai_replies import begin
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.service import Service, answer, converse, figures
 

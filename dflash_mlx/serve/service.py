@@ -20,12 +20,14 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
+from dflash_mlx.serve.calls import Part
+from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
@@ -35,6 +37,7 @@ T = TypeVar("T")
 
 Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
 
+_PROGRESS = 1.0  # seconds between two events that say how much of a prompt is read
 _GONE = 499  # nobody reads it
 
 
@@ -63,6 +66,8 @@ class Service:
 
         So programs work whose names of models are built in.
         """
+        if body.model not in self.names:
+            body.model = body.model.removesuffix(":latest")  # which Ollama's clients add
         if body.model not in self.names and not self.config.strict:
             body.model = self.names[0]
         self.check_model(body.model)
@@ -132,15 +137,15 @@ class Service:
     ) -> ResponseStream:
         """Ask for all answers to all prompts, and return when they are taken in."""
         configs = decoding(self.usual, body, structure)
-        spaced = partial(starts_with_space, pair.tokenizer) if goes_on else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
                 reply = Reply(tokens, config, pair, behind=first, index=len(replies))
-                reply.reader, reply.is_spaced = reader(), spaced
+                reply.reader, reply.goes_on = reader(), goes_on
                 replies.append(reply)
                 first = first or reply
+                reply.config = replace(config, prompt_logprobs=None) if reply.behind else config
         return await self.queue.open(replies)
 
 
@@ -183,12 +188,23 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
-                reader = partial(AnswerReader, pair.tokenizer, *how)
+                reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
             stream = await service.ask(pair, body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         return stream
 
     return await answer(request, body, begin(), writer)
+
+
+async def count(request: Request, body: Conversation) -> int:
+    """How many tokens the prompt of a conversation has."""
+    service: Service = request.app.state.service
+
+    async def tokens() -> int:
+        async with service.using(body) as pair:
+            return len((await service.read(pair, body))[2])
+
+    return await unless_gone(request, tokens())
 
 
 async def answer(
@@ -200,6 +216,7 @@ async def answer(
     first, given = stream.replies[0], getattr(request.state, "ignored", [])
     first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
     writer = make(service, body, stream.replies)
+    stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:
         return EventStream(stream, writer, body.media)
     try:
@@ -262,6 +279,18 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
             yield b"".join((*events, writer.end(reply) if reply.reason else b""))
     except ApiError as error:
         yield writer.error(error)
+
+
+def progress(body: Answered, reply: Reply) -> dict[str, Any]:
+    """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
+    sequence, total = reply.sequence, len(reply.tokens)
+    read = 0 if sequence is None else sequence.state.position
+    if not body.return_progress or read >= total:
+        return {}
+    cached = (
+        reply.statistics.reused_tokens if sequence is None else sequence.statistics.reused_tokens
+    )
+    return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -294,7 +294,7 @@ class Scheduler:
         """The running ones whose caches it could go on with; None where it reads all by itself."""
         if self.prefixes is None or sequence.config.exact or sequence.looked_for_prefix:
             return None
-        if sequence.state.position:  # whoever made it has read that
+        if sequence.state.position or sequence.misses_logprobs:  # whoever made it has read that
             return None
         key = CacheKey.of(sequence.target, sequence.drafter, sequence.state)
         others = [each for each in self.running if not each.config.exact]

@@ -87,7 +87,7 @@ def test_what_means_the_default_is_taken(server, fields):
     [
         *({"functions": [{"name": "f"}]}, {"presence_penalty": -3}, {"min_tokens": -1}),
         *({"logit_bias": {"97": 1}}, {"frequency_context_size": 9}, {"grammar": "root"}),
-        *({"thread": {"type": "create"}}, {"temperature": -1}, {"n": -1}, {"best_of": 2}),
+        *({"thread": {"type": "continue"}}, {"temperature": -1}, {"n": -1}, {"best_of": 2}),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(server, fields):

@@ -70,6 +70,10 @@ def test_every_model_answers_by_its_name_and_is_loaded_when_it_is_asked_for():
         other = server.chat(model="/etc/passwd")
         assert said(other) == f"{MODEL} answers hello" and other.json()["model"] == MODEL
         assert [each.loads for each in further] == [1, 0]
+        here = [each["name"] for each in server.get("/api/ps").json()["models"]]
+        assert here == [MODEL, "alias", "second"]
+        assert len(server.get("/api/tags").json()["models"]) == 4
+        assert said(server.chat(model="second:latest")) == "second answers hello"
     with serving(saying(MODEL), further=[loading("second")], strict=True) as server:
         assert server.chat(model="third").status_code == 404
         assert said(server.chat(model="second")) == "second answers hello"

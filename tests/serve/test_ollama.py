@@ -108,7 +108,7 @@ def test_options_say_how_tokens_are_drawn_and_those_that_change_nothing_are_name
     assert sorted(usual["dflash"]["ignored"]) == sorted(named)
     config = []
     ask = server.service.ask
-    server.service.ask = lambda asked, *more: config.append(asked) or ask(asked, *more)
+    server.service.ask = lambda pair, asked, *more: config.append(asked) or ask(pair, asked, *more)
     drawn = {"temperature": 0.5, "min_p": 0.1, "repeat_penalty": 1.5, "seed": 3}
     whole(server, options={**drawn, "presence_penalty": 0.5, "frequency_penalty": 0.1})
     del server.service.ask

@@ -318,7 +318,8 @@ def test_answers_of_two_targets_are_those_of_each_alone_and_share_one_memory(pai
     sequences = [scheduler.submit(p, c, own) for own, p, c in asked]
 
     def look():
-        most[0] = max(most[0], scheduler.used + scheduler.prefixes.nbytes)
+        running = sum(each.state.nbytes for each in scheduler.running)
+        most[0] = max(most[0], running + scheduler.prefixes.nbytes)
         most[1] = max(most[1], len({each.target for each in scheduler.running}))
 
     said = finish(scheduler, look)
