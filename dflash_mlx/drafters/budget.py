@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from dflash_mlx.core.config import DecodeConfig, SamplingConfig, StructureConfig
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.autoregressive import StepByStep
 from dflash_mlx.drafters.experience import (
@@ -63,6 +63,7 @@ Cutting = Callable[[Sequence[Proposal], float], Cut]  # of proposals that took s
 class _Asked:
     """A round that was proposed."""
 
+    known: Experience  # that it is to teach
     arm: Arm
     cut: Cut
     timed: PassTimes | None  # by which it was planned
@@ -116,7 +117,7 @@ class BatchBudget:
         now = self.clock() - sum(state.paused for state in states)
         one = len(states) + states[0].beside  # each row of others is taken to bring its token
         known = self._known(one)
-        self._learn(known, states, now)
+        self._learn(states, now)
         if all(state.last is None for state in states):
             self._begin_answer(known, states)
         arm, rates, again = known.choose()
@@ -127,7 +128,7 @@ class BatchBudget:
             self._blind = self._blind if one == 1 else 0
             cut = self._draft(known, arm, states, budget // len(states), cutting)
         trees = zip(states, (part.tree for part in cut.parts), strict=True)
-        asked = _Asked(arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
+        asked = _Asked(known, arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
         self._asked.update((state, asked) for state in states)
         why = Reason(arm is not known.arms[0], cut.drafts, again, rates, cut.instead is not None)
         plain = known.times.plain_now(one, _contexts(states))
@@ -149,8 +150,10 @@ class BatchBudget:
             Arm(a.name, a.tokens.mean * share, plain + max(a.seconds - before, 0.0) * min(share, 1))
             for a in base.arms
         ]
-        self._together[count] = Experience(arms, one.reliability, times, one.second, one.further)
-        return self._together[count]
+        begun = Experience(arms, one.reliability, times, one.second, one.further)
+        begun.rounds = base.rounds if taught else 0
+        self._together[count] = begun
+        return begun
 
     def _begin_answer(self, known: Experience, states: Sequence[State]) -> None:
         """Expect what other answers taught, but not for long; while parked, try a draft at once."""
@@ -271,7 +274,7 @@ class BatchBudget:
             return never
         return times.timed.branching if times.timed is not None and times.timed.trees else None
 
-    def _learn(self, known: Experience, states: Sequence[State], now: float) -> None:
+    def _learn(self, states: Sequence[State], now: float) -> None:
         """Take in how the last round went; its time where all who took part in it are here."""
         rounds = []
         for state in states:
@@ -280,11 +283,11 @@ class BatchBudget:
                 continue
             rounds.append(asked)
             if len(state.last.tree) > 1:
-                known.reliability.learn(state.last)
+                asked.known.reliability.learn(state.last)
         whole = rounds and all(asked is rounds[0] for asked in rounds)
         if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return
-        last, cut = rounds[0], rounds[0].cut
+        last, cut, known = rounds[0], rounds[0].cut, rounds[0].known
         accepted = [state.last for state in last.trees if state.last is not None]
         if cut.instead is not None:
             known.second.learn(cut.instead.gain(accepted) - cut.instead.rows, cut.instead.mass)
@@ -318,7 +321,8 @@ def within_budget(
     """As much of a method's drafts as pays here, with lookups; of lookups alone where it has none.
 
     chains: whether nothing else is verified. Pass times stay with the target, what sessions have
-    learned with the pair. Nothing is timed unless `config` asks for it.
+    learned with the pair under `config`, which says nothing of single answers. Nothing is timed
+    unless it asks for that.
     """
     target = pair.target
     if config.recalibrate:
@@ -330,8 +334,7 @@ def within_budget(
     scope = Scope(sources, drafts, looks_up, chains or not target.takes_trees)
     budget = BatchBudget(drafter, target.pass_times, scope)
     budget.newest = lambda: target.pass_times
-    settings = replace(config, sampling=SamplingConfig(), stop=(), max_tokens=1, lookup=looks_up)
-    settings = replace(settings, structure=StructureConfig())
     used = pair.drafter_name, len(pair.drafters), target.kernels.mode, drafter.name
-    budget.experience = pair.recall((*used, settings), lambda: budget.experience)
+    key = *used, replace(config, lookup=looks_up)
+    budget.experience = pair.recall(key, lambda: budget.experience)
     return budget

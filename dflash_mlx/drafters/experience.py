@@ -335,7 +335,7 @@ class Experience:
     second: SecondPass = field(default_factory=SecondPass)
     # Of drafts made step by step: what further steps brought, by the chances of what they continue
     further: Continued = field(default_factory=lambda: Continued(_NEXT))
-    rounds: int = 0  # that it has learned from
+    rounds: int = 0  # that it has learned from, with those of what it began with
 
     @property
     def best(self) -> Arm:

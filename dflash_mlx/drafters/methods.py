@@ -241,7 +241,9 @@ def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | No
         *("structure", "prompt_logprobs", "reads_only"),
     )
     lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
-    return lasting, config.sampling if draws_drafts(config) else None
+    by = config.sampling  # of which penalties, bias and ends are the target's alone
+    drawn = SamplingConfig(by.temperature, by.top_p, by.top_k, by.min_p, seed=by.seed)
+    return lasting, drawn if draws_drafts(config) else None
 
 
 def check_uses(
@@ -258,8 +260,8 @@ def check_uses(
         method = find_method(settle(use, capabilities).method)
         if family_wanted(use.method) and not capabilities.count(method.family):
             known = ", ".join(dict.fromkeys(f for f in capabilities.families if f))
-            problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
-            step = "name one with --drafter, or use --method none"
+            problem = f"{method.name} needs a drafter of its own family, and {known} is loaded"
+            step = "name one with --drafter, or use --method auto"
             raise DFlashError(problem if known else missing, step)
         sizes = zip(capabilities.families, block_sizes, strict=True)
         fitting = [most for family, most in sizes if family == method.family]
@@ -304,4 +306,5 @@ def make_drafter(pair: Pair, config: DecodeConfig) -> Drafter:
     if how.fixed:
         return drafter
     takes_trees = method.has_budget or method.needs_trees or not method.family
-    return within_budget(drafter, method, pair, config, how.drawn or not takes_trees)
+    lasting, _ = drafting_of(config)
+    return within_budget(drafter, method, pair, lasting, how.drawn or not takes_trees)

@@ -104,10 +104,7 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
         raise refusal(field, "end with the assistant's words", step)
     arguments = {**pair.template, **_arguments(pair, chat)}
     arguments |= {"continue_final_message": True} if chat.go_on else {}
-    contents = [each.get("content") for each in chat.messages]
-    _check_length(
-        pair, sum(len(each) for each in contents if isinstance(each, str)), chat.fields.messages
-    )
+    _check_length(pair, sum(len(each.get("content") or "") for each in chat.messages), field)
     arguments |= {"tokenize": False, "add_generation_prompt": not chat.go_on}
     try:
         messages = _messages(form_of(pair), chat)
@@ -131,8 +128,8 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
     reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
     ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
-    if budgets and ends != END:  # of thoughts that are not known here, if there are any
-        chat.ignore(budgets[0], f"limits thoughts, and {name} has none", "leave it out")
+    for budget in budgets if ends != END else ():  # of thoughts that are not known here, if any
+        chat.ignore(budget, f"limits thoughts, and {name} has none", "leave it out")
     return tokens
 
 

@@ -71,7 +71,10 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
 def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
     """Where a problem of pydantic's is; its own place also names the types that it tried."""
     found: list[str | int] = []
-    for each in problem["loc"][1:]:
+    loc = problem["loc"][1:]
+    for left, each in enumerate(loc, 1 - len(loc)):
+        if left and _names_kind(each, body):
+            continue
         inner = body.get(str(body.get("type"))) if isinstance(body, dict) else None
         if isinstance(inner, dict) and each in inner and each not in body:  # `Nested`
             found.append(str(body["type"]))
@@ -83,6 +86,12 @@ def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
             continue
         found.append(each)
     return found
+
+
+def _names_kind(name: str | int, body: Any) -> bool:
+    """Whether pydantic says which kind of object it took, as `text`, which may be a field, too."""
+    kinds = (body.get("type"), body.get("role")) if isinstance(body, dict) else ()
+    return name in kinds and not isinstance(body.get(name), (dict, list))
 
 
 def response_of(error: HTTPException, path: str) -> Response:

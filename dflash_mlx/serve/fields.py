@@ -13,7 +13,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import LARGEST
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Json, check_text
-from dflash_mlx.serve.errors import of_settings
+from dflash_mlx.serve.errors import of_settings, refusal
 from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS, MOST_TOKENS
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -89,6 +89,7 @@ class Answered(Sampled, Asked):
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
     media: ClassVar[str] = "text/event-stream"  # type of a stream
     streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
+    most_field: ClassVar[str] = "max_tokens"  # the API's own for it; this one is known in all
 
     stream: bool | None = None
     return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
@@ -97,7 +98,7 @@ class Answered(Sampled, Asked):
     @property
     def most(self) -> int | None:
         """Tokens of an answer, where the request says; 0 to have the prompt read alone."""
-        return self.max_tokens
+        return getattr(self, self.most_field) or self.max_tokens
 
     @property
     def stops(self) -> Sequence[str]:
@@ -122,6 +123,9 @@ class Answered(Sampled, Asked):
 
     def check(self) -> None:
         """ApiError for fields that do not go together."""
+        if self.max_tokens not in (None, self.most):
+            what = f"is {self.max_tokens}, but {self.most_field} {self.most}"
+            raise refusal("max_tokens", what, "send one of them")
 
 
 class Reasoning(Strict):

@@ -21,6 +21,7 @@ _UNSEEN = {  # what a part is called in a note, by its type
     **dict.fromkeys(("audio", "input_audio"), "a sound"),
 }
 _TRIES = 8  # a field may be wrong only once another is gone
+_MOST_WRONG = 10_000  # problems of a request, each of which takes time that the others wait
 _MOST_TOLD, _LONGEST_TOLD = 32, 100  # names of ignored fields, characters of one
 # What other servers call fields of ours.
 _SAME = {
@@ -33,7 +34,7 @@ _SAME = {
 }
 # Known fields of which no value changes an answer here.
 _HINTS = {
-    *("service_tier", "store", "user", "metadata", "safety_identifier", "prompt_cache_key"),
+    *("service_tier", "user", "metadata", "safety_identifier", "prompt_cache_key"),
     *("cache_control", "stream_options"),
 }
 # Fields that this server does not know, and that would change the answer.
@@ -89,8 +90,10 @@ def told(names: list[str]) -> list[str]:
 
 def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     """Take away what may be, in the body itself; whether anything was."""
+    if len(problems := error.errors()) > _MOST_WRONG:
+        return False
     changed = _note_unseen(error.body, ignored)
-    for problem in error.errors():
+    for problem in problems:
         place = place_of(problem, error.body)
         holder: Any = error.body
         try:

@@ -210,6 +210,8 @@ class Completed(OpenAIBody):
 class ChatRequest(ChatBody, Completed):
     """The body of POST /v1/chat/completions."""
 
+    most_field = "max_completion_tokens"
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -218,24 +220,20 @@ class ChatRequest(ChatBody, Completed):
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     response_format: Format | None = None
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
     @property
-    def most(self) -> int | None:
-        return self.max_tokens or self.max_completion_tokens
-
-    @property
     def tops(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def idle(self) -> list[str]:
+        return [*super().idle(), *(["store"] if self.store else [])]
+
     def check(self) -> None:
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
-            step = "send one of them"
-            raise refusal("max_tokens", f"is {both[0]}, but max_completion_tokens {both[1]}", step)
+        super().check()
         if self.top_logprobs and not self.logprobs:
             raise refusal(
                 "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"

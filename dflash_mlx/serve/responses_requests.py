@@ -120,6 +120,8 @@ class TextConfig(Sent):
 class ResponsesRequest(ChatBody, OpenAIBody):
     """The body of POST /v1/responses."""
 
+    most_field = "max_output_tokens"
+
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -136,10 +138,6 @@ class ResponsesRequest(ChatBody, OpenAIBody):
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     client_metadata: Json | None = None
-
-    @property
-    def most(self) -> int | None:
-        return self.max_output_tokens or self.max_tokens
 
     @property
     def tops(self) -> int | None:

@@ -12,7 +12,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.experience import Average, Instead, SecondPass
+from dflash_mlx.drafters.experience import Average, Experience, Instead, SecondPass
 from dflash_mlx.drafters.method import FirstDraft
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
@@ -335,6 +335,43 @@ def test_drafts_that_do_not_pay_cost_little_where_answers_begin_and_end_all_the_
         lengths = np.random.default_rng(seed).integers(4, 24, 160).tolist()
         shares.append(seconds_of(MANY, lengths, 8) / seconds_of(MANY, lengths, 8, 0.4))
     assert np.mean(shares) > 0.975
+
+
+def test_a_number_that_began_with_what_another_taught_goes_on_to_learn():
+    target = TimedTarget(Clock(), MANY)
+    shared = Shared(0.0, lambda i: 0.8)
+    shared.target = target
+    budget = BatchBudget(shared, MANY, Scope(looks_up=False), target.clock)
+    scheduler, begun = scheduler_of(target), []
+    for count in (2, 5):
+        for i in range(count):
+            config = DecodeConfig(max_tokens=200)
+            scheduler.add(sequence_of(target, budget, [1, i, 2], config))
+        while scheduler.running or scheduler.waiting:
+            scheduler.step()
+            begun += [budget._together[5]] if 5 in budget._together else []
+    assert len({id(each) for each in begun}) == 1 and begun[0].rounds > 40
+    assert [arm.bias.mean for arm in begun[0].arms] != [1.0, 1.0]
+
+
+def test_a_round_teaches_the_number_of_rows_that_it_had(monkeypatch):
+    """Those of others may be gone when it is looked at."""
+    target, taught, spent = TimedTarget(Clock(), MANY), [], Experience.spent
+    drafter = Honest(0.0, lambda i: 0.8)
+    drafter.target = target
+    budget = BatchBudget(drafter, MANY, Scope(looks_up=False), target.clock)
+
+    def learn(self, arm, cut, took):
+        taught.append((self is budget._known(1 + cut.beside), any(arm is a for a in self.arms)))
+        spent(self, arm, cut, took)
+
+    monkeypatch.setattr(Experience, "spent", learn)
+    scheduler = scheduler_of(target)
+    for each, most in ((budget, 80), (NoDraft(), 10), (NoDraft(), 10)):
+        scheduler.add(sequence_of(target, each, [1, 2, 3], DecodeConfig(max_tokens=most)))
+    while len(scheduler):
+        assert not any(isinstance(outcome, Exception) for _, outcome in scheduler.step())
+    assert len(taught) > 10 and {*taught} == {(True, True)}
 
 
 @pytest.mark.parametrize("chances", [(0.6, 0.6), (0.4, 0.4, 0.4, 0.4)])

@@ -26,6 +26,7 @@ from dflash_mlx.drafters.methods import METHODS, make_drafter
 from dflash_mlx.drafters.paper import IN_ORDER, THRESHOLD
 from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding, reference_dflash2
@@ -293,6 +294,18 @@ def test_sessions_share_what_they_learn_as_long_as_the_settings_are_the_same(pai
     first = drafter_of(pair, "d2sd, as many as pay")
     other = drafter_of(pair, "d2sd, as many as pay", **changes)
     assert (other.experience is first.experience) == (not changes)
+
+
+def test_settings_of_an_answer_make_no_drafter_and_no_experience_of_their_own(pair):
+    """So what one request teaches the next one knows, and hostile ones fill no memory."""
+    pair, shared = replace(pair, learned={}), Scheduler(pair)
+    for i in range(3):
+        biased = SamplingConfig(1.0, logit_bias=((i, 1.0),), min_tokens=i, presence_penalty=i / 2)
+        for more in ({"thought_tokens": i}, {"sampling": biased}, {"logprobs": i}):
+            for scheduler in (shared, Scheduler(pair)):
+                scheduler.drafter(DecodeConfig("dflash", max_tokens=9 + i, **more))
+    assert len(shared.drafters) == 2, "one that draws, and one that does not"
+    assert len([key for key in pair.learned if isinstance(key[-1], DecodeConfig)]) <= 2
 
 
 def test_what_was_learned_with_other_kernels_is_not_used(pair):

@@ -226,6 +226,8 @@ def test_an_answer_has_the_form_that_is_asked_for():
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"max_output_tokens": 5, "max_tokens": 6}, "max_tokens"),
+        ({"store": 0}, "store"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(server, more, field):

@@ -364,5 +364,8 @@ def test_what_the_library_lacks_of_a_schema_is_left_out_and_named_unless_it_is_s
     assert json.loads(said(found)).keys() == schema["properties"].keys()
     given["json_schema"]["strict"] = True
     assert server.chat("long", response_format=given).status_code == 400
+    given = {"type": "json_schema", "schema": schema, "strict": True}
+    found = server.post("/v1/responses", {"model": MODEL, "input": "a", "text": {"format": given}})
+    assert found.status_code == 400 and found.json()["error"]["param"] == "text.format.schema"
     required = {"tools": [tool("f", schema)], "tool_choice": "required"}
     assert server.chat("long", **required).status_code == 200

@@ -94,6 +94,8 @@ def test_a_budget_for_a_model_that_does_not_think_is_named_and_refused_by_a_stri
     with serving(pair) as server:
         assert ignored(server.post(path, asked)) == ["thinking.type", "thinking.budget_tokens"]
         assert ignored(server.post(path, body(path, **NONE))) == []
+        two = ignored(server.post(path, body(path, thinking_budget=9, reasoning={"max_tokens": 9})))
+        assert {*two} == {"thinking_budget", "reasoning.max_tokens"}
     with serving(pair, strict=True) as server:
         found = server.post(path, asked)
         assert found.status_code == 400 and "thinking.type" in found.text
