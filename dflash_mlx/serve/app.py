@@ -21,7 +21,7 @@ from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
-from dflash_mlx.serve.lenient import LenientRoute, unseen
+from dflash_mlx.serve.lenient import BoundedRoute, LenientRoute, unseen
 from dflash_mlx.serve.service import Service
 
 _ERROR = {"description": "one sentence, in the shape of the API"}
@@ -90,8 +90,7 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
-    if not service.config.strict:
-        api.router.route_class = LenientRoute
+    api.router.route_class = BoundedRoute if service.config.strict else LenientRoute
     for method, paths in (("POST", _ASKED), ("GET", _TOLD), ("DELETE", _DROPPED)):
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
