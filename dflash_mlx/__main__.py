@@ -3,7 +3,7 @@
 COMMANDS = """\
 dflash-chat                      the chat; with a question, one answer
 dflash-chat models, clean        what is on the disk, to download or to remove
-dflash-serve                     a server for programs that speak OpenAI's or Anthropic's API
+dflash-serve                     a server that speaks OpenAI's, Anthropic's and Ollama's APIs
 python -m dflash_mlx.generate    one answer, with every setting and figures as JSON
 python -m dflash_mlx.benchmark   methods compared over many prompts
 python -m dflash_mlx.convert     models converted and quantised

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Strains a server on this machine: `scripts/strain_server.py schema|crowd|kills|speed`.
+"""Strains a server on this machine: `scripts/strain_server.py schema|crowd|swaps|kills|speed`.
 
 schema: requests made from the served schema, 10,000 of them, to a toy model: none may be a 5xx.
 crowd: 200 connections for 5 minutes, half of which vanish at random: finished answers are compared
-with those of generate, and memory, connections and caches with what they were before. kills: kill
--9 while it loads, reads, answers, idles and leaves; started again on the same folder, it has to
-answer as ever. speed: time per token through the server against generate, and what 1, 2, 4 and 8
-clients get together, with the default pair. Exit code 1 where something is wrong.
+with those of generate, and memory, connections and caches with what they were before. swaps: the
+same with three models, one of which may be in memory. kills: kill -9 while it loads, reads,
+answers, idles and leaves; started again on the same folder, it has to answer as ever. speed: time
+per token through the server against generate, and what 1, 2, 4 and 8 clients get together, with the
+default pair. Exit code 1 where something is wrong.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,8 +30,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import httpx2 as httpx  # noqa: E402
 
 from dflash_mlx import DecodeConfig, Pair, generate, load  # noqa: E402
+from dflash_mlx.session.models import Model  # noqa: E402
+from support.families import make_model  # noqa: E402
 from support.fuzzed_api import attack  # noqa: E402
-from support.models import write_endless_model  # noqa: E402
+from support.models import write_endless_model, write_model  # noqa: E402
 from support.serving import Server, actor_pair, command_of, serving, spawn, user  # noqa: E402
 
 CHAT = "/v1/chat/completions"
@@ -59,13 +64,16 @@ def schema(number: int, seed: int) -> bool:
     return True
 
 
-async def come_and_go(server: Server, seconds: float, seed: int, counted: dict) -> None:
+Ask = Callable[[random.Random], tuple[dict, str]]  # a request, and what has to be answered
+
+
+async def come_and_go(server: Server, ask: Ask, seconds: float, seed: int, counted: dict) -> None:
     """One client: asks again and again, and leaves at a random moment every other time."""
     draw, end = random.Random(seed), time.monotonic() + seconds
     async with httpx.AsyncClient(timeout=120) as client:
         while time.monotonic() < end:
-            text = str(draw.randint(1, 400))
-            body = {"model": "actor", "messages": user(text), "stream": draw.random() < 0.5}
+            body, expected = ask(draw)
+            body["stream"] = draw.random() < 0.5
             leaves = draw.random() < 0.5
             limit = draw.uniform(0.0, 0.5) if leaves else 120
             try:
@@ -78,7 +86,7 @@ async def come_and_go(server: Server, seconds: float, seed: int, counted: dict) 
                 counted["busy"] += 1
                 await asyncio.sleep(draw.uniform(0, 0.5))
             else:
-                right = words_of(found.text, body["stream"]) == "a" * int(text)
+                right = words_of(found.text, body["stream"]) == expected
                 counted["answered" if right else "wrong"] += 1
 
 
@@ -91,27 +99,66 @@ def words_of(text: str, stream: bool) -> str:
 
 
 def crowd(number: int, seed: int, seconds: float) -> bool:
-    """Whether all is as before when `number` clients have gone."""
-    counted = dict.fromkeys(("answered", "left", "busy", "broken", "wrong"), 0)
+    """Whether all is as before when `number` clients of a toy model have gone."""
+
+    def ask(draw: random.Random) -> tuple[dict, str]:
+        length = draw.randint(1, 400)
+        return {"model": "actor", "messages": user(str(length))}, "a" * length
+
     act = lambda prompt: "a" * int(prompt.rpartition("]")[2])  # noqa: E731
     pair = actor_pair(act, context_length=2000)
     usual = DecodeConfig("none", max_tokens=1000)
     with serving(pair, usual, parallel=32, queue=400) as server:
+        return _crowded(server, ask, number, seed, seconds)
 
-        async def all_of_them(seconds: float) -> None:
-            each = [come_and_go(server, seconds, seed + i, counted) for i in range(number)]
-            await asyncio.gather(*each)
 
-        asyncio.run(all_of_them(seconds / 10))
-        before = held(server)
-        asyncio.run(all_of_them(seconds))
-        server.until(lambda: len(server.queue) == 0, 60)
-        server.until(lambda: not server.queue.worker._open, 60)
-        after = held(server)
+def swaps(number: int, seed: int, seconds: float) -> bool:
+    """As `crowd`, with three tiny models of which one may be in memory."""
+    config, loads = DecodeConfig("ngram", max_tokens=24), {"loads": 0}
+    with tempfile.TemporaryDirectory() as base:
+        place = Path(base)
+        names = [write_model(place / f"model{i}", make_model("llama", i)).name for i in range(3)]
+        expected = {}
+        for name in names:
+            pair = load(place / name)
+            for text in PROMPTS:
+                expected[name, text] = generate(pair, user(text), config).text
+
+        def load_counted(name: str) -> Pair:
+            loads["loads"] += 1
+            return load(place / name)
+
+        def ask(draw: random.Random) -> tuple[dict, str]:
+            name, text = draw.choice([*expected])
+            return {"model": name, "messages": user(text)}, expected[name, text]
+
+        further = [Model((name,), partial(load_counted, name)) for name in names[1:]]
+        more = {"further": further, "most_loaded": 1, "parallel": 32, "queue": 400}
+        with serving(load(place / names[0]), config, names[0], **more) as server:
+            server.models.by_name[names[0]].load = partial(load_counted, names[0])
+            done = _crowded(server, ask, number, seed, seconds)
+        print(loads)
+        return done
+
+
+def _crowded(server: Server, ask: Ask, number: int, seed: int, seconds: float) -> bool:
+    """Whether all is as before when `number` clients have gone, and no answer was wrong."""
+    counted = dict.fromkeys(("answered", "left", "busy", "broken", "wrong"), 0)
+
+    async def all_of_them(seconds: float) -> None:
+        each = [come_and_go(server, ask, seconds, seed + i, counted) for i in range(number)]
+        await asyncio.gather(*each)
+
+    asyncio.run(all_of_them(seconds / 10))
+    before = held(server)
+    asyncio.run(all_of_them(seconds))
+    server.until(lambda: len(server.queue) == 0, 60)
+    server.until(lambda: not server.queue.worker._open, 60)
+    after = held(server)
     print(counted, "before", before, "after", after)
-    grown = after["memory"] - before["memory"]
-    clean = before["tasks"] == after["tasks"] and after["sequences"] == 0
-    return clean and grown < 50e6 and not counted["wrong"] and not counted["broken"]
+    clean = before["tasks"] == after["tasks"] and before["threads"] == after["threads"]
+    clean = clean and after["sequences"] == 0 and after["memory"] - before["memory"] < 50e6
+    return clean and not counted["wrong"] and not counted["broken"]
 
 
 def kills(number: int, seed: int) -> bool:
@@ -180,12 +227,13 @@ def held(server: Server) -> dict[str, float]:
         await asyncio.sleep(1.0)
         return len(asyncio.all_tasks())
 
-    engine = server.queue.worker._scheduler  # type: ignore[union-attr]
+    engine = server.queue.worker.ask(lambda scheduler: scheduler).result()
     return {
         "memory": resident(),
         "tasks": asyncio.run_coroutine_threadsafe(tasks(), server.loop).result(10),
         "sequences": len(engine.running) + len(engine.waiting),
-        "drafters": len(server.queue.worker._scheduler._drafters),  # type: ignore[union-attr]
+        "drafters": len(engine.drafters),
+        "threads": threading.active_count(),
     }
 
 
@@ -253,7 +301,7 @@ async def several(server: Server, name: str, clients: int) -> tuple[int, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", choices=("schema", "crowd", "kills", "speed"))
+    parser.add_argument("work", choices=("schema", "crowd", "swaps", "kills", "speed"))
     parser.add_argument("--number", type=int, help="of requests, connections, kills or repeats")
     parser.add_argument("--seconds", type=float, default=300.0, help="of the crowd")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer whose speed is taken")
@@ -261,8 +309,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.work == "schema":
         good = schema(arguments.number or 10_000, arguments.seed)
-    elif arguments.work == "crowd":
-        good = crowd(arguments.number or 200, arguments.seed, arguments.seconds)
+    elif arguments.work in ("crowd", "swaps"):
+        work = crowd if arguments.work == "crowd" else swaps
+        good = work(arguments.number or 200, arguments.seed, arguments.seconds)
     elif arguments.work == "kills":
         good = kills(arguments.number or 50, arguments.seed)
     else:

@@ -31,7 +31,10 @@ _THEMES = ("auto", "dark", "light")
 _KINDS = {bool: "true or false", str: "a text", tuple: "a list of texts", dict: "a table of keys"}
 _LONG_TEXT = re.compile(r"(\"\"\"|''').*?\1", re.DOTALL)
 _OTHERS = {"model": {"drafter", "second_drafter"}, "drafter": {"second_drafter"}}
-_OTHERS |= {"exact": {"temperature"}}  # which give way to what was typed
+_OTHERS |= {
+    "models_dir": {"model", *_OTHERS["model"]},
+    "exact": {"temperature"},
+}  # which give way to what was typed
 
 
 @dataclass(frozen=True)

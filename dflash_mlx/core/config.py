@@ -332,6 +332,8 @@ class DecodeConfig:
     )
     # Likeliest tokens that deltas tell with the log-probability of each of theirs; None for none.
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt, with the first delta
+    reads_only: bool = False  # the prompt is read, and no token is made
     thought_tokens: int | None = None  # at most, see `ThoughtLimit`; None for no limit
     options: Options | Given | None = None  # the method's own, see `Method.options`
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -344,7 +346,7 @@ class DecodeConfig:
             raise DFlashError(what, "choose temperature 0, or leave it out", "exact")
         require(not isinstance(self.stop, str), "stop", self.stop, "a tuple of texts")
         require("" not in self.stop, "stop", "", "a text of at least one character")
-        for name in ("logprobs", "thought_tokens"):
+        for name in ("logprobs", "prompt_logprobs", "thought_tokens"):
             value = getattr(self, name)
             counts = value is None or (type(value) is int and value >= 0)
             require(counts, name, value, "how many tokens, 0 or more")

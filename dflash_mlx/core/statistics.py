@@ -49,7 +49,8 @@ class Statistics:
     @property
     def tokens_per_second(self) -> float:
         """Of decoding: the prompt, whose pass gives the first token, and that token left out."""
-        return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        further = max(0, self.generated_tokens - 1)
+        return further / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def times_plain(self) -> float:

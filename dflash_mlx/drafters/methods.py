@@ -238,7 +238,7 @@ def drafting_of(config: DecodeConfig) -> tuple[DecodeConfig, SamplingConfig | No
     """What a drafter is made for: `config` without what may change between two of its answers."""
     may_change = (
         *("max_tokens", "stop", "prefill_step", "logprobs", "thought_tokens", "sampling"),
-        "structure",
+        *("structure", "prompt_logprobs", "reads_only"),
     )
     lasting = replace(config, **{name: getattr(DecodeConfig(), name) for name in may_change})
     by = config.sampling  # of which penalties, bias and ends are the target's alone

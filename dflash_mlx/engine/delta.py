@@ -6,6 +6,7 @@ stop text with what follows, and the tokens of an answer are cut at the one that
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from dflash_mlx.engine.drafter import Proposal
 
 BEGIN, END = "<think>", "</think>"
 _TAIL = 8  # tokens at the end of a prompt in which a template may open a thought
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token that is one, as sentencepiece writes it
 LEAST = -9999.0  # in place of minus infinity, which JSON does not know
 
 
@@ -26,7 +28,7 @@ class TokenLogprobs:
     """What the target itself said of a token, before temperature, filters and penalties."""
 
     token: int
-    logprob: float  # natural
+    logprob: float | None  # natural; None for the first token of a prompt
     top: tuple[tuple[int, float], ...]  # the likeliest tokens with theirs
 
 
@@ -45,6 +47,7 @@ class Delta:
     proposal: Proposal  # says why that tree was chosen
     stop_text: str | None = None  # the one that ended the answer
     logprobs: tuple[TokenLogprobs, ...] = ()  # of `tokens`, where a request asked for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's, with the first delta
 
 
 @dataclass(frozen=True)
@@ -71,14 +74,19 @@ def logprobs_of(
     tokens: Sequence[int], logits: mx.array | None, most: int
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities of tokens, and the `most` likeliest, from logits [n, V]; () without any."""
-    if logits is None:
+    if logits is None or not tokens:
         return ()
     rows = logits[: len(tokens)].astype(mx.float32)
     logprobs = mx.maximum(rows - mx.logsumexp(rows, axis=-1, keepdims=True), LEAST)
     own = mx.take_along_axis(logprobs, mx.array([*tokens])[:, None], axis=-1)[:, 0]
-    most = min(most, logprobs.shape[-1])
-    best = mx.argsort(-logprobs, axis=-1)[:, :most] if most else mx.zeros((len(rows), 0), mx.int32)
-    theirs = mx.take_along_axis(logprobs, best, axis=-1)
+    best = theirs = mx.zeros((len(rows), 0))
+    if most := min(most, logprobs.shape[-1]):  # sorting all of a vocabulary takes ten times as long
+        best = mx.argmax(logprobs, axis=-1, keepdims=True)
+        if most > 1:
+            best = mx.sort(mx.argpartition(-logprobs, most - 1, axis=-1)[:, :most], axis=-1)
+        order = mx.argsort(-mx.take_along_axis(logprobs, best, axis=-1), axis=-1)
+        best = mx.take_along_axis(best, order, axis=-1)
+        theirs = mx.take_along_axis(logprobs, best, axis=-1)
     mx.eval(own, best, theirs)
     told: list[Any] = [own.tolist(), best.tolist(), theirs.tolist()]
     found = zip(tokens, *told, strict=True)
@@ -86,6 +94,22 @@ def logprobs_of(
         TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
         for token, logprob, ids, values in found
     )
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """What a token adds to a text, in UTF-8; it may be a part of a character."""
+    text, piece = str(tokenizer.decode([token])), str(tokenizer.convert_ids_to_tokens(token))
+    if "\ufffd" in text:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # takes seconds
+
+        if found := _BYTE.fullmatch(piece):
+            return bytes.fromhex(found[1])
+        of_character = {each: byte for byte, each in bytes_to_unicode().items()}
+        if of_character.keys() >= {*piece}:
+            return bytes(of_character[each] for each in piece)
+    elif piece.startswith("▁") and not text.startswith(" "):  # cut off at the beginning of a text
+        text = " " + text
+    return text.encode("utf-8", "backslashreplace")
 
 
 class StopText:

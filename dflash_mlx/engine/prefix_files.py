@@ -149,6 +149,10 @@ class PrefixFiles:
             self._refuse(f"{self.folder} cannot be written ({reason})")
             return False
 
+    def forget(self, target: Target) -> None:
+        """Keep the files of a target that is not in memory any more."""
+        self._keys = {known: key for known, key in self._keys.items() if known.target is not target}
+
     def clear(self) -> None:
         for file in self._files():
             self._remove(file)

@@ -100,6 +100,16 @@ class PrefixCache:
             self._save(entry)
         return "" if self.files is None else self.files.problem
 
+    def forget(self, target: Target) -> bool:
+        """Let the states of a target go, one with each call; whether none is left."""
+        own = [entry for entry in self._entries if entry.cache_key.target is target]
+        if own:
+            self._save(own[0])
+            self._entries = [entry for entry in self._entries if entry is not own[0]]
+        elif self.files is not None:
+            self.files.forget(target)
+        return not own
+
     def clear(self) -> None:
         self._entries.clear()
         if self.files is not None:

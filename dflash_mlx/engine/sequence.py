@@ -18,7 +18,7 @@ from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.core.tree import Accepted, Tree, rows_on
-from dflash_mlx.engine.delta import Delta, StopText, logprobs_of, opens_thought
+from dflash_mlx.engine.delta import Delta, StopText, TokenLogprobs, logprobs_of, opens_thought
 from dflash_mlx.engine.drafter import Drafter, Proposal, Round
 from dflash_mlx.engine.exact import NearTieGuard, noise_of
 from dflash_mlx.engine.grammar import Constraint, Grammars, MaskedSampler
@@ -27,6 +27,8 @@ from dflash_mlx.engine.state import State
 from dflash_mlx.engine.thoughts import ThoughtLimit
 from dflash_mlx.engine.verify import RejectionSampling, TargetSampling, Verdict
 from dflash_mlx.verifier.model import Target
+
+_LOGPROB_ROWS = 128  # rows of logits at a time, as each may be a megabyte
 
 
 class Status(Enum):
@@ -59,6 +61,9 @@ class Sequence:
         self.rounds: deque[Round] = deque()  # done, or running, and not read yet
         self.finish_reason: str | None = None
         self.statistics = Statistics(drafter.name, prompt_tokens=len(prompt))
+        # Of the prompt's tokens so far, where they are asked for; they outlive a preemption.
+        asked = config.prompt_logprobs is not None
+        self.prompt_logprobs = [TokenLogprobs(prompt.tokens[0], None, ())] if asked else []
         self._preempted_at: Accepted | None = None  # the newest token, where it was preempted
         self._anchor = prompt.tokens[-1] if len(prompt) else 0
         self._plain_seconds = 0.0  # of a round of plain decoding, from the last that knew
@@ -67,6 +72,11 @@ class Sequence:
     @property
     def is_reading(self) -> bool:
         return self.state.position < len(self.prompt.tokens)
+
+    @property
+    def misses_logprobs(self) -> bool:
+        """Whether it has to read its prompt itself, as caches do not have what is asked for."""
+        return 0 < len(self.prompt_logprobs) < self.statistics.prompt_tokens
 
     @property
     def is_full(self) -> bool:
@@ -88,7 +98,8 @@ class Sequence:
         """
         first, last, rows = self.state.position, len(self.prompt), self.state.cache.tail
         step = self.config.prefill_step
-        most = step if self.config.exact else min(step, self.chunk_limit)
+        limit = min(self.chunk_limit, _LOGPROB_ROWS) if self.misses_logprobs else self.chunk_limit
+        most = step if self.config.exact else min(step, limit)
         end = min(first + most, last)
         tail = last - min(rows + 1, most) if rows else last
         return (tail if first < tail < end else end) - first
@@ -109,6 +120,14 @@ class Sequence:
             self._preempted_at = Accepted(Tree.chain(), (0,), newest)
         self.state.restore_from(State(self.target.new_cache(), self.drafter.new_context()))
         self.looked_for_prefix = False
+
+    def read_logprobs(self, logits: mx.array) -> None:
+        """Take in logits [n, V] after the next n tokens of the prompt."""
+        told, first, tokens = self.prompt_logprobs, self.state.position + 1, self.prompt.tokens
+        end = min(first + len(logits), self.statistics.prompt_tokens)
+        for begin in range(len(told), end, _LOGPROB_ROWS):
+            some = tokens[begin : min(begin + _LOGPROB_ROWS, end)]
+            told += logprobs_of(some, logits[begin - first :], self.config.prompt_logprobs or 0)
 
     def end_prompt(self, logits: mx.array) -> Round | None:
         """Take in the logits [1, V] after a prompt; the first token is a round without a pass."""
@@ -136,9 +155,10 @@ class Sequence:
         """What the oldest unread round adds; tokens behind a stop are left out. Waits for it."""
         round_, text = self.rounds.popleft(), self.text
         accepted = round_.accepted
-        kept = text.take(accepted.tokens)
+        kept = () if self.config.reads_only else text.take(accepted.tokens)
+        of_prompt = () if self.statistics.generated_tokens else tuple(self.prompt_logprobs)
         self._count(round_, len(kept))
-        anchor, self._anchor = self._anchor, kept[-1]
+        anchor, self._anchor = self._anchor, kept[-1] if kept else self._anchor
         ended = accepted.ends and kept == accepted.tokens
         self.finish_reason = reason = self._reason(ended or text.stopped)
         said = text.read(reason is not None)
@@ -153,6 +173,7 @@ class Sequence:
             replace(round_.proposal, q=None),
             text.found,
             logprobs_of(kept, accepted.logits, self.config.logprobs or 0),
+            of_prompt,
         )
 
     def start_clock(self) -> None:
@@ -179,7 +200,7 @@ class Sequence:
         if not self.is_full or self.rounds:
             return None
         asked = self.statistics.generated_tokens >= self.config.max_tokens
-        return "length" if asked else "context"
+        return "length" if asked or self.config.reads_only else "context"
 
 
 def make_sequence(
@@ -196,7 +217,8 @@ def make_sequence(
     config = replace(config, exact=config.guarded if alone else config.exact)
     state = State(target.new_cache(), drafter.new_context())
     state.constraint = constraint_of(pair, config, prompt.tokens)
-    state.end = min(len(prompt) - 1 + config.max_tokens, target.context_length - 1)
+    most = 1 if config.reads_only else config.max_tokens
+    state.end = min(len(prompt) - 1 + most, target.context_length - 1)
     return Sequence(pair, state, drafter, prompt, config)
 
 

@@ -75,7 +75,7 @@ class _Prefill:
         embeddings = None
         if prompt.pieces:
             embeddings = prompt.embed(self.target.embedding(), first, last)
-        block = Block(self.length, last_only=True)
+        block = Block(self.length, last_only=not self.sequence.misses_logprobs)
         return Rows(mx.array(prompt.tokens[first:last]), state.cache, block, embeddings)
 
     def commit(
@@ -84,6 +84,8 @@ class _Prefill:
         sequence, (logits, features) = self.sequence, found
         if target.kernels.is_watched:
             mx.eval(logits)
+        if sequence.misses_logprobs:
+            sequence.read_logprobs(logits)
         sequence.state.commit_prompt(sequence.prompt, self.length, features)
         first = None if sequence.is_reading else sequence.end_prompt(logits[-1:])
         if target.kernels.is_watched:

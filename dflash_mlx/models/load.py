@@ -84,13 +84,7 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
 
     uses: settings that the pair will be used with; DFlashError where it cannot serve them.
     """
-    names = names_for(config, uses)
-    facts, choice, names = find(names, config if reader.parts == 1 else None, uses)
-    facts.raise_first()
-    reader.check(facts)
-    _check_settings(choice, names, config, uses)
-    choice.each(lambda option: fetched(choice.drafters[option]))  # the smaller ones first
-    facts = fetched(facts)
+    facts, choice, names = make_ready(config, *uses, reader=reader)
     trials = begin_trials(config.kernels)
     target, tokenizer = reader.read(facts, config)
     target.kernels.trials = trials
@@ -124,6 +118,19 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
         speeds,
         advised=advised_generation(facts),
     )
+
+
+def make_ready(
+    config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WHOLE
+) -> tuple[ModelFacts, Choice, Names]:
+    """What `load_pair` would read, checked and on this machine; raises as it does."""
+    names = names_for(config, uses)
+    facts, choice, names = find(names, config if reader.parts == 1 else None, uses)
+    facts.raise_first()
+    reader.check(facts)
+    _check_settings(choice, names, config, uses)
+    choice.each(lambda option: fetched(choice.drafters[option]))  # the smaller ones first
+    return fetched(facts), choice, names
 
 
 def load_target(name: str | None = None) -> Pair:

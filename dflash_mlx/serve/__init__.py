@@ -1,6 +1,6 @@
-"""A server that speaks OpenAI's and Anthropic's APIs: `dflash-serve`; docs/serve.md is its manual.
+"""A server that speaks OpenAI's, Anthropic's and Ollama's APIs; docs/serve.md is its manual.
 
 Begin with `service.py`, which takes every request on its way, and `request_queue.py`, which hands
-answers that are asked for to the worker's thread. `openai_*.py` and `anthropic_*.py` are the two
+answers that are asked for to the worker's thread. `openai_*.py` and its like are the
 APIs, `app.py` puts them together, `guard.py` keeps others out, `command.py` starts it.
 """

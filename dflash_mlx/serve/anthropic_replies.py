@@ -7,18 +7,17 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json
-from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, encoded
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
+from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, event
 from dflash_mlx.serve.request_queue import TOOLS, Reply
-from dflash_mlx.serve.service import Service, converse, figures, unless_gone
+from dflash_mlx.serve.service import Service, converse, count, figures, progress
 
 _REASONS = {"length": "max_tokens", "context": "max_tokens", TOOLS: "tool_use"}
 _DELTAS = {  # by the kind of a part: what adds it to its block, and under which key
@@ -35,9 +34,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 
 async def count_tokens(body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
-    service: Service = request.app.state.service
-    _, _, tokens = await unless_gone(request, service.read(body))
-    return as_json({"input_tokens": len(tokens)})
+    return as_json({"input_tokens": await count(request, body)})
 
 
 class BlockWriter:
@@ -47,12 +44,13 @@ class BlockWriter:
         (self._reply,) = replies
         head = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": body.model}
+        self._body = body
         # The last block of a stream; its kind or call if it is open; whether there was an event.
         self._index, self._open, self._begun = -1, "", False
 
     @property
     def ping(self) -> bytes:
-        return self._begin() + _event("ping")
+        return self._begin() + event("ping", **progress(self._body, self._reply))
 
     def start(self) -> bytes:
         return b""  # with the first part or ping, what caches hold is known
@@ -64,23 +62,23 @@ class BlockWriter:
             return b""
         usage = {**_usage(sequence.statistics), "output_tokens": 0}
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-        return _event("message_start", message={**self._head, **empty, "usage": usage})
+        return event("message_start", message={**self._head, **empty, "usage": usage})
 
     def part(self, reply: Reply, part: Part) -> bytes:
         begin = self._begin()
         if (part.identity or part.kind) != self._open:
             begin, block = begin + self._close(), _block(replace(part, text=""))
             self._index, self._open = self._index + 1, part.identity or part.kind
-            begin += _event("content_block_start", index=self._index, content_block=block)
+            begin += event("content_block_start", index=self._index, content_block=block)
         kind, key = _DELTAS[part.kind]
         return begin + self._add({"type": kind, key: part.text})
 
     def end(self, reply: Reply) -> bytes:
-        ending = _event("message_delta", delta=self._ending(), **self._told())
-        return self._begin() + self._close() + ending + _event("message_stop")
+        ending = event("message_delta", delta=self._ending(), **self._told())
+        return self._begin() + self._close() + ending + event("message_stop")
 
     def error(self, error: ApiError) -> bytes:
-        return _event("error", **body_of(error, ANTHROPIC))
+        return event("error", **body_of(error, ANTHROPIC))
 
     def whole(self) -> Json:
         runs = groupby(self._reply.parts, lambda part: part.identity or part.kind)
@@ -89,7 +87,7 @@ class BlockWriter:
         return {**self._head, "content": blocks, **self._ending(), **self._told()}
 
     def _add(self, delta: Json) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
         """The end of the block that is open, if one is."""
@@ -97,7 +95,7 @@ class BlockWriter:
         if not kind:
             return b""
         signed = self._add({"type": "signature_delta", "signature": ""}) if kind == THOUGHT else b""
-        return signed + _event("content_block_stop", index=self._index)
+        return signed + event("content_block_stop", index=self._index)
 
     def _ending(self) -> Json:
         """Why the answer ended."""
@@ -130,8 +128,3 @@ def _block(part: Part) -> Json:
     if part.kind == THOUGHT:
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}
-
-
-def _event(kind: str, **values: Any) -> bytes:
-    body = encoded({"type": kind, **values})
-    return f"event: {kind}\ndata: ".encode() + body + b"\n\n"

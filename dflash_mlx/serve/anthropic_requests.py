@@ -9,7 +9,7 @@ from pydantic import Field
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import ChatBody, Conversation, Count, Name, Stops, Strict
+from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Name, Stops, Strict
 
 FIELDS = Fields(
     form="output_config.format",
@@ -206,7 +206,7 @@ class MessagesRequest(Counted, ChatBody):
 
     stop_field = "stop_sequences"
 
-    max_tokens: Count  # in this API a request has to say it
+    max_tokens: Budget  # in this API a request has to say it; 0 has the prompt read for later
     stop_sequences: Stops | None = None
     metadata: dict[Literal["user_id"], str | None] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,29 +17,64 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
-from dflash_mlx.models.read import unread_arguments
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
+from dflash_mlx.serve.fields import Asked
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.lenient import BoundedRoute, LenientRoute, unseen
+from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
 
+_DETAILS = ("parent_model", "family", "parameter_size", "quantization_level")
 _ERROR = {"description": "one sentence, in the shape of the API"}
 _ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
 
 
 async def models(request: Request) -> Response:
-    """The model by all of its names, in the shape of both APIs."""
-    names = request.app.state.service.names
-    found = [_model(request.app.state.service, name) for name in names]
-    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    """The models by all of their names, in the shape of all APIs that list models here."""
+    found = _listed(request)
+    ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return as_json({"object": "list", "data": found, **ends})
 
 
+async def studio_models(request: Request) -> Response:
+    """The same in LM Studio's shape, with what its clients read."""
+    found = _listed(request)
+    for each in found:
+        can = ["tool_use"] * _can(each, "tools")
+        each |= {"type": "llm", "publisher": "", "compatibility_type": "mlx", "capabilities": can}
+        if each["state"] == "loaded":
+            length = each["context_length"]
+            each |= {"max_context_length": length, "loaded_context_length": length}
+        else:
+            each["state"] = "not-loaded"
+    return as_json({"object": "list", "data": found})
+
+
+async def tags(request: Request) -> Response:
+    """The same in Ollama's shape; by `/api/ps` those that are in memory."""
+    is_all = not request.url.path.endswith("/ps")
+    found = (each for each in _listed(request) if is_all or each["state"] == "loaded")
+    return as_json({"models": [_in_ollama(each) for each in found]})
+
+
+async def show(body: Asked, request: Request) -> Response:
+    """What Ollama tells of one."""
+    request.app.state.service.check(body)
+    return as_json(_in_ollama(_model(request.app.state.service, body.model)))
+
+
+async def version() -> Response:
+    """A version of Ollama that has what is served of it; programs refuse older ones."""
+    return as_json({"version": "0.13.0"})
+
+
 async def model(name: str, request: Request) -> Response:
-    """The model by one of its names."""
+    """A model by one of its names."""
     request.app.state.service.check_model(name)
     return as_json(_model(request.app.state.service, name))
 
@@ -57,27 +94,57 @@ async def health() -> Response:
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     queue = request.app.state.service.queue
-    return Response(queue.metrics.page(queue.worker.used), media_type=CONTENT_TYPE_LATEST)
+    known = request.app.state.service.models.by_name.values()
+    loaded = {each.names[0]: each.pair is not None for each in known}
+    page = queue.metrics.page(queue.worker.used, loaded)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 _ASKED: dict[str, Callable[..., Any]] = {  # by POST
     "/v1/chat/completions": openai_replies.chat_completions,
     "/v1/responses": responses_replies.responses,
+    "/v1/responses/input_tokens": responses_replies.input_tokens,
     "/v1/completions": openai_replies.completions,
     "/v1/messages": anthropic_replies.messages,
     "/v1/messages/count_tokens": anthropic_replies.count_tokens,
+    "/api/chat": chat,
+    "/api/generate": generate,
+    "/api/show": show,
 }
 _TOLD: dict[str, Callable[..., Any]] = {  # by GET
     "/": hello,
     "/v1/models": models,
     "/v1/models/{name:path}": model,
     "/v1/responses/{name}": responses_replies.response,
+    "/v1/responses/{name}/input_items": responses_replies.input_items,
+    "/api/tags": tags,
+    "/api/ps": tags,
+    "/api/version": version,
+    "/api/v0/models": studio_models,
     guard.HEALTH: health,
     "/metrics": metrics,
 }
 _DROPPED: dict[str, Callable[..., Any]] = {  # by DELETE
     "/v1/responses/{name}": responses_replies.forget,
 }
+_KNOWN = (*_ASKED, *_TOLD)
+# What stands before the first part of a path, and what may in a base URL.
+_HEADS = {path.removeprefix("/v1").split("/")[1]: "/v1" * ("/v1/" in path) for path in _KNOWN}
+_PREFIXES = re.compile(r"(/|v1/|api/v[01]/(?!models))*")
+_NOT_HERE = {  # why there is no such path, by its last part
+    **dict.fromkeys(("embed", "embeddings"), "embeddings need a model and a server of their own"),
+    **dict.fromkeys(("pull", "create", "copy", "delete"), "--model says what is served"),
+}
+
+
+def canonical(scope: Scope) -> None:
+    """Put in the path that is meant, where a base URL has a part too many or lacks one."""
+    rest = _PREFIXES.sub("", scope["path"], count=1).rstrip("/")
+    if (head := _HEADS.get(rest.split("/")[0])) is not None:
+        scope["path"] = f"{head}/{rest}"
+    if rest.startswith("api/"):  # whose clients do not say that they send JSON
+        others = (each for each in scope["headers"] if each[0] != b"content-type")
+        scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -106,10 +173,10 @@ def make_app(service: Service) -> ASGIApp:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
     hosts = config.host, *config.allow_host
-    app = guard.CheckMiddleware(app, guard.caller_check(hosts, config.allow_origin))
+    app = guard.CheckMiddleware(app, canonical, guard.caller_check(hosts, config.allow_origin))
 
     def counted(path: str, status: int) -> None:
-        service.queue.metrics.responded(path if path in {*_ASKED, *_TOLD} else "other", status)
+        service.queue.metrics.responded(path if path in _KNOWN else "other", status)
 
     return guard.OuterMiddleware(app, counted, service.queue.fault)
 
@@ -121,8 +188,10 @@ def _add_errors(api: FastAPI, most: int) -> None:
         if error.status_code == 413:  # Starlette's
             error = guard.too_large(most)
         elif error.status_code == 404 and not isinstance(error, ApiError):
-            what = f"{path[:200]} is not a path of this server; docs/serve.md lists them"
-            error = ApiError(404, what)
+            near = get_close_matches(path[:200], _KNOWN, 1)
+            step = f"did you mean {near[0]}?" if near else "docs/serve.md lists them"
+            step = _NOT_HERE.get(path.rpartition("/")[2], step)
+            error = ApiError(404, f"{path[:200]} is not a path of this server; {step}")
         elif error.status_code == 400 and not isinstance(error, ApiError):  # FastAPI's
             error = ApiError(400, "the request is not JSON in UTF-8 of usual depth; correct it")
         return response_of(error, path)
@@ -156,16 +225,13 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 
 
+def _listed(request: Request) -> list[Json]:
+    service: Service = request.app.state.service
+    return [_model(service, name) for name in service.names]
+
+
 def _model(service: Service, name: str) -> Json:
-    tokenizer, length = service.pair.tokenizer, service.pair.target.context_length
-    reads_tools = "tools" not in unread_arguments(tokenizer, ["tools"])
-    can = {
-        "tools": reads_tools and bool(tokenizer.has_tool_calling),
-        "thinking": bool(tokenizer.has_thinking),
-        "structured_outputs": find_spec("llguidance") is not None,
-        "image_input": False,
-        "pdf_input": False,
-    }
+    pair = service.models.by_name[name].pair
     began = datetime.fromtimestamp(service.started, timezone.utc)
     return {
         "id": name,
@@ -175,8 +241,40 @@ def _model(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "state": "unloaded" if pair is None else "loaded",
+        **({} if pair is None else _facts(pair)),
+    }
+
+
+def _facts(pair: Pair) -> Json:
+    tokenizer, length = pair.tokenizer, pair.target.context_length
+    can = {
+        "tools": not form_of(pair).in_prompt,
+        "thinking": bool(tokenizer.has_thinking),
+        "structured_outputs": find_spec("llguidance") is not None,
+        "image_input": False,
+        "pdf_input": False,
+    }
+    return {
         "max_model_len": length,
         "context_length": length,
         "max_input_tokens": length,
         "capabilities": {name: {"supported": each} for name, each in can.items()},
     }
+
+
+def _can(model: Json, name: str) -> bool:
+    """Whether a model is known to be able to do that, which one that is not loaded is not."""
+    return bool(model.get("capabilities", {}).get(name, {}).get("supported"))
+
+
+def _in_ollama(model: Json) -> Json:
+    """What Ollama's lists and its `show` tell of a model; what is not known is empty."""
+    name, length = model["id"], model.get("context_length", 0)
+    found = {"name": name, "model": name, "digest": name.encode().hex()}
+    found |= {"modified_at": model["created_at"], "expires_at": "9999-12-31T23:59:59Z"}
+    found |= {"size": 0, "size_vram": 0, "context_length": length}
+    found |= {"details": dict.fromkeys(_DETAILS, "") | {"format": "mlx", "families": []}}
+    found |= {"model_info": {"general.architecture": "mlx", "mlx.context_length": length}}
+    told = [each for each in ("tools", "thinking") if _can(model, each)]
+    return {**found, "capabilities": ["completion", *told]}

@@ -7,22 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
-
 from dflash_mlx.core.config import RESERVED
 from dflash_mlx.engine.delta import END, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
+from dflash_mlx.serve.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
 
 Json = dict[str, Any]
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
 _THOUGHTLESS = {"enable_thinking": False, "reasoning_effort": "none"}  # of a template
-TEMPLATE_FAULTS = (
-    *(TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError),
+_TELLING = (
+    "You may call these functions:\n{}\n"
+    "To call one, answer with just its name and its arguments in this form:\n{}"
 )
+_RESULT = "<tool_response>"
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,17 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     _check_length(
         pair, sum(len(each) for each in contents if isinstance(each, str)), chat.fields.messages
     )
+    arguments |= {"tokenize": False, "add_generation_prompt": not chat.go_on}
     try:
-        text = tokenizer.apply_chat_template(
-            list(chat.messages), tokenize=False, add_generation_prompt=not chat.go_on, **arguments
-        )
+        messages = _messages(form_of(pair), chat)
+        try:
+            text = tokenizer.apply_chat_template(messages, **arguments)
+        except TEMPLATE_FAULTS:
+            if not chat.tools or not form_of(pair).in_prompt:
+                raise
+            system, user, *rest = messages  # as the template may take no system prompt
+            user = {**user, "content": f"{system['content']}\n\n{user['content']}"}
+            text = tokenizer.apply_chat_template([user, *rest], **arguments)
     except TEMPLATE_FAULTS as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         what = f"are refused by the model's chat template ({said})"
@@ -146,12 +154,6 @@ def check_tokens(pair: Pair, tokens: Sequence[int], field: str = "prompt") -> No
         raise _too_long(field, f"{len(tokens)} tokens > {room - 1} maximum", room)
 
 
-def starts_with_space(tokenizer: Any, token: int) -> bool:
-    """Whether a token begins with a space, as tokenizers of both kinds write it."""
-    piece = tokenizer.convert_ids_to_tokens(token)
-    return isinstance(piece, str) and piece.startswith(("Ġ", "▁", " "))
-
-
 def check_text(text: str, field: str) -> None:
     """ApiError for half a surrogate pair, which UTF-8 cannot hold."""
     try:
@@ -171,11 +173,14 @@ def _arguments(pair: Pair, chat: Chat) -> Json:
             chat.ignore(field, "is not read by the model's chat template", "leave it out")
         elif chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
             raise _no_room(field)
-    if chat.tools:
-        _check_tools(pair, "tools" not in unread)
+    if in_prompt := bool(chat.tools) and form_of(pair).in_prompt:
+        if chat.ignored is None:
+            what = f"are not known to the chat template of {pair.target.name}"
+            raise refusal("tools", what, "leave them out, or serve a model that knows tools")
+        chat.ignored.append("tools: told in the system prompt, as the template knows none")
     found = {**_thinking(pair, chat, unread), **chat.arguments}
     found |= {"enable_thinking": False} if chat.asks else {}
-    found |= {"tools": chat.told} if chat.tools else {}
+    found |= {"tools": chat.told} if chat.tools and not in_prompt else {}
     return {name: value for name, value in found.items() if name not in unread}
 
 
@@ -202,15 +207,41 @@ def _no_room(field: str) -> ApiError:
     return refusal(field, what, "turn them off, or leave the format to the model")
 
 
-def _check_tools(pair: Pair, are_read: bool) -> None:
-    """ApiError where the model's template or mlx-lm knows no tools."""
-    name = pair.target.name
-    if not are_read:
-        what = f"are not read by the chat template of {name}"
-        raise refusal("tools", what, "leave them out, or serve a model that knows tools")
-    if not pair.tokenizer.has_tool_calling:
-        what = f"called by {name} come in a format that mlx-lm does not know"
-        raise refusal("tools", what, "leave them out, or serve another model")
+def _messages(form: Form, chat: Chat) -> list[Json]:
+    """The conversation as the template can write it, where it knows no tools, too."""
+    messages: list[Json] = []
+    for each in chat.messages:
+        if form.takes_text and (calls := each.get("tool_calls")):
+            told = {**each, "tool_calls": [_with_text(call) for call in calls]}
+            messages.append(told)
+        else:
+            messages += _in_words(each, messages) if form is PLAIN else [each]
+    if chat.tools and form.in_prompt:
+        tools = "\n".join(json.dumps(t["function"], ensure_ascii=False) for t in chat.told)
+        text = _TELLING.format(tools, form.example)
+        if messages[0]["role"] == "system":
+            text = f"{messages.pop(0).get('content')}\n\n{text}"
+        messages.insert(0, {"role": "system", "content": text})
+    return messages
+
+
+def _with_text(call: Json) -> Json:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+
+
+def _in_words(message: Json, before: list[Json]) -> list[Json]:
+    """A call as the assistant's words, and what a tool answered as the user's, with the next."""
+    text, role = message.get("content") or "", message["role"]
+    if calls := [call["function"] for call in message.get("tool_calls") or ()]:
+        written = [plain(call["name"], call["arguments"]) for call in calls]
+        return [{"role": role, "content": "\n".join(filter(None, [text, *written]))}]
+    if role == "tool":
+        text, role = f"{_RESULT}\n{text}\n</tool_response>", "user"
+    last = before[-1] if before else {}
+    if role == last.get("role") == "user" and last["content"].startswith(_RESULT):
+        text = f"{before.pop()['content']}\n{text}"
+    return [{**message, "role": role, "content": text}]
 
 
 def _check_length(pair: Pair, characters: int, field: str) -> None:

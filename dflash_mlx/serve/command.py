@@ -8,20 +8,27 @@ import os
 import shlex
 import socket
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import distribution
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from dflash_mlx.cli import launch
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.user_config import FaceConfig, parse
 from dflash_mlx.core.config import DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.models.downloads import check_memory
-from dflash_mlx.models.names import DEFAULT_MODEL, existing
+from dflash_mlx.models.downloads import check_memory, needed_by
+from dflash_mlx.models.library import local_folders
+from dflash_mlx.models.load import make_ready
+from dflash_mlx.models.names import DEFAULT_MODEL, existing, find_names
+from dflash_mlx.models.source import MODEL, is_whole
 from dflash_mlx.serve.settings import ServeConfig
 
 PROGRAM = "dflash-serve"
@@ -31,32 +38,82 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
-    arguments = parse(parser(), argv)
+    words, more = launch.split(argv)
+    arguments = parse(parser(), words)
     check_installed()
     config = cli.read_decode_config(arguments)
     serve = read_serve_config(arguments)
-    pair_config = cli.read_pair_config(arguments)
     kept = cli.read_options(arguments, PrefixConfig)
+    asked = each_model(arguments, serve.models_dir)
+    pairs = [cli.read_pair_config(each) for each in asked]
+    called = names(pairs, serve)
+    name, key = called[0][0], serve.key or "none"
+    found = launch.Served(launch.url_of(serve.host, serve.port), name, key)
+    if launch.launch(arguments, found, words, more):
+        return
     place = bind(serve.host, serve.port)
     if reader.parts > 1:
-        kept = in_memory(kept)
-    check_memory(pair_config, reader.parts)
+        kept = in_memory(kept, len(pairs))
+    check_memory(pairs[0], reader.parts)
     from dflash_mlx.serve.running import run
+    from dflash_mlx.session.models import Model
 
-    load = partial(cli.open_pair, arguments, config, reader=reader)
-    run(load, place, serve, config, kept, names(pair_config, serve))
+    client = arguments.client
+    served: list[Model] = []
+    for arguments, pair, its in zip(asked, pairs, called, strict=True):
+        if served:  # downloaded now, if need be: a request may not do that
+            make_ready(pair, config)
+        load = partial(cli.open_pair, arguments, config, reader=reader)
+        served.append(Model(its, load, needed_by(find_names(pair)) if len(pairs) > 1 else 0))
+    if client is not None:
+        found = replace(found, url=launch.url_of(serve.host, place.getsockname()[1]))
+        print(launch.line(client, found, more), flush=True)
+    run(served, place, serve, config, kept)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = cli.Parser(
         prog=PROGRAM,
-        description="Serve a model to programs that speak OpenAI's or Anthropic's API. Requests "
-        "may ask for other sampling and lengths than the options say.",
+        description="Serve a model to programs that speak OpenAI's, Anthropic's or Ollama's API. "
+        "Requests may ask for other sampling and lengths than the options say.",
     )
+    launch.add_options(result)
+    result.add_argument("more", nargs="*", metavar="-- ...", help="words for that program")
     cli.add_options(result, FaceConfig, without=("system", "theme"))
-    cli.add_options(result, ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig)
+    told = (
+        "target: a Hugging Face id, a local folder or a GGUF file; may be repeated: the first is "
+        "loaded at once, others when asked for (default: the embedded SmolLM2-135M)"
+    )
+    result.add_argument("--model", action=_Models, default=argparse.SUPPRESS, help=told)
+    settings = ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig
+    cli.add_options(result, *settings, without=("model",))
     return result
+
+
+class _Models(argparse.Action):
+    """The first is `model`, as of other commands; `models` has all."""
+
+    def __call__(self, parser: object, into: argparse.Namespace, value: Any, _: object = 0) -> None:
+        into.models = [*getattr(into, "models", ()), value]
+        into.model = into.models[0]
+
+
+def each_model(arguments: argparse.Namespace, folder: str | None) -> list[argparse.Namespace]:
+    """The command line for each model by itself. folder: `models_dir`; DFlashError if it has none.
+
+    Without any model that is the one of the user's file, or the default one.
+    """
+    asked = list(getattr(arguments, "models", ()))
+    if folder is not None:
+        found = [each for each in local_folders(Path(folder).expanduser()) if is_whole(each)]
+        if not (here := [each.name for each in found if each.option == MODEL]):
+            what = f"models_dir is {folder!r}, in which there is no whole model"
+            raise DFlashError(what, "name a folder whose folders are models", "models_dir")
+        asked += here
+    given = vars(arguments)
+    own = [argparse.Namespace(**{**given, "model": each}) for each in dict.fromkeys(asked)]
+    return own or [arguments]
 
 
 def read_serve_config(arguments: argparse.Namespace) -> ServeConfig:
@@ -67,8 +124,11 @@ def read_serve_config(arguments: argparse.Namespace) -> ServeConfig:
     return cli.read_options(arguments, ServeConfig)
 
 
-def in_memory(kept: PrefixConfig) -> PrefixConfig:
-    """What several ranks keep, each of which has only a part; DFlashError for files."""
+def in_memory(kept: PrefixConfig, models: int) -> PrefixConfig:
+    """What several ranks keep, each of which has only a part; DFlashError for files, and models."""
+    if models > 1:
+        what = f"several ranks share one model, and {models} are to be served"
+        raise DFlashError(what, "name one with --model", "model")
     if kept.prefix_disk_gb not in (0, PrefixConfig().prefix_disk_gb):
         what = f"prefix_disk_gb is {kept.prefix_disk_gb}, and several ranks keep no files"
         raise DFlashError(what, "leave it out", "prefix_disk_gb")
@@ -97,12 +157,15 @@ def install_line(prefix: Path = Path(sys.prefix)) -> str:
     return f"{next(found, shlex.quote(sys.executable) + ' -m pip install')} {wanted}"
 
 
-def names(pair: PairConfig, serve: ServeConfig) -> tuple[str, ...]:
-    """By which clients know the model; never where its files are."""
-    own = pair.model or DEFAULT_MODEL
-    if (path := existing(own)) is not None:
-        own = path.resolve().name
-    return tuple(dict.fromkeys((own, *serve.name)))
+def names(pairs: Sequence[PairConfig], serve: ServeConfig) -> list[tuple[str, ...]]:
+    """By which clients know the models; never where their files are. DFlashError for twins."""
+    own = [pair.model or DEFAULT_MODEL for pair in pairs]
+    own = [each if (path := existing(each)) is None else path.resolve().name for each in own]
+    called = [tuple(dict.fromkeys((own[0], *serve.name))), *((each,) for each in own[1:])]
+    if twice := [name for name, count in Counter(chain(*called)).items() if count > 1]:
+        what = f"two models would be called {twice[0]!r}"
+        raise DFlashError(what, "rename a folder, or leave one out", "model")
+    return called
 
 
 def bind(host: str, port: int) -> socket.socket:

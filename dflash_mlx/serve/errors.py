@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dflash_mlx.core.errors import DFlashError
 
-ANTHROPIC = "/v1/messages"  # where its paths begin
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"  # where their paths begin
 _INVALID, _FAULT = "invalid_request_error", ("server_error", "api_error")
 _KINDS = {  # what a status is called in OpenAI's API and in Anthropic's
     400: (_INVALID, _INVALID),
@@ -58,7 +58,12 @@ def body_of(error: HTTPException, path: str) -> dict[str, Any]:
     """The JSON of an error for a request of this path."""
     openai, anthropic = _KINDS.get(error.status_code, _FAULT)
     if path.startswith(ANTHROPIC):
-        return {"type": "error", "error": {"type": anthropic, "message": error.detail}}
+        told: dict[str, Any] = {"type": anthropic, "message": error.detail}
+        if getattr(error, "param", None) == "thread":  # clients send the conversation again then
+            told["details"] = {"error_code": "thread_not_found"}
+        return {"type": "error", "error": told}
+    if path.startswith(OLLAMA):
+        return {"error": error.detail}
     about = {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
     return {"error": {"message": error.detail, "type": openai, **about}}
 
@@ -70,6 +75,10 @@ def place_of(problem: Mapping[str, Any], body: Any) -> list[str | int]:
     for left, each in enumerate(loc, 1 - len(loc)):
         if left and _names_kind(each, body):
             continue
+        inner = body.get(str(body.get("type"))) if isinstance(body, dict) else None
+        if isinstance(inner, dict) and each in inner and each not in body:  # `Nested`
+            found.append(str(body["type"]))
+            body = inner
         is_key = isinstance(body, dict) and each in body
         if is_key or (isinstance(body, list) and isinstance(each, int) and each < len(body)):
             body = body[each]
@@ -99,3 +108,8 @@ def encoded(value: Any) -> bytes:
     """JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, as an escape."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
+
+
+def event(kind: str, **values: Any) -> bytes:
+    """A server-sent event that has a name, in itself too."""
+    return f"event: {kind}\ndata: ".encode() + encoded({"type": kind, **values}) + b"\n\n"

@@ -28,7 +28,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # What APIs say of thoughts: efforts, whether there are any, and how many tokens; the last counts.
 _WISHES = (
     *("output_config.effort", "reasoning.effort", "reasoning_effort"),
-    *("reasoning.enabled", "thinking.type", "enable_thinking"),
+    *("reasoning.enabled", "thinking.type", "enable_thinking", "think"),
     *("thinking.budget_tokens", "reasoning.max_tokens", "thinking_budget"),
 )
 _TYPES = {"enabled": True, "disabled": False}  # "adaptive": as the model has it
@@ -38,6 +38,12 @@ class Strict(BaseModel):
     """An object whose fields are all known, with values of just their types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Sent(Strict):
+    """What clients send back as it came, with fields that change nothing."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class Asked(Strict):
@@ -82,14 +88,18 @@ class Answered(Sampled, Asked):
 
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
     most_field: ClassVar[str] = "max_tokens"  # the API's own for it; this one is known in all
+    media: ClassVar[str] = "text/event-stream"  # type of a stream
+    streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
 
     stream: bool | None = None
+    return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
     max_tokens: Count | None = None
 
     @property
     def most(self) -> int | None:
-        """Tokens of an answer, where the request says."""
-        return getattr(self, self.most_field) or self.max_tokens
+        """Tokens of an answer, where the request says; 0 to have the prompt read alone."""
+        own: int | None = getattr(self, self.most_field)
+        return self.max_tokens if own is None else own
 
     @property
     def stops(self) -> Sequence[str]:
@@ -106,6 +116,11 @@ class Answered(Sampled, Asked):
     def tops(self) -> int | None:
         """Likeliest tokens to tell with each token, None for no log-probabilities."""
         return None
+
+    @property
+    def laws(self) -> tuple[int | None, int | None]:
+        """As `tops`, what is computed for the answer, and for the prompt."""
+        return self.tops, None
 
     def check(self) -> None:
         """ApiError for fields that do not go together."""
@@ -168,10 +183,12 @@ def decoding(
         config = replace(
             usual,
             sampling=replace(usual.sampling, **asked),
-            max_tokens=usual.max_tokens if body.most is None else body.most,
+            max_tokens=usual.max_tokens if body.most is None else max(1, body.most),
+            reads_only=body.most == 0,
             structure=structure or usual.structure,
             stop=(*usual.stop, *body.stops),
-            logprobs=body.tops,
+            logprobs=body.laws[0],
+            prompt_logprobs=body.laws[1],
             thought_tokens=min(limits, default=None),
         )
     except DFlashError as error:

@@ -43,19 +43,20 @@ _HINTS = {
 _ASKING = {
     *("functions", "function_call", "web_search_options", "audio", "mcp_servers", "container"),
     *("thread", "thinking", "options", "system", "input", "images", "documents", "suffix", "echo"),
-    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex"),
+    *("grammar", "json_schema", "structured_outputs", "guided_json", "guided_regex", "n", "tools"),
     *("guided_choice", "guided_grammar", "format", "template", "chat_template", "raw", "adapters"),
     *("bad_words", "best_of", "use_beam_search", "messages", "stop", "stop_sequences"),
-    *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability"),
+    *("mirostat", "typical_p", "tfs_z", "top_a", "top_n_sigma", "xtc_probability", "context"),
     *("dry_multiplier", "dynatemp_range", "logits_processors", "prompt_embeds"),
     *("presence_context_size", "frequency_context_size"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "prompt"),
-    *("n", "tools", "tool_choice", "response_format", "output_config", "reasoning_effort"),
+    *("tool_choice", "response_format", "output_config", "reasoning_effort", "prompt_logprobs"),
     "thinking_budget",
 }
 _NEUTRAL_AT_1 = {"best_of", "typical_p", "tfs_z", "n"}
 _MINUS_1 = {"max_tokens", "max_completion_tokens", "top_k", "seed", "thinking_budget"}  # default
-_NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto")
+_CREATE = {"type": "create"}  # a thread, which may be lost: the conversation is sent again then
+_NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", _CREATE)
 
 
 class BoundedRoute(APIRoute):
@@ -156,19 +157,24 @@ def _note_unseen(body: Any, ignored: list[str]) -> bool:
 
     Those of the last words that are not a tool's stay, and are refused: the answer is about them.
     """
-    given = body.get("messages") if isinstance(body, dict) else None
+    field = "input" if isinstance(body, dict) and "input" in body else "messages"
+    given = body.get(field) if isinstance(body, dict) else None
     messages, changed = given if isinstance(given, list) else [], False
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             continue
-        content = message.get("content")
-        is_past = i + 1 < len(messages) or message.get("role") == "tool"
+        content = message.get("content", output := message.get("output"))
+        is_past = i + 1 < len(messages) or message.get("role") == "tool" or bool(output)
+        if is_past and message.pop("images", None):
+            ignored.append("messages[].images")
+            message["content"] = f"{content or ''}\n{_NOTE.format('a picture')}"
+            changed = True
         for part in content if isinstance(content, list) else []:
             is_result = isinstance(part, dict) and part.get("type") == "tool_result"
             inner = part.get("content") if is_result else [part] if is_past else []
             for each in inner if isinstance(inner, list) else []:
                 if (kind := unseen(each)) is not None:
-                    ignored.append(f"messages[].content[] of type {each['type']}")
+                    ignored.append(f"{field}[].content[] of type {each['type']}")
                     each.clear()
                     each.update(type="text", text=_NOTE.format(kind))
                     changed = True
@@ -177,7 +183,7 @@ def _note_unseen(body: Any, ignored: list[str]) -> bool:
 
 def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
     """Change the last field of a place to what it means, or take it away; whether it could be."""
-    key, is_top = str(place[-1]), len(place) == 1
+    key, is_top = str(place[-1]), place[:-1] in ([], ["options"])
     value = holder[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if problem["type"] == "extra_forbidden":
@@ -185,9 +191,9 @@ def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
             holder[_SAME[key]] = holder.pop(key)
             return True
         nothing = value in _NOTHING or (key in _NEUTRAL_AT_1 and is_number and value == 1)
-        if is_top and key in _ASKING and not nothing:
+        if (is_top or key == "images") and key in _ASKING and not nothing:
             return False
-    elif is_top and key == "repetition_context" and value == -1:
+    elif is_top and _SAME.get(key, key) == "repetition_context" and value == -1:
         holder[key] = LARGEST
         return True
     elif is_top and key == "seed" and isinstance(value, int) and is_number and value != -1:

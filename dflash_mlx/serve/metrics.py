@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -39,6 +39,7 @@ class Metrics:
         self._decoding = Gauge("dflash_decoding", "Answers decoded now", registry=own)
         self._waiting = Gauge("dflash_waiting", "Answers that wait", registry=own)
         self._caches = Gauge("dflash_cache_bytes", "Caches of answers", registry=own)
+        self._loaded = Gauge("dflash_loaded", "Models in memory: 1", ("model",), registry=own)
         memory = Gauge("dflash_memory_bytes", "Memory that MLX holds", registry=own)
         memory.set_function(mx.get_active_memory)
         first, each = "dflash_first_token_seconds", "dflash_token_seconds"
@@ -87,7 +88,9 @@ class Metrics:
         samples = (each for metric in self._registry.collect() for each in metric.samples)
         return sum(each.value for each in samples if each.name == f"dflash_{name}")
 
-    def page(self, cache_bytes: int) -> bytes:
-        """The text that Prometheus reads."""
+    def page(self, cache_bytes: int, loaded: Mapping[str, bool]) -> bytes:
+        """The text that Prometheus reads. loaded: whether a model is in memory, by its name."""
         self._caches.set(cache_bytes)
+        for name, is_loaded in loaded.items():
+            self._loaded.labels(name).set(is_loaded)
         return generate_latest(self._registry)

@@ -6,19 +6,21 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from typing import ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.engine.delta import TokenLogprobs
+from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
-from dflash_mlx.serve.errors import ApiError, body_of, encoded, refusal
+from dflash_mlx.serve.errors import ApiError, body_of, encoded
+from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
-from dflash_mlx.serve.service import Service, answer, converse, figures
-from dflash_mlx.serve.settings import MOST_ANSWERS
+from dflash_mlx.serve.service import Service, answer, converse, figures, progress
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}
@@ -31,47 +33,66 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, _begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
 
 
-async def _begin(service: Service, body: CompletionRequest) -> ResponseStream:
-    service.check(body)
+async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+    """Ask for answers that go on with texts."""
     body.check()
-    prompts = await service.prepare(lambda: _prompts(service, body.prompt))
-    if (answers := len(prompts) * body.answers) > MOST_ANSWERS:
-        what = f"asks for {answers} answers with {len(prompts)} prompts"
-        raise refusal("n", what, f"ask for at most {MOST_ANSWERS} at once")
-    return await service.ask(body, prompts, goes_on=True)
+    given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
+    async with service.using(body) as pair:
+        prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
+        stream = await service.ask(pair, body, [tokens for tokens, _ in prompts], goes_on=True)
+    for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
+        reply.echo = prompts[reply.index // body.answers][1]
+    return stream
 
 
-def _prompts(service: Service, given: str | list[str] | list[int]) -> list[tuple[int, ...]]:
-    """One for each text; tokens are one prompt."""
-    texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
-    if texts:
-        return [text_prompt(service.pair, text) for text in texts]
-    tokens = tuple(each for each in given if isinstance(each, int))
-    check_tokens(service.pair, tokens)
-    return [tokens]
+def _prompt(pair: Pair, given: str | list[int]) -> tuple[tuple[int, ...], str]:
+    """The tokens and the text of a prompt."""
+    if isinstance(given, str):
+        return text_prompt(pair, given), given
+    check_tokens(pair, given)
+    return tuple(given), str(pair.tokenizer.decode(given))
+
+
+def _best(replies: Sequence[Reply], body: Completed) -> list[Reply]:
+    """Those of each prompt whose tokens have the highest mean log-probability, in order."""
+
+    def mean(reply: Reply) -> float:
+        own = reply.logprobs[-reply.statistics.generated_tokens :]
+        return sum(each.logprob or 0.0 for each in own) / max(1, len(own))
+
+    if body.answers == body.wanted:
+        return [*replies]
+    groups = (replies[i : i + body.answers] for i in range(0, len(replies), body.answers))
+    return [r for each in groups for r in sorted(each, key=mean, reverse=True)[: body.wanted]]
 
 
 class ChatWriter:
     """Writes answers down as choices, each a message, whole or in chunks."""
 
-    ping = b": alive\n\n"
     # Of ids; `object` of a whole response, and of a chunk.
     prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
+    tells_end = False  # whether a stop token has log-probabilities
 
     def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
-        self._tokenizer, self._body, self._replies = service.pair.tokenizer, body, replies
+        self._tokenizer, self._body, self._replies = replies[0].tokenizer, body, replies
         self._header = {
             "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
             "object": self.chunk if body.stream else self.kind,
             "created": int(time.time()),
             "model": body.model,
         }
+        self._bytes = cache(partial(token_bytes, self._tokenizer))
         self._calls: dict[Reply, list[str]] = {}  # that chunks have begun
         self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
+
+    @property
+    def ping(self) -> bytes:
+        told = progress(self._body, self._replies[0])
+        return _event({**self.of(), **told}) if told else b": alive\n\n"
 
     def start(self) -> bytes:
         return b""
@@ -100,7 +121,9 @@ class ChatWriter:
         return _event(self.of({"index": reply.index, **self.first, **none})) if self.first else b""
 
     def whole(self) -> Json:
-        every = [self.choice(r, self.complete(r), _REASONS[r.reason]) for r in self._replies]
+        best = _best(self._replies, self._body)
+        told = (self.choice(r, self.complete(r), _REASONS[r.reason]) for r in best)
+        every = [{**choice, "index": i} for i, choice in enumerate(told)]
         return {**self.of(*every), "usage": self._usage(), "dflash": figures(self._replies)}
 
     def added(self, reply: Reply, part: Part | None) -> Json:
@@ -129,17 +152,7 @@ class ChatWriter:
 
     def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
         """Log-probabilities of tokens of an answer."""
-        told = [
-            {**self._one(p.token, p.logprob), "top_logprobs": [self._one(*top) for top in p.top]}
-            for p in found
-        ]
-        return {"content": told, "refusal": None}
-
-    def _one(self, token: int, logprob: float) -> Json:
-        """A token; one that is only a part of a character has no bytes of its own."""
-        text = self.text_of(token)
-        whole = None if "\ufffd" in text else [*text.encode()]
-        return {"token": text, "logprob": logprob, "bytes": whole}
+        return {"content": told_logprobs(self._tokenizer, found), "refusal": None}
 
     def of(self, *choices: Json) -> Json:
         """An object with these choices."""
@@ -148,15 +161,12 @@ class ChatWriter:
     def choice(self, reply: Reply, said: Json, reason: str | None = None) -> Json:
         """One of them, with the log-probabilities that no other has told."""
         untold = {*self._tokenizer.eos_token_ids, *(self._body.stop_token_ids or ())}
-        found = [p for p in reply.logprobs if p.token not in untold]
+        left_out = () if self.tells_end else untold
+        found = [p for p in reply.logprobs if p.token not in left_out]
         reply.logprobs.clear()
         tells = self._body.tops is not None and (found or not self._body.stream)
         told = self.logprobs(reply, found) if tells else None
         return {"index": reply.index, **said, "finish_reason": reason, "logprobs": told}
-
-    def text_of(self, token: int) -> str:
-        """What a token alone reads as."""
-        return str(self._tokenizer.decode([token]))
 
     def _usage(self) -> Json:
         """Tokens of all answers; those of a prompt count once."""
@@ -178,6 +188,7 @@ class TextWriter(ChatWriter):
 
     prefix, kind, chunk = "cmpl", "text_completion", "text_completion"
     first: ClassVar[Json] = {}
+    tells_end = True
 
     def added(self, reply: Reply, part: Part | None) -> Json:
         return {"text": "" if part is None else part.text}
@@ -186,16 +197,47 @@ class TextWriter(ChatWriter):
         return {"text": "".join(part.text for part in reply.parts)}
 
     def logprobs(self, reply: Reply, found: Sequence[TokenLogprobs]) -> Json:
-        tokens, offsets = [self.text_of(each.token) for each in found], []
-        for token in tokens:
+        offsets = []
+        for each in found:
             offsets.append(self._told[reply])
-            self._told[reply] += len(token)
+            own, told = self._bytes(each.token), reply.parts[0].text if reply.parts else ""
+            if each.logprob is not None or told.encode().startswith(own):  # else added to the text
+                self._told[reply] += sum(byte & 0xC0 != 0x80 for byte in own)  # not inside of one
         return {
-            "tokens": tokens,
+            "tokens": [self._name(each.token) for each in found],
             "token_logprobs": [each.logprob for each in found],
-            "top_logprobs": [{self.text_of(t): p for t, p in each.top} for each in found],
+            "top_logprobs": [self._tops(each) for each in found] if self._body.tops else None,
             "text_offset": offsets,
         }
+
+    def _tops(self, told: TokenLogprobs) -> dict[str, float] | None:
+        """The likeliest tokens and the token itself; of those that read alike the likelier."""
+        found: dict[str, float] = {}
+        if told.logprob is None:
+            return None
+        for token, logprob in (*told.top, (told.token, told.logprob)):
+            found.setdefault(self._name(token), logprob)
+        return found
+
+    def _name(self, token: int) -> str:
+        """Its text; of a part of a character its bytes, as OpenAI writes them."""
+        own = self._bytes(token)
+        text = own.decode("utf-8", "replace")
+        return text if text.encode() == own else "bytes:" + "".join(f"\\x{b:02x}" for b in own)
+
+
+def told_logprobs(tokenizer: Any, found: Sequence[TokenLogprobs]) -> list[Json]:
+    """Of tokens; of one that is only a part of a character, the bytes say which."""
+
+    @cache
+    def named(token: int) -> Json:
+        own = token_bytes(tokenizer, token)
+        return {"token": own.decode("utf-8", "replace"), "bytes": [*own]}
+
+    def one(token: int, logprob: float | None) -> Json:
+        return {**named(token), "logprob": logprob}
+
+    return [{**one(p.token, p.logprob), "top_logprobs": [one(*t) for t in p.top]} for p in found]
 
 
 def _call(part: Part) -> Json:

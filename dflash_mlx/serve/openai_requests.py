@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import Answered, ChatBody, Count, Name, Stops, StopText, Strict
+from dflash_mlx.serve.fields import (
+    Answered,
+    Budget,
+    ChatBody,
+    Count,
+    Name,
+    Sent,
+    Stops,
+    StopText,
+    Strict,
+)
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
 FIELDS = Fields(
@@ -20,6 +30,8 @@ FIELDS = Fields(
 )
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Several = Field(min_length=1, max_length=MOST_ANSWERS)
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 
@@ -38,13 +50,13 @@ class FunctionCall(Strict):
     """Which function was called, with its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: str | Json  # as an object in Ollama's API
 
 
 class ToolCall(Strict):
     """A call that the assistant made."""
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # which some clients leave in
@@ -100,11 +112,47 @@ class Tool(Strict):
     function: Function
 
 
-class NamedTool(Strict):
-    """The tool that has to be called."""
+class Named(Sent):
+    """What has the name of a tool, in its namespace if there is one."""
 
-    type: Literal["function"]
-    function: Annotated[dict[Literal["name"], Name], Field(min_length=1)]
+    name: Annotated[str, Field(max_length=200)] = ""
+    namespace: str | None = None
+
+    @property
+    def known(self) -> str:
+        """The name by which the model knows the tool; models are taught names without dots."""
+        return self.name if self.namespace is None else f"{self.namespace}__{self.name}"
+
+
+class Nested(Sent):
+    """What responses have flat, and chat completions one level deeper, by the type."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, given: Any) -> Any:
+        inner = given.get(str(given.get("type"))) if isinstance(given, dict) else None
+        return {**given, **inner} if isinstance(inner, dict) else given
+
+
+class Choice(Nested, Named):
+    """The tool that has to be called, or those that may be."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[Choice], Field(max_length=1000)] | None = None
+
+
+def chosen(choice: str | Choice | None, tools: list[Json]) -> tuple[list[Json], str | None]:
+    """The tools that may be called, and the one that has to be: "" for any, None for none."""
+    if choice is None or isinstance(choice, str):
+        return [] if choice == "none" else tools, "" if choice == "required" else None
+    if choice.type != "allowed_tools" and choice.name:
+        return tools, choice.known
+    names = {each.known for each in choice.tools or []}
+    found = [tool for tool in tools if tool["function"]["name"] in names]
+    if len(found) < max(1, len(names)):
+        raise refusal("tool_choice", "names a tool that is not there", "name some of the tools")
+    return found, "" if choice.mode == "required" else None
 
 
 class StreamOptions(Strict):
@@ -114,46 +162,46 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(Strict):
-    """The schema of the answer; it is followed, strict or not."""
+class Format(Nested):
+    """What the answer has to be; a schema is followed, strict or not."""
 
+    type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
-    description: str | None = None
     schema_: Annotated[Json | None, Field(alias="schema")] = None
     strict: bool | None = None
 
-
-class ResponseFormat(Strict):
-    """What the answer has to be."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-    schema_: Annotated[Json | None, Field(alias="schema")] = None  # of a json_object
-
-    @property
-    def wanted(self) -> Json | None:
-        """The schema that an answer has to follow, None for words."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return self.schema_ or {"type": "object"}
-        if self.json_schema is None:
-            raise refusal("response_format.json_schema", "is missing", "send it")
-        given = self.json_schema.schema_
-        return {"type": "object"} if given is None else given
+    def wanted(self, field: str) -> Json | None:
+        """The schema that an answer has to follow, None for words. field: where it is."""
+        if self.type == "json_schema" and self.schema_ is None and self.name is None:
+            raise refusal(field, "is missing", "send it")
+        return None if self.type == "text" else self.schema_ or {"type": "object"}
 
 
-class Completed(Answered):
-    """What chat completions and completions share."""
+class OpenAIBody(Answered):
+    """What all requests of this API share."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stop: StopText | Stops | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Completed(OpenAIBody):
+    """What chat completions and completions share."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+
+    @property
+    def wanted(self) -> int:
+        """Answers to each prompt that are told, the best of those that are made."""
+        return self.n or 1
 
     @property
     def answers(self) -> int:
-        return self.n or 1
+        return self.wanted
 
     def idle(self) -> list[str]:
         return [] if self.stream or self.stream_options is None else ["stream_options"]
@@ -169,15 +217,11 @@ class ChatRequest(ChatBody, Completed):
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
-    metadata: dict[str, str] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
+    response_format: Format | None = None
     modalities: list[Literal["text"]] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def tops(self) -> int | None:
@@ -194,23 +238,19 @@ class ChatRequest(ChatBody, Completed):
             )
 
     def chat(self, pair: Pair) -> Chat:
-        required: str | None = "" if self.tool_choice == "required" else None
-        if isinstance(self.tool_choice, NamedTool):
-            required = self.tool_choice.function["name"]
         form = self.response_format
-        tools = self.tools or [] if self.tool_choice != "none" else []
+        tools = [each.model_dump(exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,
-            [_told(each) for each in self.messages],
-            [each.model_dump(exclude_none=True) for each in tools],
-            required,
+            [told(each) for each in self.messages],
+            *chosen(self.tool_choice, tools),
             self.parallel_tool_calls is False,
-            form.wanted if form is not None else None,
-            form is not None and form.json_schema is not None and bool(form.json_schema.strict),
+            form.wanted(FIELDS.schema) if form is not None else None,
+            form is not None and bool(form.strict),
         )
 
 
-def _told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
+def told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
     """As chat templates read it."""
     role = "system" if message.role == "developer" else message.role
     found = message.model_dump(include=_TOLD, exclude_none=True)
@@ -224,16 +264,40 @@ def _told(message: PlainMessage | AssistantMessage | ToolMessage) -> Json:
 class CompletionRequest(Completed):
     """The body of POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_ANSWERS)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    )
+    prompt: str | Annotated[list[str], Several] | Ids | Annotated[list[Ids], Several]
+    max_tokens: Budget | None = None
     logprobs: Tops | None = None
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    suffix: None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each by itself."""
+        found: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        return [found] if isinstance(found[0], int) else found
+
+    @property
+    def answers(self) -> int:
+        return self.best_of or self.wanted
 
     @property
     def tops(self) -> int | None:
         return self.logprobs
+
+    @property
+    def laws(self) -> tuple[int | None, int | None]:
+        ranked = self.tops or 0 if self.answers > self.wanted else self.tops
+        return ranked, self.tops if self.echo else None
+
+    def check(self) -> None:
+        wanted, made = self.wanted, self.answers
+        if self.suffix:
+            raise refusal("suffix", "cannot be honoured, as texts are only gone on with", "drop it")
+        if made < wanted or (self.stream and made > wanted):
+            what = f"is {made} with n {wanted} and stream {bool(self.stream)}"
+            raise refusal("best_of", what, "let it be n, or more where nothing streams")
+        if (answers := len(self.prompts) * made) > MOST_ANSWERS:
+            what = f"asks for {answers} answers with {len(self.prompts)} prompts"
+            name = "best_of" if self.best_of else "n"
+            raise refusal(name, what, f"ask for at most {MOST_ANSWERS} at once")

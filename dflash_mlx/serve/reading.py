@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dflash_mlx.engine.delta import BEGIN, END, begun
 from dflash_mlx.engine.thoughts import Thoughts
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, CallReader, Part, whole_call
+from dflash_mlx.serve.forms import PARSER_FAULTS, Form
 
-WORDS, THOUGHT, CALL = "words", "thought", "call"
-PARSER_FAULTS = (ValueError, LookupError, SyntaxError, TypeError, AttributeError, RecursionError)
-# How a call begins whose arguments can be told as they are made.
-_OPENING = re.compile(r'\s*\{"name":\s*"([^"\\]+)",\s*"(?:arguments|parameters)":\s*(?=\{)')
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some of an answer: a few of its words, some of a thought, a tool call or some of one."""
-
-    kind: str  # WORDS, THOUGHT or CALL
-    text: str  # of a call its arguments, a JSON object; of a part of a call some of that
-    name: str = ""  # of the tool that is called
-    identity: str = ""  # of the call, which all of its parts share
-
-
-@dataclass
-class _Begun:
-    """A call whose arguments are told as they are made."""
-
-    name: str
-    identity: str
-    at: int  # characters of the call that are told, or are no arguments
-    depth: int = 0
-    in_string: bool = False
-    is_escaped: bool = False
-    is_whole: bool = False
-
-    def take(self, call: str) -> str:
-        """What the call has of its arguments by now, beyond what was taken before."""
-        begin = self.at
-        while self.at < len(call) and not self.is_whole:
-            character = call[self.at]
-            if self.in_string:
-                self.in_string = self.is_escaped or character != '"'
-                self.is_escaped = not self.is_escaped and character == "\\"
-            elif character == '"':
-                self.in_string = True
-            else:
-                self.depth += (character in "{[") - (character in "}]")
-                self.is_whole = self.depth == 0
-            self.at += 1
-        return call[begin : self.at]
+HEADER = "header"  # of a message
+_NONE = (-1, "")
+_BODY = "<|message|>"  # of a message with a header, as OpenAI's harmony has them
+_ENDS = dict.fromkeys(("<|end|>", "<|return|>", "<|start|>", "<|channel|>"), HEADER)
 
 
 class AnswerReader:
@@ -64,6 +22,7 @@ class AnswerReader:
     def __init__(
         self,
         tokenizer: Any = None,  # without one everything is words
+        form: Form | None = None,  # of calls
         tools: Sequence[Mapping[str, Any]] = (),  # without any, nothing is a call
         in_thought: bool = False,  # the chat template opened a thought
         one_call: bool = False,  # the answer is over with its first call
@@ -72,18 +31,19 @@ class AnswerReader:
         self.called = False  # there was a call
         self.is_over = False  # nothing more is read
         self._tokenizer, self.thoughts = tokenizer, Thoughts.begun(in_thought)
-        self._tools, self._one_call = list(tools), one_call
-        self._early = {tool["function"]["name"] for tool in tools} if streams else set()
-        self._begun: _Begun | None = None
-        self._start: str = tokenizer.tool_call_start if tools else ""
-        self._end: str = tokenizer.tool_call_end if tools else ""
-        self._parse = tokenizer.tool_parser if tools else None
-        starts = {BEGIN: THOUGHT, **({self._start: CALL} if self._start else {})}
+        self._form, self._tools = form or Form(), [*tools]
+        self._known = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
+        self._how = streams, one_call
+        self._reader: CallReader | None = None
         # What is read now, and by what is being read the marks that end it and what they begin.
         self._kind = THOUGHT if in_thought else WORDS
+        starts = {BEGIN: THOUGHT, **({self._form.mark: CALL} if tools else {})}
         self._marks = {WORDS: {} if tokenizer is None else starts, THOUGHT: {END: WORDS}}
+        if self._form.has_channels:
+            self._kind, self._marks = HEADER, {WORDS: _ENDS, THOUGHT: _ENDS, HEADER: {_BODY: WORDS}}
+        self._words = self._kind if self._form.has_channels else WORDS  # behind a call
+        self._raw = ""  # the mark of the call that is read
         self._held = ""  # text of which it is not certain what it is
-        self._looked = 0  # characters of a call that its end does not begin with
         self._last = ""  # the kind of the last part
 
     def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
@@ -95,113 +55,98 @@ class AnswerReader:
 
     def finish(self, cut: bool = False) -> list[Part]:
         """What was held back; half a call is words, and nothing where a limit has cut it."""
-        parts = [*self._read(finished=True)]
-        if self.is_over:
-            return parts
+        parts = [*self._read(finished=True, cut=cut)]
         held, self._held = self._held, ""
-        if self._kind == CALL:
-            self._kind = WORDS
-            return [*parts, *self._calls(held, "" if cut else self._start + held)]
-        if cut and len(held) > 1 and self._start.startswith(held):
+        is_half = cut and len(held) > 1 and self._form.mark.startswith(held)
+        if self.is_over or is_half or (self._kind == HEADER and held.startswith("<|")):
             return parts
         return [*parts, *self._told(held)]
 
-    def _read(self, finished: bool = False) -> Iterator[Part]:
+    def _read(self, finished: bool = False, cut: bool = False) -> Iterator[Part]:
         """Take what is certain from what is held, up to the next mark and beyond."""
         while not self.is_over:
             if self._kind == CALL:
-                at = self._end_of_call()
-                if at < 0 and finished and self._end:  # of a string that has no end
-                    at = self._held.find(self._end)
-                if at < 0:
-                    yield from self._arguments(self._held[: self._certain()])
+                yield from self._calls(finished, cut)
+                if self._kind == CALL:
                     return
-                inside, self._held = self._held[:at], self._held[at + len(self._end) :]
-                yield from self._arguments(inside)
-                self._kind, self._looked = WORDS, 0
-                yield from self._calls(inside, self._start + inside + self._end)
                 continue
             marks = self._marks[self._kind]
-            places = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
-            at, mark = min(places, default=(-1, ""))
+            at, mark = min(
+                filter(self._may, ((self._held.find(m), m) for m in marks)), default=_NONE
+            )
             certain = at if mark else len(self._held) - begun(self._held, tuple(marks))
             text, self._held = self._held[:certain], self._held[certain + len(mark) :]
-            yield from self._told(text)
+            if self._kind != HEADER:
+                yield from self._told(text)
+            elif not mark:
+                self._held = text + self._held
             if not mark:
                 return
-            self._kind = marks[mark]
+            kind = marks[mark]
+            if self._kind == HEADER and "to=functions." in text and self._known:
+                kind, self._held, self._raw = CALL, text + mark + self._held, ""
+            elif kind == CALL:
+                self._raw = mark if self._form.start else ""
+                self._held = mark[len(self._raw) :] + self._held
+            elif self._kind == HEADER and "analysis" in text:
+                kind = THOUGHT
+            self._kind = kind
 
-    def _end_of_call(self) -> int:
-        """Where its last tag begins, -1 where that did not come; in a JSON string it is text.
+    def _may(self, place: tuple[int, str]) -> bool:
+        """Whether a mark begins something: one that is common in texts does not behind words."""
+        (at, mark), form = place, self._form
+        is_first = self._last != WORDS and not self._held[:at].strip()
+        return at >= 0 and (is_first or mark != form.mark or form.start.strip("[") != "")
 
-        A string has no raw line break: where one follows before the next quote, it had no end.
-        """
-        while self._end and (at := self._held.find(self._end, self._looked)) >= 0:
-            if not _in_string(self._held[:at]):
-                return at
-            string, quote, _ = self._held[at + len(self._end) :].partition('"')
-            if "\n" in string:
-                return at
-            if not quote:
-                break
-            self._looked = at + 1
-        return -1
+    def _calls(self, finished: bool, cut: bool) -> Iterator[Part]:
+        """Calls, as far as they are certain; what is none is words, and what was told stays."""
+        if self._reader is None:
+            self._reader = CallReader(self._form, self._known, *self._how)
+        reader, form = self._reader, self._form
+        try:
+            if reader.is_broken or not form.is_known:
+                raise ValueError("a call has another form")
+            for part in reader.read(self._held, finished):
+                self.called, self._last = True, CALL
+                yield part
+            if reader.is_over:
+                self._held = self._held[reader.at :]
+                self._reader, self._kind, self.is_over = None, self._words, self._how[1]
+            return
+        except PARSER_FAULTS:
+            reader.is_broken = True
+        end = form.end.strip() if form.end.strip() in self._held else ""
+        if not (end or finished or (form.parse is None and not form.end)):
+            return
+        inside = self._held.partition(end)[0] if end else self._held
+        self._held = self._held[len(inside) + len(end) :]
+        self._reader, self._kind = None, self._words
+        if reader.is_told:
+            self.is_over = self._how[1]
+        else:
+            yield from self._otherwise(inside, end, cut)
 
-    def _certain(self) -> int:
-        """Characters of an unfinished call that are no part of its last tag."""
-        if self._end and (at := self._held.find(self._end, self._looked)) >= 0:
-            return at
-        return len(self._held) - (begun(self._held, (self._end,)) if self._end else 0)
-
-    def _arguments(self, call: str) -> Iterator[Part]:
-        """The arguments that a call has by now, where its beginning says what it will be."""
-        if self._begun is None:
-            opening = _OPENING.match(call) if self._early else None
-            if opening is None or opening[1] not in self._early:
-                return
-            self._begun = _Begun(opening[1], _identity(), opening.end())
+    def _otherwise(self, inside: str, end: str, cut: bool) -> Iterator[Part]:
+        """What mlx-lm's parser makes of a call in another form; words where it is none."""
+        parse, one = self._form.parse, self._how[1]
+        try:
+            found = parse(inside, self._tools) if parse is not None else [None]
+            found = found if isinstance(found, list) else [found]
+            required = [self._known[each["name"]].get("required") or () for each in found]
+            both = zip(found, required, strict=True)
+            calls = [whole_call(each["name"], each.get("arguments", {}), r) for each, r in both]
+        except PARSER_FAULTS:
+            yield from self._told("" if cut and not end else self._raw + inside + end)
+            return
+        for call in calls[:1] if one else calls:
             self.called, self._last = True, CALL
-        if text := self._begun.take(call):
-            yield Part(CALL, text, self._begun.name, self._begun.identity)
+            yield call
+        self.is_over = one and bool(calls)
 
     def _told(self, text: str) -> Iterator[Part]:
         """Words or some of a thought; line breaks between parts of two kinds are neither."""
-        begins = self._last != self._kind and (self._last or self._kind == THOUGHT)
+        kind = WORDS if self._kind == HEADER else self._kind
+        begins = self._last != kind and (self._last or kind == THOUGHT)
         if text := text.lstrip("\n") if begins else text:
-            self._last = self._kind
-            yield Part(self._kind, text)
-
-    def _calls(self, inside: str, whole: str) -> Iterator[Part]:
-        """The calls that a text is, or the text where it is none; nothing where it was told."""
-        if self._begun is not None:
-            self._begun, self.is_over = None, self._one_call
-            return
-        try:
-            found = self._parse(inside, self._tools) if self._parse is not None else []
-            calls = [_call(each) for each in (found if isinstance(found, list) else [found])]
-        except PARSER_FAULTS:  # of mlx-lm's parsers, for what is no call
-            yield from self._told(whole)
-            return
-        for call in calls[:1] if self._one_call else calls:
-            self.called, self._last = True, CALL
-            yield call
-        self.is_over = self._one_call
-
-
-def _in_string(text: str) -> bool:
-    """Whether a JSON object that begins so is in the middle of a string."""
-    return text.lstrip().startswith("{") and _ESCAPED.sub("", text).count('"') % 2 == 1
-
-
-def _call(parsed: Mapping[str, Any]) -> Part:
-    name, arguments = parsed["name"], parsed.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError("no call of a function with arguments by name")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return Part(CALL, text, name, _identity())
-
-
-def _identity() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+            self._last = kind
+            yield Part(kind, text)

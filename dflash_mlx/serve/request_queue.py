@@ -9,13 +9,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.delta import Delta, TokenLogprobs
+from dflash_mlx.engine.delta import Delta, TokenLogprobs, token_bytes
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.calls import WORDS, Part
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
@@ -33,17 +36,23 @@ class Reply(Request):
     behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
     ignored: Sequence[str] = ()  # fields of its request that changed nothing
-    # Where it goes on with a text: whether a token begins with a space. mlx-lm cuts that off at
-    # the beginning of an answer.
-    is_spaced: Callable[[int], bool] | None = None
+    goes_on: bool = False  # with a text; a space is cut off at the beginning of others
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
+    echo: str | None = None  # the prompt's text, where the answer is told behind it
     reason: str = ""  # why it ended: "stop", "length", "context" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
     parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
     since: float = field(default_factory=time.monotonic)
     _lead: str | None = None  # space before the first text
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model that answers."""
+        assert self.pair is not None
+        return self.pair.tokenizer
 
     def take(self, delta: Delta) -> list[Part]:
         """What a delta adds."""
@@ -55,18 +64,22 @@ class Reply(Request):
         if delta.finish_reason is not None or self.reader.is_over:
             reason = delta.finish_reason or "stop"
             self.reason = TOOLS if self.reader.called and reason == "stop" else reason
+        if self.echo is not None and not self.parts:  # the first
+            parts.insert(0, Part(WORDS, self.echo))
+            self.prompt_logprobs = delta.prompt_logprobs
+            self.logprobs += (self.behind or self).prompt_logprobs
         self.parts += parts
         self.logprobs += delta.logprobs
         self.stop_text, self.statistics = delta.stop_text, delta.statistics
         return parts
 
     def _text(self, delta: Delta) -> str:
-        if self._lead is None:
-            spaced = self.is_spaced is not None and self.is_spaced(delta.tokens[0])
+        if self._lead is None and delta.tokens:
+            spaced = self.goes_on and token_bytes(self.tokenizer, delta.tokens[0])[:1] == b" "
             self._lead = " " if spaced else ""
         if not delta.text:
             return ""
-        lead, self._lead = self._lead, ""
+        lead, self._lead = self._lead or "", ""
         return delta.text if delta.text.startswith(" ") else lead + delta.text
 
 
@@ -79,6 +92,7 @@ class ResponseStream:
         self._news: deque[tuple[Reply, Delta | Exception]] = deque()
         self._came = asyncio.Event()
         self._waiting = len(self.replies)  # answers that are not taken in yet
+        self.pause = PING  # silent seconds after which it says that it is alive
 
     async def begun(self) -> None:
         """Return when all answers are taken in; ApiError where one is not."""
@@ -90,7 +104,7 @@ class ResponseStream:
                     raise self._queue.as_api_error(said)
 
     async def steps(self) -> AsyncIterator[tuple[Reply, list[Part]] | None]:
-        """An answer and what was added to it, until all are over; None after `PING` silent seconds.
+        """An answer and what was added to it, until all are over; None after a silent `pause`.
 
         Raises ApiError where an answer breaks off.
         """
@@ -113,7 +127,7 @@ class ResponseStream:
     async def _wait(self) -> None:
         """For news; not by `wait_for`, which before Python 3.12 can lose a cancellation."""
         self._came.clear()
-        timer = asyncio.get_running_loop().call_later(PING, self._came.set)
+        timer = asyncio.get_running_loop().call_later(self.pause, self._came.set)
         try:
             await self._came.wait()
         finally:
@@ -167,6 +181,10 @@ class RequestQueue:
             yield
         finally:
             self._preparing -= 1
+
+    def answers(self, pair: Pair) -> bool:
+        """Whether a pair has answers that are not over."""
+        return any(reply.pair is pair for reply in self._streams)
 
     def _check_room(self, further: int) -> None:
         """ApiError where so many answers more cannot be let in."""

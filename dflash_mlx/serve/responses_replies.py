@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -13,30 +14,35 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import TOO_LONG, Json
-from dflash_mlx.serve.errors import ApiError, as_json, encoded
+from dflash_mlx.serve.errors import ApiError, as_json, encoded, event
 from dflash_mlx.serve.kept import Kept
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, Part
+from dflash_mlx.serve.openai_replies import told_logprobs
 from dflash_mlx.serve.request_queue import Reply
-from dflash_mlx.serve.responses_requests import ITEMS, ResponsesRequest
-from dflash_mlx.serve.service import EventStream, Service, converse, figures
+from dflash_mlx.serve.responses_requests import INPUT, ITEMS, KNOWN, ResponsesRequest
+from dflash_mlx.serve.service import EventStream, Service, converse, count, figures, progress
 
 _CUT = ("length", "context")  # reasons of an answer that is not complete
-_EVENTS = {  # by the kind of a part: its deltas, the prefix of its item's id
-    WORDS: ("output_text", "msg"),
-    THOUGHT: ("reasoning_text", "rs"),
-    CALL: ("function_call_arguments", "fc"),
+_SUMMARY, _CUSTOM = "summary", "custom"  # a thought and a call, where a request has asked so
+# Of items: the prefix of ids, the type, the key of the text, and what the part is that it is in.
+_FORMS: dict[str, tuple[str, str, str, str]] = {
+    WORDS: ("msg", "message", "content", "output_text"),
+    THOUGHT: ("rs", "reasoning", "content", "reasoning_text"),
+    _SUMMARY: ("rs", "reasoning", _SUMMARY, "summary_text"),
+    CALL: ("fc", "function_call", "arguments", ""),
+    _CUSTOM: ("ctc", "custom_tool_call", INPUT, ""),
 }
-_ECHOED = ("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p")
+_ECHOED = {
+    *("instructions", "previous_response_id", "max_output_tokens", "temperature", "top_p"),
+    *("top_logprobs", "reasoning", "user", "safety_identifier", "prompt_cache_key"),
+}
 
 
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
     service, owner = request.app.state.service, _owner(request)
-    shelf, name = service.shelf, body.previous_response_id
-    kept = shelf.get(owner, name, "previous_response_id").items if name is not None else b"[]"
-    referred = {each: shelf.item(owner, each) for each in body.references}
-    body.complete(ITEMS.validate_python(json.loads(kept)), referred)
+    _complete(body, request)
     try:
         return await converse(request, body, partial(ItemWriter, owner))
     except ApiError as error:
@@ -45,6 +51,37 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         writer = ItemWriter(owner, service, body, [Reply((), service.usual)])
         said = writer.start() + writer.error(error)  # where Codex looks for it
         return Response(said, media_type=EventStream.media_type)
+
+
+async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """How many tokens a prompt has."""
+    _complete(body, request)
+    told = {"object": "response.input_tokens", "input_tokens": await count(request, body)}
+    return as_json(told)
+
+
+def _complete(body: ResponsesRequest, request: Request) -> None:
+    """Put in what it names of responses that are kept."""
+    shelf, owner = request.app.state.service.shelf, _owner(request)
+    name, field = body.previous_response_id, "previous_response_id"
+    before: list[Json] = []
+    if name is not None:
+        kept = shelf.get(owner, name, field)
+        before = [*json.loads(kept.before), *kept.output]
+    body.complete(before, partial(shelf.item, owner))
+
+
+async def input_items(name: str, request: Request, order: str = "desc") -> Response:
+    """The conversation before a response, all of it at once."""
+    before = json.loads(request.app.state.service.shelf.get(_owner(request), name).before)
+    found = [{**each, "id": f"item_{i}_{name[5:]}"} for i, each in enumerate(before)]
+    for each in found:
+        if isinstance(text := each.get("content"), str):
+            kind = "output_text" if each["role"] == "assistant" else "input_text"
+            each["content"] = [{"type": kind, "text": text}]
+    found = found if order == "asc" else found[::-1]
+    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}
+    return as_json({"object": "list", "data": found, **ends})
 
 
 async def response(name: str, request: Request) -> Response:
@@ -81,33 +118,43 @@ class ItemWriter:
             **_echo(body),
         }
         self._items: list[Json] = []  # of the answer so far
-        self._kind, self._number = "", 0  # of the item that is open, "" for none; of events
+        self._number = 0  # of events
+        # Which part or call is open, "" for none, its form, and the text of a call.
+        self._open, self._form, self._arguments = "", _FORMS[WORDS], ""
 
     @property
     def ping(self) -> bytes:
         """An event, as Codex does not take comments for a sign of life."""
-        return self._event("response.in_progress", response=self._object("in_progress"))
+        now = self._object("in_progress") | progress(self._body, self._reply)
+        return self._event("response.in_progress", response=now)
 
     def start(self) -> bytes:
         return self._event("response.created", response=self._object("in_progress")) + self.ping
 
     def part(self, reply: Reply, part: Part) -> bytes:
-        goes_on = part.kind == self._kind
-        if goes_on and part.kind == CALL:
-            goes_on = self._items[-1]["call_id"] == part.identity
-        begin = b"" if goes_on else self._close("completed") + self._open(part)
-        item = self._items[-1]
+        goes_on = (part.identity or part.kind) == self._open
+        begin = b"" if goes_on else self._close("completed") + self._begin(part)
+        holder, key, added, more = self._items[-1], self._form[2], part.text, dict[str, Any]()
         if part.kind == CALL:
-            item["arguments"] += part.text
+            self._arguments += added
+            added = self._input()[len(holder[key]) :] if key == INPUT else added
         else:
-            item["content"][0]["text"] += part.text
-        more: Json = {"logprobs": []} if part.kind == WORDS else {}
-        return begin + self._said("delta", delta=part.text, **more)
+            holder, key, likely = holder[key][0], "text", self._logprobs(added, goes_on)
+            if part.kind == WORDS:
+                holder["logprobs"] += likely
+                more = {"logprobs": likely}
+        holder[key] += added
+        return begin + (self._said("delta", delta=added, **more) if added else b"")
 
     def end(self, reply: Reply) -> bytes:
-        status = "incomplete" if reply.reason in _CUT else "completed"
-        last = self._close(status)
-        return last + self._event(f"response.{status}", response=self._finished(status))
+        last = self._close(self._status)
+        found = self._finished(self._status)
+        return last + self._event(f"response.{self._status}", response=found)
+
+    @property
+    def _status(self) -> str:
+        """Of an answer that is over."""
+        return "incomplete" if self._reply.reason in _CUT else "completed"
 
     def error(self, error: ApiError) -> bytes:
         usual = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
@@ -118,62 +165,80 @@ class ItemWriter:
     def whole(self) -> Json:
         for part in self._reply.parts:
             self.part(self._reply, part)
-        status = "incomplete" if self._reply.reason in _CUT else "completed"
-        self._close(status)
-        return self._finished(status)
+        self._close(self._status)
+        return self._finished(self._status)
 
-    def _open(self, part: Part) -> bytes:
+    def _begin(self, part: Part) -> bytes:
         """The beginning of another item."""
-        self._kind = part.kind
-        said, prefix = _EVENTS[part.kind]
-        item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress"}
+        tool, reasoning = self._body.named.get(part.name), self._body.reasoning
+        kind = _CUSTOM if tool is not None and tool.type == _CUSTOM else part.kind
+        if kind == THOUGHT and reasoning is not None and reasoning.summary:
+            kind = _SUMMARY
+        self._open, self._form, self._arguments = part.identity or part.kind, _FORMS[kind], ""
+        prefix, of_type, key, in_part = self._form
+        item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": of_type}
+        item |= {"role": "assistant"} if part.kind == WORDS else {}
+        item |= {"summary": []} if part.kind == THOUGHT else {}
         if part.kind == CALL:
-            item |= {"type": "function_call", "call_id": part.identity, "name": part.name}
-            self._items.append({**item, "arguments": ""})
-            return self._item("added")
-        if part.kind == WORDS:
-            item |= {"type": "message", "role": "assistant", "content": []}
-        else:
-            item |= {"type": "reasoning", "summary": [], "content": []}
-        self._items.append(item)
-        begin = self._item("added")
+            item |= {"call_id": part.identity, "name": part.name if tool is None else tool.name}
+            item |= {"namespace": tool.namespace} if tool is not None and tool.namespace else {}
+        self._items.append({**item, "status": "in_progress", key: [] if in_part else ""})
+        begin = self._placed("output_item.added", item=self._items[-1])
+        if not in_part:
+            return begin
         own: Json = {"annotations": [], "logprobs": []} if part.kind == WORDS else {}
-        item["content"].append({"type": said, "text": "", **own})
-        return begin + self._content("added")
+        self._items[-1][key].append({"type": in_part, "text": "", **own})
+        return begin + self._said("added", part=self._items[-1][key][0])
 
     def _close(self, status: str) -> bytes:
         """The end of the item that is open, if one is."""
-        if not self._kind:
+        if not self._open:
             return b""
-        item, kind = self._items[-1], self._kind
-        if kind == CALL:
-            done = self._said("done", arguments=item["arguments"], name=item["name"])
+        item, key, self._open = self._items[-1], self._form[2], ""
+        if self._form[3]:
+            part = item[key][0]
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            done = self._said("done", **told) + self._said("done", part=part)
         else:
-            more: Json = {"logprobs": []} if kind == WORDS else {}
-            done = self._said("done", text=item["content"][0]["text"], **more)
-            done += self._content("done")
-        item["status"], self._kind = status, ""
-        return done + self._item("done")
+            done = self._said("done", **{name: item[name] for name in (key, "name")})
+        item["status"] = status
+        return done + self._placed("output_item.done", item=item)
+
+    def _input(self) -> str:
+        """What a custom tool is sent, by now: a string in the arguments that the model writes."""
+        for end in ("", '"}'):
+            with suppress(ValueError, LookupError, TypeError, RecursionError):
+                text = str(json.loads(self._arguments + end)[INPUT])
+                return text[:-1] if end and "\ud800" <= text[-1:] <= "\udbff" else text
+        return str(self._items[-1][INPUT])
+
+    def _logprobs(self, text: str, goes_on: bool) -> list[Json]:
+        """Those of the tokens that a text came of; none of marks before it."""
+        tokenizer, found = self._reply.tokenizer, self._reply.logprobs
+        read, text, ends = "", text.strip(), list[int]()
+        most = min(len(found), 32 + 4 * len(text))
+        while len(ends) < most and text not in read:
+            read = tokenizer.decode([each.token for each in found[: len(ends) + 1]])
+            ends.append(len(read))
+        at = 0 if goes_on else read.find(text)
+        told = [each for each, end in zip(found, ends, strict=False) if end > at]
+        del found[: len(ends)]
+        return told_logprobs(tokenizer, told)
 
     def _said(self, what: str, **values: Any) -> bytes:
-        """An event about the text of the item."""
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        place |= {"content_index": 0} if self._kind != CALL else {}
-        return self._event(f"response.{_EVENTS[self._kind][0]}.{what}", **place, **values)
+        """An event about the text of the item, or about the `part` that it is in."""
+        _, of_type, key, in_part = self._form
+        name = f"{key}_part" if "part" in values else in_part or f"{of_type}_{key}"
+        name = f"reasoning_{name}" if key == _SUMMARY else name
+        place = {"item_id": self._items[-1]["id"], **({f"{key}_index": 0} if in_part else {})}
+        return self._placed(f"{name}.{what}", **place, **values)
 
-    def _content(self, what: str) -> bytes:
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        part = self._items[-1]["content"][0]
-        return self._event(f"response.content_part.{what}", **place, content_index=0, part=part)
-
-    def _item(self, what: str) -> bytes:
-        place = {"output_index": len(self._items) - 1, "item": self._items[-1]}
-        return self._event(f"response.output_item.{what}", **place)
+    def _placed(self, kind: str, **values: Any) -> bytes:
+        return self._event(f"response.{kind}", output_index=len(self._items) - 1, **values)
 
     def _event(self, kind: str, **values: Any) -> bytes:
-        body = encoded({"type": kind, "sequence_number": self._number, **values})
         self._number += 1
-        return f"event: {kind}\ndata: ".encode() + body + b"\n\n"
+        return event(kind, sequence_number=self._number - 1, **values)
 
     def _object(self, status: str) -> Json:
         """The response as it is by now."""
@@ -183,16 +248,11 @@ class ItemWriter:
 
     def _finished(self, status: str) -> Json:
         """The response in the end, which is kept where that is wanted."""
-        ended = {"completed_at": int(time.time())} if status == "completed" else {}
-        found = {
-            **self._object(status),
-            **ended,
-            "usage": self._usage(),
-            "dflash": figures([self._reply]),
-        }
+        found = self._object(status) | {"usage": self._usage(), "dflash": figures([self._reply])}
+        found |= {"completed_at": int(time.time())} if status == "completed" else {}
         if self._body.store is not False:
-            items = [*ITEMS.dump_python(self._body.items), *self._items]
-            kept = Kept(encoded(found), encoded(items), self._items)
+            before = encoded(ITEMS.dump_python(self._body.items, exclude_none=True))
+            kept = Kept(encoded(found), before, self._items)
             self._service.shelf.put(self._owner, self._head["id"], kept)
         return found
 
@@ -210,15 +270,13 @@ class ItemWriter:
 
 def _echo(body: ResponsesRequest) -> Json:
     """Fields of the request that its response has, too."""
-    found = body.model_dump(include={*_ECHOED, "metadata", "tools", "tool_choice"}, by_alias=True)
     form = body.text.format if body.text is not None else None
     told = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
-    tools = [tool.model_dump() for tool in body.tools or [] if tool.type == "function"]
     return {
-        **found,
+        **body.model_dump(include=_ECHOED),
         "metadata": body.metadata or {},
-        "tools": tools,
-        "tool_choice": found["tool_choice"] or "auto",
+        "tools": [t.model_dump(exclude_none=True) for t in body.tools or [] if t.type in KNOWN],
+        "tool_choice": body.model_dump(exclude_none=True).get("tool_choice", "auto"),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "store": body.store is not False,
         "background": False,

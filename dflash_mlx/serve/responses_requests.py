@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import ChatBody, Count, Name, Stops, StopText, Strict
+from dflash_mlx.serve.fields import ChatBody, Count, Sent
+from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen
 
 FIELDS = Fields(
     form="text.format",
@@ -19,17 +20,12 @@ FIELDS = Fields(
     parameters="parameters",
     messages="input",
 )
-_REFUSED = {  # fields that would change the answer, and what to do instead
-    "background": "wait for the answer, or stream it",
-    "conversation": "send previous_response_id, or all of the input",
-    "prompt": "send its text as instructions",
-}
-
-
-class Sent(Strict):
-    """What clients send back as it came, with fields that change nothing."""
-
-    model_config = ConfigDict(extra="ignore")
+INPUT = "input"  # the argument that a custom tool has where the model sees it
+_TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+_CALLED, _GROUP = ("function", "custom"), "namespace"  # types of tools that clients run
+KNOWN = {*_CALLED, _GROUP}
+_SECRET = "encrypted_content"  # of thoughts, by another server, as we encrypt nothing
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
 class Text(Sent):
@@ -47,32 +43,21 @@ class Message(Sent):
     content: str | list[Text]
 
 
-class Call(Sent):
-    """A call that the model made."""
+class Call(Named):
+    """A call that the model made; what it has sent to a custom tool is `input`."""
 
-    type: Literal["function_call"]
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
-    name: str
-    arguments: str
-
-
-class Unseen(Sent):
-    """A picture or a file that a tool returned; the model is told that it does not see it."""
-
-    type: Literal["input_image", "input_file"]
-
-    @property
-    def text(self) -> str:
-        """What the model reads instead."""
-        return "[not shown: this model reads text only]"
+    arguments: str = ""
+    input: str | None = None
 
 
 class Output(Sent):
     """What a tool answered."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | list[Annotated[Text | Unseen, Field(discriminator="type")]]
+    output: str | list[Text]
 
 
 class Reference(Sent):
@@ -88,56 +73,41 @@ class Thought(Sent):
     type: Literal["reasoning"]
     summary: list[Text] = []
     content: list[Text] | None = None
+    encrypted_content: str | None = None
 
 
-def _kind(item: Any) -> Any:
+def _typed(item: Any) -> Any:
     """A message may leave its type out."""
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return {"type": "message", **item} if isinstance(item, dict) else item
 
 
 Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[Call, Tag("function_call")]
-    | Annotated[Output, Tag("function_call_output")]
-    | Annotated[Thought, Tag("reasoning")]
-    | Annotated[Reference, Tag("item_reference")],
-    Discriminator(_kind),
+    Annotated[Message | Call | Output | Thought | Reference, Field(discriminator="type")],
+    BeforeValidator(_typed),
 ]
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-class Tool(Sent):
-    """A tool that the model may use; only functions can be, all others run at OpenAI."""
+class Tool(Named):
+    """A tool that the model may use, or a namespace of some; all other types run at OpenAI."""
 
     type: str
-    name: Name | None = None
+    namespace: Annotated[str | None, Field(exclude=True)] = None  # of those in one
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
+    format: Json | None = None  # of a custom tool's input
+    tools: Annotated[list[Tool], Field(max_length=1000)] | None = None  # of a namespace
 
-
-class NamedTool(Strict):
-    """The tool that has to be called."""
-
-    type: Literal["function"]
-    name: Name
-
-
-class Format(Strict):
-    """What the answer has to be; a schema is followed, strict or not."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[Json | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-    @property
-    def wanted(self) -> Json | None:
-        """The schema that an answer has to follow, None for words."""
-        if self.type == "json_schema" and self.schema_ is None:
-            raise refusal(FIELDS.schema, "is missing", "send it")
-        return {"text": None, "json_object": {"type": "object"}}.get(self.type, self.schema_)
+    def function(self) -> Json:
+        """In the words of chat completions; the input of a custom tool is its one argument."""
+        keys = {"description", "parameters", "strict"}
+        found = {"name": self.known, **self.model_dump(include=keys, exclude_none=True)}
+        if self.type == "custom":
+            grammar = (self.format or {}).get("definition")
+            told = f"{self.description or ''}\n{f'Its input: {grammar}' if grammar else ''}".strip()
+            found |= {"description": told, "parameters": _TEXT}
+        return {"type": "function", "function": found}
 
 
 class TextConfig(Sent):
@@ -147,13 +117,7 @@ class TextConfig(Sent):
     verbosity: str | None = None
 
 
-class StreamOptions(Strict):
-    """What a stream tells besides the answer."""
-
-    include_obfuscation: bool | None = None
-
-
-class ResponsesRequest(ChatBody):
+class ResponsesRequest(ChatBody, OpenAIBody):
     """The body of POST /v1/responses."""
 
     most_field = "max_output_tokens"
@@ -163,91 +127,71 @@ class ResponsesRequest(ChatBody):
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: Count | None = None
-    stop: StopText | Stops | None = None
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     text: TextConfig | None = None
-    stream_options: StreamOptions | None = None
-    background: bool | None = None
-    conversation: str | Json | None = None
-    prompt: Json | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    top_logprobs: Tops | None = None
     include: list[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    max_tool_calls: int | None = None  # of tools that run at OpenAI
     service_tier: str | None = None
-    metadata: dict[str, str] | None = None
     client_metadata: Json | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    _before: list[Item] = PrivateAttr(default_factory=list)
+
+    @property
+    def tops(self) -> int | None:
+        asks = self.top_logprobs or _LOGPROBS in (self.include or [])
+        return (self.top_logprobs or 0) if asks else None
+
+    @property
+    def named(self) -> dict[str, Tool]:
+        """What may be called, by the names that the model knows."""
+        found: dict[str, Tool] = {}
+        for i, tool in enumerate(self.tools or []):
+            for each in tool.tools or [] if tool.type == _GROUP else [tool]:
+                if each.type in _CALLED and not each.name:
+                    raise refusal(f"tools[{i}].name", "is missing", "send it")
+                if each.type in _CALLED:
+                    each.namespace = tool.name if each is not tool else None
+                    found[each.known] = each
+        return found
+
+    def idle(self) -> list[str]:
+        asked: Json = {
+            "truncation": self.truncation == "auto",
+            "include": {*(self.include or [])} - {_LOGPROBS},
+            "input[].encrypted_content": any(getattr(it, _SECRET, None) for it in self.items),
+        }
+        for i, tool in enumerate(self.tools or []):
+            grammar = (tool.format or {}).get("definition")  # which the model is only told of
+            asked |= {f"tools[{i}]": tool.type not in KNOWN, f"tools[{i}].format": grammar}
+        return [name for name, is_asked in asked.items() if is_asked]
+
+    def complete(self, before: list[Json], find: Callable[[str], Json]) -> None:
+        """Put what was said before first, and items in the place of their ids."""
+        given = self.input
+        said = [Message(role="user", content=given)] if isinstance(given, str) else given
+        new = [find(each.id) if isinstance(each, Reference) else each for each in said]
+        self.input = ITEMS.validate_python([*before, *new])
 
     @property
     def items(self) -> list[Item]:
         """The conversation so far, without instructions: they hold for one answer only."""
-        new = self.input
-        said = [Message(role="user", content=new)] if isinstance(new, str) else new
-        return [*self._before, *said]
-
-    @property
-    def references(self) -> list[str]:
-        """Ids of items that the input only names."""
-        given = self.input if isinstance(self.input, list) else []
-        return [each.id for each in given if isinstance(each, Reference)]
-
-    def idle(self) -> list[str]:
-        tools = [f"tools[{i}]" for i, t in enumerate(self.tools or []) if t.type != "function"]
-        asked = {"truncation": self.truncation == "auto", "include": bool(self.include)}
-        return [*tools, *(name for name, is_asked in asked.items() if is_asked)]
-
-    def complete(self, before: list[Item], referred: Mapping[str, Json]) -> None:
-        """Put what was said before first, and items in the place of their ids."""
-        self._before = before
-        if isinstance(self.input, list) and referred:
-            raw = [
-                referred.get(each.id, each) if isinstance(each, Reference) else each
-                for each in self.input
-            ]
-            self.input = ITEMS.validate_python(raw)
-
-    def check(self) -> None:
-        super().check()
-        for name, step in _REFUSED.items():
-            if getattr(self, name):
-                raise refusal(name, "is not supported by this server", step)
-        if "message.output_text.logprobs" in (self.include or []):
-            step = "ask chat completions for logprobs"
-            raise refusal("include", "asks for log-probabilities, which are not told here", step)
+        return [] if isinstance(self.input, str) else self.input
 
     def chat(self, pair: Pair) -> Chat:
-        required: str | None = "" if self.tool_choice == "required" else None
-        if isinstance(self.tool_choice, NamedTool):
-            required = self.tool_choice.name
+        tools = [tool.function() for tool in self.named.values()]
         form = self.text.format if self.text is not None else None
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return Chat(
             FIELDS,
             _one_system([*told, *_told(self.items)]),
-            self._tools() if self.tool_choice != "none" else [],
-            required,
+            *chosen(self.tool_choice, tools),
             self.parallel_tool_calls is False,
-            form.wanted if form is not None else None,
+            form.wanted(FIELDS.schema) if form is not None else None,
             form is not None and bool(form.strict),
         )
-
-    def _tools(self) -> list[Json]:
-        """In the words of chat completions."""
-        found: list[Json] = []
-        for i, tool in enumerate(self.tools or []):
-            if tool.type == "function":
-                if tool.name is None:
-                    raise refusal(f"tools[{i}].name", "is missing", "send it")
-                function = tool.model_dump(exclude={"type"}, exclude_none=True)
-                found.append({"type": "function", "function": function})
-        return found
 
 
 def _told(items: list[Item]) -> list[Json]:
@@ -272,7 +216,8 @@ def _add(message: Json, item: Item) -> None:
     if isinstance(item, Message):
         message["content"] += text_of(item.content)
     elif isinstance(item, Call):
-        call = call_of(item.name, item.arguments, item.call_id)
+        given = item.arguments if item.input is None else {INPUT: item.input}
+        call = call_of(item.known, given, item.call_id)
         message.setdefault("tool_calls", []).append(call)
     elif isinstance(item, Thought) and (thought := text_of(item.content or item.summary)):
         message["reasoning_content"] = message.get("reasoning_content", "") + thought

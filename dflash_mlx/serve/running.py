@@ -7,16 +7,18 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import uvicorn
+from huggingface_hub import constants
 
 from dflash_mlx.benchmark.quick import comparing
 from dflash_mlx.cli import options as cli
+from dflash_mlx.cli.launch import url_of
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PrefixConfig
-from dflash_mlx.core.text import amount
+from dflash_mlx.core.text import amount, counted
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.ranks import end_if_lost, launched
@@ -26,6 +28,7 @@ from dflash_mlx.serve.guard import LimitedProtocol
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.models import Model, Models
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import prefix_cache
 from dflash_mlx.system.machine import free_memory
@@ -38,38 +41,44 @@ Ends = asyncio.Queue[bool]  # asks a server to end; if asked again, and True, it
 
 
 def run(
-    load: Callable[[], Pair],
+    served: Sequence[Model],
     place: socket.socket,
     config: ServeConfig,
     usual: DecodeConfig,
     kept: PrefixConfig,
-    names: tuple[str, ...],
 ) -> None:
-    """Load on the thread that will decode, serve, and return when all is over.
+    """Load the first model, serve all, and return when all is over.
 
     kept: how much of what was read stays for later conversations. place: bound, and listened on
-    from the moment that everything is ready. Raises as `load`.
+    from the moment that everything is ready. Raises as the model's `load`.
     """
     queue = RequestQueue(config, Faults())
     worker = queue.worker
-    pair = worker.call(load).result()
-    method, memory = settle(usual, pair.capabilities).method, memory_for(config)
-    make = partial(Scheduler, pair, memory, most=config.parallel)
-    worker.serve(lambda: make(prefixes=prefix_cache(kept))).result()
+    make = partial(Scheduler, most=config.parallel)
+    room = partial(memory_for, config)
+    measure = partial(_measure, usual)
+    models = Models(served, worker, queue.answers, room, config.most_loaded, measure)
+    pair = models.start(lambda: make(memory=room(), prefixes=prefix_cache(kept)))
+    constants.HF_HUB_OFFLINE = True  # no request downloads anything; what they may load is here
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
-    service = Service(pair, asked, config, queue, names)
-    told = f"{method} drafts, {amount(memory)} for caches"
-    if method != PLAIN:  # while nothing is asked; until then a budget learns from its rounds
-        worker.run(lambda job: _measure(pair, usual.recalibrate), idle=True)
-    told = f"{PROGRAM}: {names[0]} at {address_of(place)}, {told}; Ctrl+C ends it"
-    asyncio.run(_until_signal(service, place, told))
+    service = Service(models, asked, config, queue)
+    memory = worker.ask(lambda scheduler: scheduler.memory.limit or 0).result()
+    told = f"{settle(usual, pair.capabilities).method} drafts, {amount(memory)} for caches"
+    more = f" and {counted(len(served) - 1, 'other model')}" if len(served) > 1 else ""
+    named = f"{served[0].names[0]}{more} at {url_of(*place.getsockname()[:2])}"
+    del pair  # which may be unloaded
+    asyncio.run(_until_signal(service, place, f"{PROGRAM}: {named}, {told}; Ctrl+C ends it"))
     if problem := worker.call(worker.save).result():
         cli.say(f"{PROGRAM}: {problem}")
     worker.close(_LATE)
     service.close()
 
 
-def _measure(pair: Pair, again: bool) -> Generator[object, None, None]:
+def _measure(usual: DecodeConfig, pair: Pair) -> Generator[object, None, None]:
+    """While nothing is asked; until then a budget learns from its rounds."""
+    if settle(usual, pair.capabilities).method == PLAIN:
+        return
+    again = usual.recalibrate
     yield from pair.calibrating(again)
     for said in comparing(pair, again):
         if isinstance(said, str):
@@ -77,15 +86,9 @@ def _measure(pair: Pair, again: bool) -> Generator[object, None, None]:
         yield said
 
 
-def address_of(place: socket.socket) -> str:
-    """Where a client finds it."""
-    host, port = place.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def memory_for(config: ServeConfig) -> int:
-    """Bytes for the caches of all answers, now that the model is loaded."""
-    return free_memory() // 2 if config.memory_gb is None else int(config.memory_gb * 10**9)
+def memory_for(config: ServeConfig, held: int = 0) -> int:
+    """Bytes for the caches of all answers, beside what is loaded. held: what caches have now."""
+    return (free_memory() + held) // 2 if config.memory_gb is None else int(config.memory_gb * 1e9)
 
 
 async def _until_signal(service: Service, place: socket.socket, told: str) -> None:
@@ -127,16 +130,19 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
     server = Server(settings)
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
+    unloading = asyncio.ensure_future(service.models.unload_idle(config.idle_unload))
     await _first(running, ends.get())
     if not running.done():
         for each in server.servers:
             each.close()  # to new connections; those that are open go on
         again = asyncio.ensure_future(_insists(ends))
         await _first(service.queue.drain(config.grace), again)
+        service.models.close()
         server.force_exit = again.done()
         again.cancel()
         server.should_exit = True
     await running
+    unloading.cancel()
 
 
 async def _insists(ends: Ends) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -14,35 +15,40 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from dflash_mlx.cli.options import say
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.chat import Chat, prompt_of, starts_with_space
+from dflash_mlx.serve.calls import Part
+from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
+from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader, Part
+from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
+from dflash_mlx.session.models import Models
 
 T = TypeVar("T")
 
 Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
 
+_PROGRESS = 1.0  # seconds between two events that say how much of a prompt is read
 _GONE = 499  # nobody reads it
 
 
 @dataclass
 class Service:
-    """A pair that is served."""
+    """What is served, and how."""
 
-    pair: Pair
+    models: Models
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
-    names: tuple[str, ...]  # the model's, its own first
     shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -50,11 +56,18 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(1, "prompts"), repr=False
     )
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all models, those of the first one first."""
+        return (*self.models.by_name,)
+
     def check(self, body: Asked) -> None:
-        """ApiError for what is not served; another model's name is changed to ours, if it may be.
+        """ApiError for what is not served; any other name becomes the first model's, if it may.
 
         So programs work whose names of models are built in.
         """
+        if body.model not in self.names:
+            body.model = body.model.removesuffix(":latest")  # which Ollama's clients add
         if body.model not in self.names and not self.config.strict:
             body.model = self.names[0]
         self.check_model(body.model)
@@ -76,27 +89,46 @@ class Service:
         with self.queue.preparing():
             return await asyncio.get_running_loop().run_in_executor(self._prompts, work)
 
-    async def read(self, body: Conversation) -> Understood:
-        """A conversation, what an answer to it has to be, and its prompt."""
+    @asynccontextmanager
+    async def using(self, body: Asked) -> AsyncIterator[Pair]:
+        """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
+        try:
+            with self.queue.preparing():
+                pair = await self.models.take(body.model)
+        except DFlashError as error:  # which may name folders, that clients do not learn
+            say(f"{body.model} cannot be loaded: {error}")
+            what = f"the model {body.model!r} cannot be loaded now; the server's terminal says why"
+            raise ApiError(503, what) from None
+        except Exception as error:
+            raise self.queue.as_api_error(error) from None
+        try:
+            yield pair
+        finally:
+            self.models.leave(body.model)
+
+    async def read(self, pair: Pair, body: Conversation) -> Understood:
+        """A conversation, what an answer to it has to be, and its prompt."""
         most = self.config.messages
 
         def understand() -> Understood:
             own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}}
             own |= {"wishes": body.wishes, "ignored": None if self.config.strict else []}
-            chat = replace(body.chat(self.pair), **own)
+            chat = replace(body.chat(pair), **own)
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            return chat, structure_of(self.pair, chat), prompt_of(self.pair, chat)
+            return chat, structure_of(pair, chat), prompt_of(pair, chat)
 
         return await self.prepare(understand)
 
     def close(self) -> None:
+        self.models.close()
         self._prompts.shutdown(wait=False, cancel_futures=True)
 
     async def ask(
         self,
+        pair: Pair,
         body: Answered,
         prompts: Sequence[tuple[int, ...]],
         structure: StructureConfig | None = None,
@@ -105,15 +137,15 @@ class Service:
     ) -> ResponseStream:
         """Ask for all answers to all prompts, and return when they are taken in."""
         configs = decoding(self.usual, body, structure)
-        spaced = partial(starts_with_space, self.pair.tokenizer) if goes_on else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                reply = Reply(tokens, config, behind=first, index=len(replies), is_spaced=spaced)
-                reply.reader = reader()
+                reply = Reply(tokens, config, pair, behind=first, index=len(replies))
+                reply.reader, reply.goes_on = reader(), goes_on
                 replies.append(reply)
                 first = first or reply
+                reply.config = replace(config, prompt_logprobs=None) if reply.behind else config
         return await self.queue.open(replies)
 
 
@@ -149,18 +181,30 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
 
     async def begin() -> ResponseStream:
         body.check()
-        chat, structure, tokens = await service.read(body)
-        tokenizer = service.pair.tokenizer
-        reader: Callable[[], AnswerReader] = AnswerReader
-        if chat.schema is None or chat.tools:  # else JSON, taken as it is
-            in_thought = opens_thought(tokenizer, tokens)
-            how = chat.told, in_thought, chat.one_call, bool(body.stream)
-            reader = partial(AnswerReader, tokenizer, *how)
-        stream = await service.ask(body, [tokens], structure, reader, chat.go_on)
+        async with service.using(body) as pair:
+            chat, structure, tokens = await service.read(pair, body)
+            reader: Callable[[], AnswerReader] = AnswerReader
+            if chat.schema is None or chat.tools:  # else JSON, taken as it is
+                in_thought = opens_thought(pair.tokenizer, tokens)
+                streams = bool(body.stream and body.streams_calls)
+                how = chat.told, in_thought, chat.one_call, streams
+                reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
+            stream = await service.ask(pair, body, [tokens], structure, reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         return stream
 
     return await answer(request, body, begin(), writer)
+
+
+async def count(request: Request, body: Conversation) -> int:
+    """How many tokens the prompt of a conversation has."""
+    service: Service = request.app.state.service
+
+    async def tokens() -> int:
+        async with service.using(body) as pair:
+            return len((await service.read(pair, body))[2])
+
+    return await unless_gone(request, tokens())
 
 
 async def answer(
@@ -172,8 +216,9 @@ async def answer(
     first, given = stream.replies[0], getattr(request.state, "ignored", [])
     first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
     writer = make(service, body, stream.replies)
+    stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:
-        return EventStream(stream, writer)
+        return EventStream(stream, writer, body.media)
     try:
         await unless_gone(request, _read(stream))
     finally:
@@ -207,13 +252,11 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, as long as somebody reads them."""
+    """What a writer tells, as long as somebody reads it."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, stream: ResponseStream, writer: Writer) -> None:
+    def __init__(self, stream: ResponseStream, writer: Writer, media: str) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(stream, writer), headers=headers)
+        super().__init__(_events(stream, writer), headers=headers, media_type=media)
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -236,6 +279,18 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
             yield b"".join((*events, writer.end(reply) if reply.reason else b""))
     except ApiError as error:
         yield writer.error(error)
+
+
+def progress(body: Answered, reply: Reply) -> dict[str, Any]:
+    """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
+    sequence, total = reply.sequence, len(reply.tokens)
+    read = 0 if sequence is None else sequence.state.position
+    if not body.return_progress or read >= total:
+        return {}
+    cached = (
+        reply.statistics.reused_tokens if sequence is None else sequence.statistics.reused_tokens
+    )
+    return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 
 def figures(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ServeConfig:
     )
     name: tuple[str, ...] = option(
         (),
-        "another name by which clients may ask for the model; may be repeated",
+        "another name by which clients may ask for the model, or the first one; may be repeated",
         action="append",
     )
     allow_host: tuple[str, ...] = option(
@@ -45,6 +45,20 @@ class ServeConfig:
         "origin of web pages and desktop programs that may use the server, as "
         "https://chat.example or app://obsidian.md; may be repeated",
         action="append",
+    )
+    models_dir: str | None = option(
+        None,
+        "folder whose folders are models: all are served, besides each --model, and loaded when "
+        "asked for",
+    )
+    most_loaded: int | None = option(
+        None, "models in memory at once, at most (default: as many as fit)", least=1, type=int
+    )
+    idle_unload: float | None = option(
+        None,
+        "minutes after which a model is unloaded that nobody asks for (default: never)",
+        least=ABOVE_0,
+        type=float,
     )
     parallel: int = option(8, "answers that are decoded together; further ones wait", least=1)
     queue: int = option(64, "answers that may wait; later clients are told to come back", least=0)

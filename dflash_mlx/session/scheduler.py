@@ -35,14 +35,15 @@ _LEAST_CHUNK, _UNTIMED_CHUNK = 8, 64  # rows
 _WORTH_SHARING = 64  # tokens that two prompts begin with
 
 Said = list[tuple[Sequence, Delta | Exception]]  # what a step brings, in order
+# By the target, and what those that draft alike have in common.
+Drafters = dict[tuple[Target, Hashable], Drafter]
 
 
 class CacheMemory:
-    """Bytes of the caches of target and drafter, with a limit."""
+    """Bytes of the caches of targets and drafters, with a limit for all of them together."""
 
-    def __init__(self, target: Target, limit: int | None) -> None:
+    def __init__(self, limit: int | None) -> None:
         self.limit = limit  # bytes, None for no limit
-        self._target = target
         # Bytes of STEP tokens, and of twice as many, by what is in the caches, and by drafter.
         self._by_key: dict[CacheKey, list[int]] = {}
         self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
@@ -52,7 +53,7 @@ class CacheMemory:
         if self.limit is None:
             return
         tokens = sequence.state.end + 1
-        if (need := self.bytes_of(sequence.drafter, tokens)) > self.limit:
+        if (need := self.bytes_of(sequence.target, sequence.drafter, tokens)) > self.limit:
             raise DFlashError(
                 f"an answer of up to {tokens} tokens, the prompt included, takes {amount(need)}, "
                 f"more than the limit of {amount(self.limit)}",
@@ -71,50 +72,58 @@ class CacheMemory:
         now = sequence.state.nbytes
         if self.limit is None or not sequence.is_reading:
             return now
-        prompt = self.bytes_of(sequence.drafter, len(sequence.prompt) + 1)
+        tokens = len(sequence.prompt) + 1
+        prompt = self.bytes_of(sequence.target, sequence.drafter, tokens)
         return max(now, sequence.preempted_nbytes, prompt)
 
-    def bytes_of(self, drafter: Drafter, tokens: int) -> int:
+    def bytes_of(self, target: Target, drafter: Drafter, tokens: int) -> int:
         """What a sequence of so many tokens takes, by two passes over one row."""
         if drafter not in self._sizes:
-            state = State(self._target.new_cache(), drafter.new_context())
-            key = CacheKey.of(self._target, drafter, state)
-            self._sizes[drafter] = self._by_key.get(key) or self._measured(drafter, state)
+            state = State(target.new_cache(), drafter.new_context())
+            key = CacheKey.of(target, drafter, state)
+            self._sizes[drafter] = self._by_key.get(key) or _measured(target, drafter, state)
             self._by_key[key] = self._sizes[drafter]
         least, more = self._sizes[drafter]
         return least + (more - least) * (tokens // STEP)
 
-    def _measured(self, drafter: Drafter, state: State) -> list[int]:
-        sizes: list[int] = []
-        for lengthened in (0, STEP - 1):
-            state.cache.lengthen(lengthened)
-            ids, layers = mx.zeros(1, mx.int32), drafter.aux_layers
-            _, features = self._target.forward(ids, state.cache, Block(1), layers)
-            state.cache.commit(range(1))
-            rows = None if features is None else mx.repeat(features, STEP, axis=0)
-            state.context.append(mx.zeros(STEP, mx.int32), rows)
-            sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
-        return sizes
+    def forget(self, target: Target) -> None:
+        """Know no more of a target, which its keys would keep in memory."""
+        self._by_key = {k: sizes for k, sizes in self._by_key.items() if k.target is not target}
+
+
+def _measured(target: Target, drafter: Drafter, state: State) -> list[int]:
+    sizes: list[int] = []
+    for lengthened in (0, STEP - 1):
+        state.cache.lengthen(lengthened)
+        ids, layers = mx.zeros(1, mx.int32), drafter.aux_layers
+        _, features = target.forward(ids, state.cache, Block(1), layers)
+        state.cache.commit(range(1))
+        rows = None if features is None else mx.repeat(features, STEP, axis=0)
+        state.context.append(mx.zeros(STEP, mx.int32), rows)
+        sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
+    return sizes
 
 
 class Scheduler:
-    """Answers in the making with one pair, all in one pass of the target per step; for one thread.
+    """Answers in the making, all those of a target in one pass; for one thread.
 
-    Sequences whose caches would not fit into `memory` wait, in the order in which they came; where
-    answers grow beyond it, the youngest is preempted and read again later. Sequences that draft
-    alike share a drafter, which drafts for all of them in one pass where it can.
+    A step is a pass of one target; where there are several, they take turns. Sequences whose caches
+    would not fit into `memory` wait, in the order in which they came; where answers grow beyond it,
+    the youngest is preempted and read again later. Sequences that draft alike share a drafter,
+    which drafts for all of them in one pass where it can.
     """
 
     def __init__(
         self,
-        pair: Pair,
+        pair: Pair | None = None,
         memory: int | None = None,
         observer: Observer | None = None,
         prefixes: PrefixCache | None = None,
         most: int = sys.maxsize,
     ) -> None:
-        self.pair, self.target = pair, pair.target
-        self.memory = CacheMemory(pair.target, memory)  # bytes, None for no limit
+        self.pair = pair  # of sequences for which no other is given
+        self.target: Target | None = None  # of the last pass
+        self.memory = CacheMemory(memory)  # bytes, None for no limit
         # Where sequences begin, and go when they are over, `exact` ones excepted; it gives way to
         # those that run.
         self.prefixes = prefixes
@@ -125,9 +134,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self.observer = observer or Observer()
-        self.drafters: dict[Hashable, Drafter] = {}  # by what those that draft alike have in common
+        self.drafters: Drafters = {}
         self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
-        self._rows = 1  # of trees in the last step
+        self._rows: dict[Target, int] = {}  # of trees in its last pass
 
     def __len__(self) -> int:
         """Sequences that are not finished, those that wait included."""
@@ -138,16 +147,21 @@ class Scheduler:
         return self.memory.used(self.running)
 
     def submit(
-        self, prompt: Prompt | Iterable[int], config: DecodeConfig | None = None
+        self,
+        prompt: Prompt | Iterable[int],
+        config: DecodeConfig | None = None,
+        pair: Pair | None = None,
     ) -> Sequence:
         """Take in a prompt, the whole conversation so far; `step` brings its answer.
 
         Raises DFlashError where the prompt is empty or does not fit the context or the memory, and
         where the method or the grammar does not fit the pair.
         """
-        config = settle(config or DecodeConfig(), self.pair.capabilities)
-        drafter, alone = self.drafter(config), self.most == 1
-        sequence = make_sequence(self.pair, Prompt.of(prompt), config, drafter, alone)
+        pair = pair or self.pair
+        assert pair is not None
+        config = settle(config or DecodeConfig(), pair.capabilities)
+        drafter, alone = self.drafter(config, pair), self.most == 1
+        sequence = make_sequence(pair, Prompt.of(prompt), config, drafter, alone)
         self.add(sequence)
         return sequence
 
@@ -156,10 +170,10 @@ class Scheduler:
         self.memory.check(sequence)
         self.waiting.append(sequence)
 
-    def drafter(self, config: DecodeConfig) -> Drafter:
+    def drafter(self, config: DecodeConfig, pair: Pair) -> Drafter:
         """One for all that draft alike; of those that nobody uses, the newest few are kept."""
-        key = drafting_of(config)
-        drafter = self.drafters.pop(key, None) or make_drafter(self.pair, config)
+        key = pair.target, drafting_of(config)
+        drafter = self.drafters.pop(key, None) or make_drafter(pair, config)
         used = {id(each.drafter) for each in (*self.running, *self.waiting)}
         unused = [k for k, kept in self.drafters.items() if id(kept) not in used]
         for oldest in unused[: max(0, len(unused) - UNUSED)]:
@@ -178,7 +192,21 @@ class Scheduler:
         while self._finished:
             sequence = self._finished.popleft()
             if self.prefixes is not None and not sequence.config.exact:
-                guarded(partial(self.prefixes.put, sequence.state, self.target, sequence.drafter))
+                state, target, drafter = sequence.state, sequence.target, sequence.drafter
+                guarded(partial(self.prefixes.put, state, target, drafter))
+
+    def forget(self, target: Target) -> bool:
+        """Know no more of a target that nothing here runs; whether that is so now.
+
+        Each call writes at most one prefix to the disk, as passes of others may wait for it.
+        """
+        if self.prefixes is not None and not self.prefixes.forget(target):
+            return False
+        self.drafters = {key: kept for key, kept in self.drafters.items() if key[0] is not target}
+        self.memory.forget(target)
+        self._rows.pop(target, None)
+        self.target = None if self.target is target else self.target
+        return True
 
     def drop(self, sequence: Sequence) -> bool:
         """Give up a sequence whose caches cannot be trusted any more; whether it was there."""
@@ -195,21 +223,23 @@ class Scheduler:
         batch, said = self._schedule()
         passing = [each for each in batch if not each.is_full]
         reading = [each for each in passing if each.is_reading]
-        outcomes = step(self.target, passing, self.observer)
+        outcomes = step(self.target, passing, self.observer) if self.target else []
         for each in reading:
             if not each.is_reading:
                 self.observer.prefilled(len(each.prompt), len(each.prompt))
                 self.observer.start()
-        self._rows = 0
+        rows = 0
         for each, outcome in zip(passing, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 self.drop(each)  # nobody knows what it left behind
                 said.append((each, outcome))
             elif outcome is not None:
                 each.rounds.append(outcome)
-                self._rows += len(outcome.proposal.tree)
+                rows += len(outcome.proposal.tree)
+        if self.target is not None:
+            self._rows[self.target] = rows
         # A lone sequence whose next tree does not depend on what was said runs ahead of its reader.
-        ahead = batch[0].rounds_ahead if len(batch) == 1 else 0
+        ahead = batch[0].rounds_ahead if len(batch) == len(self.running) == 1 else 0
         for each in batch:
             failed = guarded(partial(self._read, each, ahead, said))
             if failed is not None:
@@ -221,17 +251,22 @@ class Scheduler:
     def _schedule(self) -> tuple[list[Sequence], Said]:
         """Who takes part in the next pass, and those that could not begin."""
         failed = self._admit()
-        reading = [each for each in self.running if each.is_reading]
-        decoding = [each for each in self.running if not each.is_reading]
+        targets = [*dict.fromkeys(each.target for each in self.running)]
+        if targets:  # the next one after that of the last pass
+            last = targets.index(self.target) if self.target in targets else -1
+            self.target = targets[(last + 1) % len(targets)]
+        own = [each for each in self.running if each.target is self.target]
+        reading = [each for each in own if each.is_reading]
         left = sys.maxsize
-        if reading and decoding and self.fair:
-            left = self._bearable(decoding, reading[0].state.position)
+        if reading and self.fair and not all(each.is_reading for each in self.running):
+            decoding = [each for each in own if not each.is_reading]
+            left = self._bearable(reading[0].target, decoding, reading[0].state.position)
         for each in reading:
             self.observer.prefilled(each.state.position, len(each.prompt))
             each.chunk_limit = left
             left = max(0, left - each.next_chunk())
         self._make_room_for_running()
-        return [each for each in self.running if each.chunk_limit or not each.is_reading], failed
+        return [each for each in own if each.chunk_limit or not each.is_reading], failed
 
     def _admit(self) -> Said:
         """Begin with those that there is room for; what could not begin."""
@@ -259,11 +294,11 @@ class Scheduler:
         """The running ones whose caches it could go on with; None where it reads all by itself."""
         if self.prefixes is None or sequence.config.exact or sequence.looked_for_prefix:
             return None
-        if sequence.state.position:  # whoever made it has read that
+        if sequence.state.position or sequence.misses_logprobs:  # whoever made it has read that
             return None
-        key = CacheKey.of(self.target, sequence.drafter, sequence.state)
+        key = CacheKey.of(sequence.target, sequence.drafter, sequence.state)
         others = [each for each in self.running if not each.config.exact]
-        keys = (CacheKey.of(self.target, each.drafter, each.state) for each in others)
+        keys = (CacheKey.of(each.target, each.drafter, each.state) for each in others)
         return [each for each, its in zip(others, keys, strict=True) if its == key]
 
     def _begin(self, sequence: Sequence, alike: abc.Sequence[Sequence]) -> None:
@@ -272,16 +307,19 @@ class Scheduler:
         prompt = sequence.prompt
         least = min(_WORTH_SHARING, len(prompt) - 1)
         shared = [each.state for each in alike if each.state.match_length(prompt) >= least]
-        found = self.prefixes.take(prompt, self.target, sequence.drafter, shared)
+        found = self.prefixes.take(prompt, sequence.target, sequence.drafter, shared)
         sequence.restore_from(found)
         sequence.looked_for_prefix = True
 
-    def _bearable(self, decoding: abc.Sequence[Sequence], position: int) -> int:
-        """Prompt rows from `position` on that make a step at most `LONGEST` times as long."""
-        times, trees = self.target.pass_times, max(1, self._rows)
+    def _bearable(self, target: Target, decoding: abc.Sequence[Sequence], position: int) -> int:
+        """Prompt rows from `position` on that make a step at most `LONGEST` times as long.
+
+        decoding: in that step; where none is, those of other targets wait for it.
+        """
+        times, trees = target.pass_times, max(1, self._rows.get(target, 0))
         if times is None:
             return _UNTIMED_CHUNK
-        usual = sum(each.state.position for each in decoding) / len(decoding)
+        usual = sum(each.state.position for each in decoding) / max(1, len(decoding))
 
         def seconds(rows: int) -> float:
             mean = (trees * usual + rows * position) / (trees + rows)

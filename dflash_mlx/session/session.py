@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Generator, Hashable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,14 +17,13 @@ from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
-from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.exact import noise_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, constraint_of
 from dflash_mlx.engine.state import State
-from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.session.scheduler import Drafters, Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
 from dflash_mlx.system.machine import available_memory
 from dflash_mlx.verifier.pass_times import timing_day
@@ -41,7 +40,7 @@ class Session:
         pair: Pair,
         config: DecodeConfig | None = None,
         prefixes: PrefixCache | None = None,
-        drafters: dict[Hashable, Drafter] | None = None,
+        drafters: Drafters | None = None,
     ) -> None:
         self.pair = pair
         # Where turns find and leave their caches; without any, the last turn's are kept.
@@ -101,7 +100,7 @@ class Session:
         return scheduler
 
     def _empty(self) -> State:
-        drafter = self._scheduler().drafter(self.config)
+        drafter = self._scheduler().drafter(self.config, self.pair)
         return State(self.pair.target.new_cache(), drafter.new_context())
 
 
@@ -145,7 +144,7 @@ class Responder:
 
     def __init__(self, pair: Pair, prefixes: PrefixCache | None = None) -> None:
         self.pair, self.prefixes = pair, prefixes or PrefixCache()
-        self._drafters: dict[Hashable, Drafter] = {}
+        self._drafters: Drafters = {}
 
     def answer(
         self, asked: Question, observer: Observer | None = None

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Observer
+from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence, Status
 from dflash_mlx.session.scheduler import Scheduler
 
@@ -24,6 +25,7 @@ class Request:
 
     tokens: tuple[int, ...]
     config: DecodeConfig
+    pair: Pair | None = field(default=None, repr=False)  # that answers; None for the scheduler's
     sequence: Sequence | None = field(default=None, repr=False)
 
 
@@ -149,6 +151,26 @@ class Worker:
 
         return self.call(begin)
 
+    def ask(self, work: Callable[[Scheduler], T]) -> Future[T]:
+        """Run something with what answers requests on the thread, between two steps."""
+
+        def run() -> T:
+            assert self._scheduler is not None
+            return work(self._scheduler)
+
+        return self.call(run)
+
+    def withdraw(self, job: Job) -> None:
+        """End an idle job before anything that is asked for later."""
+
+        def end() -> None:
+            job.cancelled.set()
+            if job in self._idle:
+                self._idle.remove(job)
+                job.advance()
+
+        self._orders.put(end)
+
     def submit(self, request: Request) -> None:
         """Take in a request; Begun or an exception is the first news of it."""
         self._orders.put(lambda: self._submit(request))
@@ -199,7 +221,7 @@ class Worker:
     def _submit(self, request: Request) -> None:
         assert self._scheduler is not None
         try:
-            sequence = self._scheduler.submit(request.tokens, request.config)
+            sequence = self._scheduler.submit(request.tokens, request.config, request.pair)
         except Exception as error:  # of any kind: the others go on
             self._post([(request, error)])
             return

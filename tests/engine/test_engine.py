@@ -108,7 +108,7 @@ def test_near_ties_are_decided_as_alone(drafting):
 
 def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
     engine = scheduler_of(target, observer=Strict())
-    longest = max(engine.memory.bytes_of(NoDraft(), len(p) + len(a)) for p, a in alone)
+    longest = max(engine.memory.bytes_of(target, NoDraft(), len(p) + len(a)) for p, a in alone)
     engine.memory.limit = 3 * longest
     most = [0, 0]
 
@@ -124,7 +124,7 @@ def test_the_memory_is_kept_and_who_has_no_room_waits(target, alone):
 
 def test_prompts_that_are_not_read_yet_are_counted(target, alone):
     engine = scheduler_of(target)
-    engine.memory.limit = engine.memory.bytes_of(NoDraft(), 300)
+    engine.memory.limit = engine.memory.bytes_of(target, NoDraft(), 300)
     for each in sequences(target, alone):
         engine.add(each)
     engine.step()
@@ -269,7 +269,9 @@ def test_answers_with_long_contexts_count_them_whole(target, monkeypatch):
     monkeypatch.setattr(target, "pass_times", PassTimes((1, 101), (10.0, 20.0), 0, (deep,)))
     engine = scheduler_of(target)
     old = SimpleNamespace(state=SimpleNamespace(position=30_000))
-    assert engine._bearable([old], 0) == 300  # of a pass that takes 40.0 alone, and 0.1 a row
+    assert (
+        engine._bearable(target, [old], 0) == 300
+    )  # of a pass that takes 40.0 alone, and 0.1 a row
 
 
 # Random lives of an engine: every answer is the one that its request would get alone.

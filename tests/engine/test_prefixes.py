@@ -253,7 +253,7 @@ def test_who_is_cancelled_leaves_what_was_read_and_who_fails_does_not():
 def test_prefixes_give_way_before_any_sequence_has_to():
     target, prompts = target_of("llama"), [prompt_of(30 + i, 100 + 60 * i) for i in range(4)]
     engine = scheduler_of(target, observer=Strict(), prefixes=PrefixCache(PLENTY))
-    engine.memory.limit = 2 * engine.memory.bytes_of(NoDraft(), 400)
+    engine.memory.limit = 2 * engine.memory.bytes_of(target, NoDraft(), 400)
     for seed in range(6):
         run(engine, [running(target, prompt_of(40 + seed, 100), seed)])
     full = engine.prefixes.nbytes
@@ -272,7 +272,7 @@ def test_prefixes_give_way_before_any_sequence_has_to():
 def test_the_bytes_of_a_sequence_are_known_before_it_is_read(tokens):
     target = target_of("llama")
     state = start(target, NoDraft(), prompt_of(3, tokens))
-    assert scheduler_of(target).memory.bytes_of(NoDraft(), tokens) == state.nbytes
+    assert scheduler_of(target).memory.bytes_of(target, NoDraft(), tokens) == state.nbytes
 
 
 def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
@@ -280,7 +280,7 @@ def test_who_goes_on_takes_what_is_kept_before_that_gives_way_to_him():
     prompt = put(prefixes, target, 15, 3 * STEP)
     again = running(target, [*prompt, *prompt_of(16, STEP)], 0)
     engine = scheduler_of(target, observer=Strict(), prefixes=prefixes)
-    engine.memory.limit = engine.memory.bytes_of(again.drafter, 5 * STEP)  # not for both
+    engine.memory.limit = engine.memory.bytes_of(target, again.drafter, 5 * STEP)  # not for both
     engine.add(again)
     engine.step()
     assert again.statistics.reused_tokens == len(prompt)

@@ -143,3 +143,18 @@ def test_tools_go_round_in_the_other_api(other):
         last = stream.get_final_message()
     assert [block.type for block in last.content] == ["text", "tool_use", "tool_use"]
     assert last.content[2].input == {"a": 1, "b": "2"}
+
+
+def test_the_tool_runner_goes_on_though_nothing_is_kept_of_its_threads(other):
+    """Each turn after the first is refused as a thread that is lost, and then sent again whole."""
+
+    @anthropic.beta_tool
+    def add(a: int, b: str) -> str:
+        """Add."""
+        return "3"
+
+    asked = {"model": MODEL, "max_tokens": 300, "messages": user("what")}
+    runner = other.beta.messages.tool_runner(tools=[add], **asked)
+    replies = list(runner)
+    assert [each.stop_reason for each in replies] == ["tool_use", "end_turn"]
+    assert replies[-1].content[0].text == "It is 3."

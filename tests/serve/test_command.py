@@ -82,9 +82,9 @@ def test_the_line_that_installs_the_rest_is_for_the_tool_that_installed_us(
 
 
 def test_clients_do_not_learn_where_the_files_are(model):
-    named = command.names(PairConfig(str(model)), ServeConfig(name=("other", "other")))
-    assert named == ("endless", "other")
-    assert command.names(PairConfig(), ServeConfig()) == ("SmolLM2-135M-Instruct",)
+    named = command.names([PairConfig(str(model))], ServeConfig(name=("other", "other")))
+    assert named == [("endless", "other")]
+    assert command.names([PairConfig()], ServeConfig()) == [("SmolLM2-135M-Instruct",)]
 
 
 INTERRUPTED = """import os, runpy, signal

@@ -77,10 +77,12 @@ MESSAGE = [  # by the place that is named
     ("messages[0].tool_calls[0].function", {"role": "assistant", "tool_calls": [{"id": "1"}]}),
 ]  # fmt: skip
 TEXT_REFUSED = {
-    "best_of": [2],
-    "echo": [True],
+    "best_of": [0, 9, 17],
+    "echo": ["yes"],
+    "prompt_logprobs": [1],
     "suffix": ["x"],
-    "prompt": [[], [["a"]], [-1], "", None],
+    "max_tokens": [-1],
+    "prompt": [[], [["a"]], [-1], "", None, [[1], []], [[1], "a"], [[1], [97]], [[1]] * 17],
     "logprobs": [21],
     "messages": [[]],
     "n": [9],
@@ -99,6 +101,8 @@ ALL = [
     (CHAT, "max_tokens", chat_body(max_tokens=5, max_completion_tokens=6)),
     *((TEXTS, field, {"model": MODEL, "prompt": ["a", "b"], "n": 1, field: value})
       for field, values in TEXT_REFUSED.items() for value in values),
+    *((TEXTS, "best_of", {"model": MODEL, "prompt": "a", "best_of": 2, **more})
+      for more in ({"n": 3}, {"stream": True})),
     *((MESSAGES, field, message_body("a", **more)) for field, more in MESSAGE_REFUSED),
 ]  # fmt: skip
 

@@ -7,8 +7,20 @@ import json
 import openai
 import pytest
 
-from support.models import TEMPLATE as PLAIN_TEMPLATE
-from support.serving import CHAT, MODEL, ROLE, TOOL, WORDS, actor_pair, ask, serving, speak, user
+from support.serving import (
+    CALL,
+    CHAT,
+    MODEL,
+    ROLE,
+    TOOL,
+    WORDS,
+    actor_pair,
+    ask,
+    said,
+    serving,
+    speak,
+    user,
+)
 
 PROMPT = "[user]a" + ROLE
 
@@ -95,8 +107,8 @@ def test_texts_and_tokens_go_on_without_a_template(client, server):
     answer = client.completions.create(model=MODEL, prompt=[PROMPT + "Once"], logprobs=1)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (WORDS.removeprefix("Once"), "stop")
-    assert "".join(choice.logprobs.tokens) == choice.text
-    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+    assert "".join(choice.logprobs.tokens) == choice.text + "<|im_end|>"
+    assert choice.logprobs.text_offset == [*range(len(choice.text) + 1)]
     both = client.completions.create(
         model=MODEL, prompt=[PROMPT, PROMPT + "Once"], n=2, max_tokens=4
     )
@@ -183,7 +195,36 @@ def test_one_call_ends_the_answer_where_one_is_wanted_and_none_comes_of_tools_no
     assert (choice.message.content, choice.finish_reason) == (WORDS, "stop")
 
 
-def test_a_model_whose_template_knows_no_tools_refuses_them():
-    with serving(actor_pair(speak, PLAIN_TEMPLATE)) as server:
+NO_TOOLS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + ROLE
+
+
+def test_a_model_whose_template_knows_no_tools_is_told_of_them_in_words_unless_strict():
+    prompts = []
+
+    def act(prompt):
+        prompts.append(prompt)
+        return "So: 3." if "3\n</tool" in prompt else CALL
+
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    talk = [
+        *user("a"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        *user("and"),
+    ]
+    with serving(actor_pair(act, NO_TOOLS)) as server:
+        first = server.chat("a", tools=[TOOL]).json()
+        (found,) = first["choices"][0]["message"]["tool_calls"]
+        assert json.loads(found["function"]["arguments"]) == {"a": 1, "b": "2"}
+        assert [each for each in first["dflash"]["ignored"] if "system prompt" in each]
+        assert '"name": "add"' in prompts[-1] and "<tool_call>" in prompts[-1]
+        second = server.post(CHAT, {"model": MODEL, "tools": [TOOL], "messages": talk})
+        assert said(second) == "So: 3."
+        assert '"arguments": {"a": 1}}' in prompts[-1] and "</tool_response>\nand" in prompts[-1]
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    with serving(actor_pair(act, no_system + NO_TOOLS)) as server:
+        second = server.post(CHAT, {"model": MODEL, "tools": [TOOL], "messages": talk})
+        assert said(second) == "So: 3." and prompts[-1].startswith("[user]You may call")
+    with serving(actor_pair(act, NO_TOOLS), strict=True) as server:
         found = server.chat("a", tools=[TOOL])
-    assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")
+        assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools, mistral
 
-from dflash_mlx.serve.reading import CALL, THOUGHT, WORDS, AnswerReader, Part
+from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
+from dflash_mlx.serve.forms import FORMS
+from dflash_mlx.serve.reading import AnswerReader
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 ADD = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'
@@ -19,17 +21,16 @@ ADD = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>
 TAGS = ADD.replace('"<tool_call>"', r'"</tool_call><think>\"</tool_call>\\"')
 
 
-def tokenizer(parser=json_tools):
-    return SimpleNamespace(
-        tool_call_start=parser.tool_call_start,
-        tool_call_end=parser.tool_call_end,
-        tool_parser=parser.parse_tool_call,
-    )
+def form_of(parser=json_tools):
+    """The row of a parser of mlx-lm, the first where it reads several."""
+    start, end = parser.tool_call_start, parser.tool_call_end
+    form = next(each for each in FORMS if (each.mark, each.end.strip()) == (start, end))
+    return replace(form, parse=parser.parse_tool_call)
 
 
 def read(text: str, sizes, parser=json_tools, cut=False, **more):
     """Thought, words and calls of a text that comes in pieces of these sizes."""
-    reader = AnswerReader(tokenizer(parser), **{"tools": TOOLS, **more})
+    reader = AnswerReader(object(), form_of(parser), **{"tools": TOOLS, **more})
     parts, at, turn = [], 0, 0
     while at < len(text):
         size = sizes[turn % len(sizes)]
@@ -104,7 +105,7 @@ def test_the_arguments_of_a_call_are_told_as_they_are_made(given, size):
     whole = ["".join(p.text for p in parts if p.identity == name) for name in names]
     assert words == "So" and [json.loads(each) for each in whole] == [given, given]
     if size == 1 and given in (LONG, ONE):
-        assert len(parts) > len(json.dumps(given)), "nothing is held back for long"
+        assert len(parts) > len(given["a"]), "nothing is held back for long"
 
 
 def test_what_begins_as_no_known_call_is_told_whole_and_a_broken_one_has_no_tag():

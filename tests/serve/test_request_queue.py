@@ -100,8 +100,8 @@ def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
         scheduler = server.worker._scheduler
         submit = scheduler.submit
 
-        def failing(tokens, config):
-            sequence = submit(tokens, config)
+        def failing(tokens, config, pair):
+            sequence = submit(tokens, config, pair)
             sequence.rule.accept = lambda *_: 1 / 0
             return sequence
 
@@ -127,7 +127,7 @@ def test_a_fault_of_the_engine_ends_what_runs_and_new_answers_come(pair):
 def test_an_answer_that_does_not_fit_into_memory_is_refused_in_words(pair):
     with serving(pair) as server:
         memory = server.worker._scheduler.memory
-        memory.limit, memory.bytes_of = 1, lambda drafter, tokens: 9 * 10**9
+        memory.limit, memory.bytes_of = 1, lambda *_: 9 * 10**9
         found = server.chat(stream=True)
     assert found.status_code == 400 and "9.00 GB" in found.json()["error"]["message"]
 

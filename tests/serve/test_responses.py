@@ -134,7 +134,7 @@ def test_items_reach_the_template_as_its_messages():
         assert server.post(RESPONSES, body(items, instructions="be short")).status_code == 200
     calls = "<think>hm</think>" + 2 * "<tool_call>f</tool_call>"
     head = f"[system]be short\n\nrules[user]ab[assistant]{calls}"
-    note = "[not shown: this model reads text only]"
+    note = "[a picture was here, which this model cannot see]"
     assert seen[0] == head + f"[tool]a[tool]c{note}[system]more"
 
 
@@ -189,6 +189,8 @@ def test_what_is_kept_is_bounded():
     with pytest.raises(ApiError):
         shelf.item("me", "b")
     assert shelf.size == 60 and shelf.item("me", "a")
+    with pytest.raises(ApiError):
+        shelf.item("you", "a")
     shelf.put("me", "e", Kept(b"1" * 50, b""))
     assert shelf.size == 100
     shelf.drop("me", "e")
@@ -217,13 +219,13 @@ def test_an_answer_has_the_form_that_is_asked_for():
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": 7}, "include"),
         ({"input": []}, "input"),
         ({"input": [{"type": "image_generation_call", "id": "i"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 5, "max_tokens": 6}, "max_tokens"),
         ({"store": 0}, "store"),
     ],

@@ -1,9 +1,11 @@
 """Several answers at once: each reads as it does alone, with its own stops and figures."""
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import mlx.core as mx
@@ -19,6 +21,7 @@ from dflash_mlx.session.scheduler import UNUSED, Scheduler
 from dflash_mlx.session.session import Session
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
+from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import Strict, finish
 from support.drafter_formats import drafter_folder
 from support.families import make_model
@@ -294,3 +297,69 @@ def test_who_waits_for_what_another_reads_takes_nobodys_place(pair):
     said = finish(scheduler)
     assert same.statistics.reused_tokens >= len(PROMPTS[4]) - 1
     assert collect(said[same]).tokens == collect(said[first]).tokens
+
+
+# Several targets in one scheduler
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    target = Target(make_model("llama", seed=7), 2000, "other")
+    return Pair(target, Letters())
+
+
+def test_answers_of_two_targets_are_those_of_each_alone_and_share_one_memory(pair, other):
+    scheduler = Scheduler(observer=Strict(), prefixes=PrefixCache(10**9))
+    asked = [(own, p, c) for p, c in zip(PROMPTS, configs(), strict=True) for own in (pair, other)]
+    asked = [each for each in asked if each[0] is pair or each[2].method in ("none", "ngram")]
+    size = scheduler.memory.bytes_of
+    need = max(size(own.target, scheduler.drafter(c, own), 64) for own, _, c in asked)
+    scheduler.memory.limit, most = 2 * need, [0, 0]
+    sequences = [scheduler.submit(p, c, own) for own, p, c in asked]
+
+    def look():
+        running = sum(each.state.nbytes for each in scheduler.running)
+        most[0] = max(most[0], running + scheduler.prefixes.nbytes)
+        most[1] = max(most[1], len({each.target for each in scheduler.running}))
+
+    said = finish(scheduler, look)
+    for each, (own, prompt, config) in zip(sequences, asked, strict=True):
+        alone = collect(Session(own, config).stream(prompt))
+        assert collect(iter(said[each])).tokens == alone.tokens
+    assert most[0] <= scheduler.memory.limit and most[1] == 2
+
+
+def test_a_target_reads_a_prompt_in_chunks_while_another_decodes(pair, other, monkeypatch):
+    monkeypatch.setattr(other.target, "pass_times", PassTimes((1, 101), (10.0, 20.0)))
+    scheduler, config = Scheduler(), DecodeConfig("none", max_tokens=50)
+    decoding = scheduler.submit(PROMPTS[0], config, pair)
+    scheduler.step()
+    reading = scheduler.submit(prompt_of(9, 900), config, other)
+    read = []
+    for _ in range(10):
+        before = reading.state.position
+        told = {each for each, _ in scheduler.step()}
+        read.append(reading.state.position - before)
+        assert told == (set() if read[-1] else {decoding})
+    assert sorted(read) == [0] * 5 + [75] * 5, "as much as makes a pass 1.75 times as long"
+    scheduler.cancel(decoding)
+    scheduler.step()
+    assert reading.state.position > 5 * 75 + 400, "nobody waits any more"
+
+
+def test_a_target_that_is_forgotten_is_held_by_nothing(other):
+    pair = Pair(Target(make_model("llama", seed=8), 64, "third"), Letters())
+    scheduler = Scheduler(memory=10**9, prefixes=PrefixCache(10**9))
+    for own in (pair, other):
+        for prompt in PROMPTS[:2]:
+            scheduler.submit(prompt, DecodeConfig("none", max_tokens=4), own)
+    finish(scheduler)
+    target, kept = weakref.ref(pair.target), scheduler.prefixes.nbytes
+    calls = 1
+    while not scheduler.forget(pair.target):
+        calls += 1
+    assert calls == 3, "one for each prefix, and one for the rest"
+    assert 0 < scheduler.prefixes.nbytes < kept
+    del pair, own
+    gc.collect()
+    assert target() is None

@@ -133,7 +133,7 @@ def toy_session(config, drafted=()):
     pair = Pair(ToyTarget(14), ByteTokenizer())
     session = Session(pair, DecodeConfig(method="none", **config))
     if drafted:
-        session.drafters[drafting_of(session.config)] = Scripted(
+        session.drafters[session.pair.target, drafting_of(session.config)] = Scripted(
             lambda tokens, remaining: (
                 list(drafted)[: remaining - 1],
                 list(range(len(drafted)))[: remaining - 1],

@@ -203,7 +203,9 @@ def run(pair: Pair, schedule: Schedule, answers: abc.Sequence[list[int]]) -> lis
         asked = drafter, request.prompt, request.config
         everyone.append(sequence_of(target, *asked, in_company=True, kind=Watched))
     engine = scheduler_of(target, observer=Strict())
-    tight = max(engine.memory.bytes_of(each.drafter, each.state.end + 1) for each in everyone)
+    tight = max(
+        engine.memory.bytes_of(target, each.drafter, each.state.end + 1) for each in everyone
+    )
     if schedule.seed % 4 < 2:
         engine.prefixes = PrefixCache(2 * tight)
     for step, _ in enumerate(_until_done(engine, schedule, everyone)):

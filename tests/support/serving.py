@@ -30,6 +30,7 @@ from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.running import serve
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.models import Model, Models
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.pass_times import PassTimes
@@ -129,13 +130,23 @@ def actor_pair(act: Act, template: str | None = TEMPLATE, **more: Any) -> Pair:
 class Server:
     """What runs on a thread of its own, at `url`."""
 
-    def __init__(self, pair: Pair, config: ServeConfig, usual: DecodeConfig, model: str) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        config: ServeConfig,
+        usual: DecodeConfig,
+        model: str,
+        further: Sequence[Model] = (),
+    ) -> None:
         self.pair, self.faults = pair, []
         self.queue = RequestQueue(config, self._fault)
         self.worker = self.queue.worker
-        make = partial(Scheduler, pair, most=config.parallel)
-        self.worker.serve(lambda: make(prefixes=PrefixCache(10**8))).result()
-        self.service = Service(pair, usual, config, self.queue, (model, *config.name))
+        served = [Model((model, *config.name), lambda: pair), *further]
+        most = config.most_loaded
+        self.models = Models(served, self.worker, self.queue.answers, lambda held: None, most)
+        make = partial(Scheduler, most=config.parallel)
+        self.models.start(lambda: make(prefixes=PrefixCache(10**8)))
+        self.service = Service(self.models, usual, config, self.queue)
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -194,11 +205,12 @@ def serving(
     usual: DecodeConfig = USUAL,
     model: str = MODEL,
     faults: bool = False,
+    further: Sequence[Model] = (),
     **config: Any,
 ) -> Iterator[Server]:
     """A server that ends with the block; no fault of ours may have happened meanwhile."""
     pair = pair if isinstance(pair, Pair) else actor_pair(pair)
-    server = Server(pair, ServeConfig(**{"grace": 5.0, **config}), usual, model)
+    server = Server(pair, ServeConfig(**{"grace": 5.0, **config}), usual, model, further)
     try:
         yield server
         assert faults or not server.faults
@@ -231,7 +243,11 @@ def ask(client: Any, text: str = "hello", **more: Any) -> Any:
 
 
 def spawn(
-    model: Path, folder: Path, *argv: str, run: Sequence[str] = ("-m", "dflash_mlx.serve")
+    model: Path,
+    folder: Path,
+    *argv: str,
+    run: Sequence[str] = ("-m", "dflash_mlx.serve"),
+    stdout: int | None = None,
 ) -> subprocess.Popen[str]:
     """`dflash-serve` without drafts in a process of its own, whose files are in `folder`."""
     own = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
@@ -240,6 +256,7 @@ def spawn(
     return subprocess.Popen(
         [sys.executable, *words],
         stdin=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
@@ -249,10 +266,10 @@ def spawn(
 
 @contextmanager
 def command_of(
-    model: Path, folder: Path, *argv: str
+    model: Path, folder: Path, *argv: str, **how: Sequence[str]
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that listens, and the address that it says; killed in the end."""
-    running = spawn(model, folder, *argv)
+    running = spawn(model, folder, *argv, **how)
     try:
         assert running.stderr is not None
         said = ""
