@@ -35,7 +35,11 @@ def test_a_program_that_sends_context_management_is_answered_and_told_that_it_di
     clear = {"edits": [*KEEP["edits"], {"type": "clear_tool_uses_20250919", "keep": {"value": 3}}]}
     assert ignored(server.message(context_management=clear)) == ["context_management.edits[1]"]
     body = {"model": MODEL, "messages": user("a"), "context_management": KEEP}
-    assert server.post("/v1/messages/count_tokens", body).status_code == 200
+    counting = "/v1/messages/count_tokens"
+    assert ignored(server.post(counting, body)) == []
+    asked = {"model": MODEL, "messages": user("a"), "context_management": clear, "verbosity": 1}
+    told = {"verbosity", "context_management.edits[1]", "reasoning_effort"}
+    assert {*ignored(server.post(counting, {**asked, "reasoning_effort": "high"}))} == told
     with serving(speak, strict=True) as strict:
         assert strict.message(context_management=KEEP).status_code == 200
         assert strict.message(context_management=clear).status_code == 400
