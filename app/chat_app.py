@@ -131,11 +131,17 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         if self.user.problem:
             await self.refuse(self.user.problem)
         self.load(self.pair_config)
-        if self.first:
-            self.prompt.put(self.first)
-            self.call_later(self.on_prompt_sent, Prompt.Sent(self.first, self.prompt.text))
+        self.prompt.put(self.first)
         if self._chat.resume:
             self.hear(self.keeper.ask(newest), self._resumed)
+        else:
+            self._ask_first()
+
+    def _ask_first(self) -> None:
+        """Send the command line's question, unless an unanswered one was put before it."""
+        if self.first:
+            line = self.prompt.pastes.shorten(self.first)
+            self.call_later(self.on_prompt_sent, Prompt.Sent(self.first, line))
 
     def _interrupt(self) -> None:
         self.interrupted = True
@@ -357,7 +363,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         if problem:
             await self.refuse(problem)
         if unanswered is not None:
-            self.prompt.put(unanswered)
+            self.prompt.give_back(unanswered)
             await self.say("The last question had no answer yet; Enter sends it again.")
         self.show_header()
 
@@ -365,6 +371,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         """Go on with the newest conversation, unless there is none, or another one by now."""
         if opened is not None and not self.conversation.turns:
             await self.show_conversation(opened.conversation, opened.problem)
+        self._ask_first()
 
     def show_header(self) -> None:
         """The model and how it drafts; the title, unless it is the question that stands below."""

@@ -47,7 +47,7 @@ COMMANDS = (
     Command("delete", "", "delete this conversation"),
     Command("share", "[file]", "draw the last answer as a picture that others can see"),
     Command("export", "[file]", "write this conversation as Markdown"),
-    Command("theme", "", "light or dark"),
+    Command("theme", "[name]", "light or dark; without a name the other one"),
     Command("help", "", "commands and keys"),
     Command("quit", "", "leave; everything said is saved"),
 )

@@ -23,7 +23,9 @@ def complete(line: str) -> tuple[str, list[Choice]]:
         name = line[1:].lower()
         known = sorted(COMMANDS, key=lambda command: command.name != name)
         known = [command for command in known if command.name.startswith(name)]
-        return line, [(f"/{c.name}{' ' * c.needs_argument}", c.help) for c in known]
+        told = (f"{c.argument}: {c.help}" if c.needs_argument else c.help for c in known)
+        named = (f"/{c.name}{' ' * c.needs_argument}" for c in known)
+        return line, [*zip(named, told, strict=True)]
     if file := _FILE.search(line):
         return file[0], [*_files(file[1])]
     if not line.startswith("/model "):

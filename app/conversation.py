@@ -17,9 +17,9 @@ TITLE_LENGTH = 60
 LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole
 UNTITLED = "New conversation"
 UNFINISHED = "unfinished"  # the ending of an answer that is saved while it is written
-ENDINGS = {
+ENDINGS = {  # what an answer ended with; what can be done, as long as it is the last one
     "stopped": "stopped here; /continue goes on",
-    "length": f"cut: /continue goes on; raise “{label_of('max_tokens')}” in /settings",
+    "length": f"cut at “{label_of('max_tokens')}” of /settings; /continue goes on",
     "context": "cut: the context is full; /new starts over",
     "failed": "stopped by an error; /continue goes on",
     UNFINISHED: "stopped here; /retry answers again, /continue goes on",

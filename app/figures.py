@@ -210,7 +210,8 @@ def _against_plain(figures: Figures) -> str:
         return _no_drafts(figures)
     ratio, enough = figures["times_plain"], figures["generated_tokens"] >= _LEAST_TOKENS
     if enough and 0.05 < ratio < LEAST_RATIO:
-        return f"{'no faster' if ratio > 0.95 else 'slower'}: no drafts pay here"
+        told = "about as fast" if ratio > 0.95 else "slower"
+        return f"{told}, by what passes took in this answer; /race compares"
     if not times_plain(figures):
         return "not known, /race compares"
     plain = figures["tokens_per_second"] / figures["times_plain"]

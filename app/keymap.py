@@ -15,7 +15,7 @@ from dflash_chat.fields import own_keys
 from dflash_chat.prompt import Prompt
 from dflash_mlx.client import DFlashError
 
-_KEY = re.compile(r"f\d+|((ctrl|alt|shift|super)\+)+\w+")
+_KEY = re.compile(r"f([1-9]|1\d|2[0-4])|((ctrl|alt|shift|super)\+)+\w+")
 
 
 def rebind(app: App[Any], keys: Mapping[str, str]) -> None:

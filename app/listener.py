@@ -19,6 +19,7 @@ from dflash_mlx.client import (
     AUTO,
     DEFAULT_MODEL,
     Delta,
+    DFlashError,
     Ended,
     Failed,
     Job,
@@ -97,6 +98,9 @@ class Listener:
                 await self._app.say(f"{event}.")
             case Ended() if job in self.waiting:  # another pair was loaded
                 self._done_waiting(job)
+            case Failed(error=DFlashError() as error) if job in self._loads:
+                error = self._app.user.blamed(error, self._loads[job].model)
+                await self._failed(job, describe(error))
             case Failed():
                 await self._failed(job, describe(event.error))
             case _ if self.job is job:

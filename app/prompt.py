@@ -176,9 +176,9 @@ class Prompt(Asks, TextArea):
             wide = max((len(text) for text, _ in choices), default=0) + 2
             rows = ([(f"{text:<{wide}}", "bold"), (told, "$text-muted")] for text, told in choices)
             self.choices.set_options(map(assembled, rows))
-            if COMMAND.fullmatch(line) and choices and choices[0][0].strip() != line:
-                self.choices.highlighted = 0
             self.offering = bool(choices)
+        if COMMAND.fullmatch(line) and choices:
+            self.choices.highlighted = None if choices[0][0].strip() == line else 0
 
     def _show_waiting(self) -> None:
         self.hint.display = bool(self.waiting)

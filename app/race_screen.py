@@ -10,7 +10,7 @@ from textual.widgets import Digits, ProgressBar, Static
 
 from dflash_chat.screens import Dialog
 from dflash_chat.terminal import assembled
-from dflash_mlx.client import RACE_SIDES, Job, RaceResult, RaceStep
+from dflash_mlx.client import RACE_SIDES, Job, RaceResult, RaceStep, counted
 
 TITLES = "plain: one token a pass", "drafts: several a pass"
 
@@ -39,7 +39,7 @@ class Side(Vertical):
             return
         self._bar.update(total=total, progress=total if step.finished else step.tokens)
         speed = f"{step.tokens / step.seconds:.1f} tok/s  " if step.seconds > 0 else ""
-        shown = f"{speed}{step.tokens} tokens  {step.seconds:.1f} s"
+        shown = f"{speed}{counted(step.tokens, 'token')}  {step.seconds:.1f} s"
         if step.finished:
             shown += "  done"
         if shown != self._drawn:
@@ -47,6 +47,12 @@ class Side(Vertical):
             self._clock.update(shown)
             self.words.update(self.text)
             self.scroll.scroll_end(animate=False)
+
+    def stay_out(self) -> None:
+        """The race is over, and this side waits for nothing any more."""
+        if self.last is None:
+            self._clock.update("")
+            self._bar.display = False
 
 
 class RaceScreen(Dialog[None]):
@@ -111,5 +117,7 @@ class RaceScreen(Dialog[None]):
         """It is over, and this is what came of it; by default, why it could not be run."""
         self.over = True
         self.draw()
+        for side in self._sides:
+            side.stay_out()
         self._verdict.update(text)
         self._verdict.add_class(kind)

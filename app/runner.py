@@ -186,8 +186,11 @@ class CommandRunner:
     async def _continue(self, _: str) -> None:
         self._need_idle()
         app, talk = self._app, self._app.conversation
-        if not talk.turns or talk.turns[-1].ending not in _CUT:
-            raise DFlashError("no answer was cut", "ask something, or type /retry")
+        if not talk.turns:
+            raise DFlashError("there is no answer yet", "ask something first")
+        if talk.turns[-1].ending not in _CUT:
+            what = "the last answer is whole, and only the last one can go on"
+            raise DFlashError(what, "ask something, or type /retry")
         request = Question((*talk.messages,), app.system, app.config)
         said = talk.turns.pop().content
         await app.transcript.show(talk.turns)
@@ -273,6 +276,7 @@ class CommandRunner:
 
     async def _delete(self, _: str) -> None:
         self._need_idle()
+        self._need_words("delete")
         app, conversation = self._app, self._app.conversation
 
         async def gone(_: None) -> None:
@@ -289,6 +293,7 @@ class CommandRunner:
 
     async def _export(self, name: str) -> None:
         app = self._app
+        self._need_words("export")
         conversation = replace(app.conversation, turns=[*app.conversation.turns])
         written = aside(lambda: export(conversation, name))
         app.hear(written, lambda file: app.say(f"Written to {file}."))
@@ -303,9 +308,10 @@ class CommandRunner:
         shown = partial(card, talk.turns[last - 1].content, answer, tokens, talk.model)
         app.hear(aside(lambda: share(shown(), name, title, colours)), app.say)
 
-    async def _theme(self, _: str) -> None:
-        dark = self._app.current_theme.dark
-        name = "light" if dark else "dark"
+    async def _theme(self, name: str) -> None:
+        name = name or ("light" if self._app.current_theme.dark else "dark")
+        if name not in THEMES:
+            raise DFlashError(f"theme is {name!r}", f"choose one of {', '.join(THEMES)}")
         self._app.theme = THEMES[name].name
         self.keep({"theme": name})
 
@@ -324,3 +330,7 @@ class CommandRunner:
     def _need_idle(self) -> None:
         if self._app.listener.job is not None:
             raise DFlashError("an answer is being written", "wait for it, or stop it with Esc")
+
+    def _need_words(self, action: str) -> None:
+        if not self._app.conversation.turns:
+            raise DFlashError(f"there is nothing to {action} yet", "ask something first")

@@ -71,7 +71,7 @@ class RowsScreen(Dialog[None]):
         table = Table.grid(padding=(0, 2))
         for row in self._rows:
             table.add_row(Text(row[0], "bold"), *map(Text, row[1:]))
-        with self.frame(self._title, "Esc closes"), VerticalScroll():
+        with self.frame(self._title, "↑ ↓ scroll, Esc closes"), VerticalScroll():
             yield Static(table)
 
 

@@ -27,7 +27,7 @@ from dflash_mlx.client import (
     values_given,
 )
 
-_FOR_OPTIONS = re.compile(r"; may be repeated$| \(default: (.*)\)$")  # in a help text
+_FOR_OPTIONS = re.compile(r"; may be repeated$| \(default: ([^)]*)\)$")  # in a help text
 
 
 def settings_of(config: Any) -> Iterator[Field[Any]]:

@@ -98,6 +98,11 @@ class Reply(Vertical):
         self.query_one(".ending", Static).update(ENDINGS.get(ending, ""))
         self._show_parts()
 
+    def outlive(self) -> None:
+        """A question follows, so that nothing goes on with this answer any more."""
+        ended, _, _ = ENDINGS.get(self._ending, "").partition(";")
+        self.query_one(".ending", Static).update(ended)
+
     async def _end_stream(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
@@ -252,6 +257,9 @@ class Transcript(VerticalScroll):
                 await self.mount_all(first, after="#earlier")
             if last:
                 await self.mount_all(last, before="#later")
+        for index, widget in enumerate(self._message_widgets(), window.start):
+            if isinstance(widget, Reply) and index < self._total - 1:
+                widget.outlive()
         self._mark()
 
     def _widget(self, index: int) -> Widget:

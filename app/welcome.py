@@ -25,8 +25,8 @@ QUESTIONS = (
 )
 CLAIM = (
     "A small model guesses the next words (drafts), the large model checks all of them in one pass "
-    "(a round). Only words that it would have chosen itself are kept: faster than a pass for every "
-    "word (plain decoding), and nothing is traded for it."
+    "(a round). Only words that it would have chosen itself are kept. That is faster than one pass "
+    "for each word (plain decoding), and the answer stays the same."
 )
 SPEED = "Speed"
 MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"

@@ -1,5 +1,7 @@
 """`python -m dflash_mlx`: which commands there are."""
 
+import sys
+
 COMMANDS = """\
 dflash-chat                      the chat; with a question, one answer
 dflash-chat models, clean        what is on the disk, to download or to remove
@@ -16,3 +18,6 @@ Each says more with --help."""
 
 if __name__ == "__main__":
     print(COMMANDS)
+    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
+        print(f"\ndflash_mlx: there is no {sys.argv[1]} here; type one of these", file=sys.stderr)
+        sys.exit(2)

@@ -17,7 +17,6 @@ from dflash_mlx import mac
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.text import amount
 from dflash_mlx.engine.pair import in_words, read_speeds
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
@@ -83,13 +82,13 @@ def about(cache: Path) -> list[str]:
     """Machine, versions, backend and what was measured for `cache`, as lines."""
     machine = describe_machine()
     backend = {name: machine.pop(name) for name in ("device", "blas")}
-    machine["memory"] = amount(machine.pop("memory_bytes"))
+    machine["memory"] = f"{machine.pop('memory_bytes') / 2**30:.0f} GB"  # as its maker counts
     backend["metal"] = gpu_family() if mx.metal.is_available() else "not on this machine"
     return [
         *_section("machine", machine),
         *_section("versions", describe_versions()),
         *_section("backend", backend),
-        "stored calibration (of a busy hour? --recalibrate in the chat measures again)",
+        "stored timing of passes (of a busy hour? dflash-chat --recalibrate takes it again)",
         *_calibrations(cache / "timing"),
         "stored kernel choices",
         *_stored_choices(cache / "kernels"),
@@ -112,9 +111,9 @@ def _calibrations(folder: Path) -> list[str]:
         try:
             times = read_times(file)
             one = float(times.of(1))
-            wider = [f"{rows} rows {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS]
+            wider = [f"of {rows} {float(times.of(rows)) / one:.2f} x" for rows in SHOWN_ROWS]
             wider += [f"after {t.context} {float(t.of(1)) / one:.2f} x" for t in times.deeper]
-            told = ", ".join([f"1 row {one * 1e3:.1f} ms", *wider])
+            told = ", ".join([f"a pass of 1 token {one * 1e3:.1f} ms", *wider])
         except (OSError, ValueError, KeyError, TypeError):
             told = "unreadable, will be measured again"
         lines.append(f"  {model_of(file)}  {day}  {told}")

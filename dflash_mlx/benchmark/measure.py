@@ -163,11 +163,11 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[Any], statistic: Callable[[Any], Any]) -> list[float]:
-    """The middle 95 % of a statistic over resamples of the prompts (bootstrap); [] of nothing.
+    """The middle 95 % of a statistic over resamples of the prompts (bootstrap); [] of one alone.
 
     values: one for each prompt. statistic: of as many rows.
     """
-    if not values:
+    if len(values) < 2:
         return []
     rows, chosen = np.array(values), np.random.default_rng(0)
     draws = chosen.integers(len(rows), size=(RESAMPLES, len(rows)))

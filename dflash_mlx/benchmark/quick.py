@@ -107,9 +107,10 @@ def what_pays(report: Report, capabilities: Capabilities) -> str:
     kinds = {kind: float(found[best]["speedup"]) for kind, found in by_kind.items()}
     most, least = (pick(kinds, key=lambda kind: kinds[kind]) for pick in (max, min))
     return (
-        f"{label} pays on this machine: {figures['speedup']:.2f} times as fast as plain decoding "
-        f"({figures['tokens_per_second']:.1f} against {plain:.1f} tokens a second), most for "
-        f"{most} ({kinds[most]:.2f}), least for {least} ({kinds[least]:.2f})"
+        f"{label} pays on this machine: on the median prompt {figures['speedup']:.2f} times "
+        f"as fast as plain decoding (median speeds: {figures['tokens_per_second']:.1f} and "
+        f"{plain:.1f} tokens a second), most for {most} ({kinds[most]:.2f}), least for {least} "
+        f"({kinds[least]:.2f})"
     )
 
 

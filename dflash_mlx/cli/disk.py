@@ -123,17 +123,18 @@ def _everything(here: Path) -> Iterator[str]:
     installed, speed = installed_memory(), read_speed()
     yield memory_here()
     groups, best = grouped(available_models(here), installed, speed)
-    *shown, large = groups
+    marked, (*shown, large) = False, groups
     wide = max(len(model.name) for group in shown for model in groups[group])
     for group in shown:
         if groups[group]:
             yield f"\n{group:<{wide + 2}}  {'download':>8}  {'memory':>8}  {'drafts':<13}   tok/s"
         for model in groups[group]:
-            yield _row(model, wide, installed, speed) + "  recommended" * (model is best)
+            yield (row := _row(model, wide, installed, speed)) + "  recommended" * (model is best)
+            marked |= "!" in row
     if groups[large]:
         names = ", ".join(model.name for model in groups[large])
         yield "\n" + fill(f"{large}: {names}", 100, subsequent_indent="  ", break_on_hyphens=False)
-    yield "\nTo download: 4 bits a weight. tok/s: without drafts. !: too large."
+    yield "\nTo download: 4 bits a weight. tok/s: without drafts." + " !: too large." * marked
     yield "dflash-chat models NAME shows details and quantisations; --download fetches it.\n"
     yield from _lines(cache_entries(here))
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
         arguments.kept.pop("system", None)  # which plain text cannot have, and a conversation has
     system = cli.read_options(arguments, FaceConfig).system
     config = cli.read_decode_config(arguments)
-    prompt = cli.read_stdin() if arguments.prompt == "-" else arguments.prompt
+    prompt = cli.read_stdin(arguments.raw) if arguments.prompt == "-" else arguments.prompt
     if arguments.messages is not None:
         prompt = read_messages(arguments.messages)
     check_prompt(prompt, system, arguments.raw)

@@ -16,13 +16,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from dflash_mlx.core.config import (
-    AUTO,
-    DecodeConfig,
-    PairConfig,
-    SamplingConfig,
-    StructureConfig,
-)
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, SamplingConfig, StructureConfig
 from dflash_mlx.core.config import option as option
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, values_given
@@ -44,6 +38,7 @@ _Settings = TypeVar("_Settings")
 BAD_INPUT = 2
 
 _NO_NUMBER = re.compile(r"argument (\S+): invalid (int|float) value: (.+)")  # argparse's words
+_NO_CHOICE = re.compile(r"argument (\S+): invalid choice: (.+) \(choose from (.+)\)")
 _ENDINGS = {"length": "cut at --max-tokens", "context": "cut: the context is full"}
 
 
@@ -54,6 +49,9 @@ class Parser(argparse.ArgumentParser):
         if wrong := _NO_NUMBER.match(message):
             option, kind, value = wrong.groups()
             message = f"{option} is {value}, not a {'whole ' * (kind == 'int')}number"
+        elif wrong := _NO_CHOICE.match(message):
+            option, value, offered = wrong.groups()
+            message = f"{option} is {value}; choose one of " + offered.replace("'", "")
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
 
 
@@ -130,7 +128,10 @@ def open_pair(
     """The pair that the command line names, for `uses`; stderr says what loading had to change."""
     config = read_pair_config(arguments)
     check_given(config, *(use.method for use in uses))
-    pair = load_pair(config, *uses, reader=reader)
+    try:
+        pair = load_pair(config, *uses, reader=reader)
+    except DFlashError as error:
+        raise arguments.user.blamed(error, config.model) if "user" in arguments else error from None
     notes = [*filter(None, [getattr(arguments, "problem", "")]), *pair.notes]
     if pair.fallback and any(use.method == AUTO for use in uses):
         notes.append(f"{pair.fallback}; --drafter names a drafter")
@@ -255,15 +256,14 @@ def check_output(file: Path | None) -> None:
         raise DFlashError(what, "name another folder") from None
 
 
-def read_stdin() -> str:
-    """All of standard input as UTF-8; DFlashError when it is something else."""
+def read_stdin(raw: bool = False) -> str:
+    """All of standard input as UTF-8, else DFlashError; unless raw, without its last line break."""
     check_alone("standard input")  # mlx.launch gives every rank one that never ends
     data = sys.stdin.buffer.read()
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removesuffix("" if raw else "\n")
     except UnicodeDecodeError as error:
-        where = f"byte {data[error.start]:#04x} at position {error.start}"
-        what = f"standard input is not UTF-8: {where}"
+        what = f"standard input is not UTF-8: byte {data[error.start]:#04x} at {error.start}"
         raise DFlashError(what, "convert it first, with iconv for example") from None
 
 

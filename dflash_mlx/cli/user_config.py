@@ -81,12 +81,20 @@ class UserConfig:
             what = f"{place} is not TOML ({in_one_line(error)})"
             raise DFlashError(what, "correct it; texts are written in quotes") from None
         except DFlashError as error:
-            text = _LONG_TEXT.sub(lambda found: "\n" * found[0].count("\n"), self._text)
-            name = re.escape(error.setting)
-            known = re.compile(rf"\s*(\[\s*|keys\s*\.\s*)?[\"']?{name}[\"']?\s*[=.\]]")
-            found = (n for n, line in enumerate(text.splitlines(), 1) if known.match(line))
-            place = f"line {next(found, 1)} of {self.file}: " if name else ""
+            place = self._place(error.setting) if error.setting else ""
             raise DFlashError(place + error.what, error.next_step) from None
+
+    def blamed(self, error: DFlashError, model: str | None) -> DFlashError:
+        """`error` with the line of the file, where it is about a model that the file names."""
+        if not model or model != self.values.get("model") or model not in error.what:
+            return error
+        return DFlashError(self._place("model") + error.what, error.next_step)
+
+    def _place(self, name: str) -> str:
+        text = _LONG_TEXT.sub(lambda found: "\n" * found[0].count("\n"), self._text)
+        setting = rf"\s*(\[\s*|keys\s*\.\s*)?[\"']?{re.escape(name)}[\"']?\s*[=.\]]"
+        lines = (n for n, line in enumerate(text.splitlines(), 1) if re.match(setting, line))
+        return f"line {next(lines, 1)} of {self.file}: "
 
     def advise(self, config: DecodeConfig, advised: Mapping[str, Any]) -> DecodeConfig:
         """`config` sampling as a model's makers advise, as far as the user chose nothing else.
@@ -129,7 +137,7 @@ class UserConfig:
             raise DFlashError(what, "the choice holds until you leave") from None
         except DFlashError as error:
             raise DFlashError(f"{file} stays as it is: {error.what}", error.next_step) from None
-        return f"Kept in {self.file}."
+        return f"Kept in {self.file}: {', '.join(changes)}."
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -195,5 +203,6 @@ def _read(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig")
     except (OSError, ValueError) as error:
         what = f"{file} cannot be read ({getattr(error, 'strerror', None) or error})"
-        step = "it stays as it is; name another file with --config, or none"
+        stays = "it stays as it is; " * os.path.lexists(file)
+        step = f"{stays}name another file with --config, or none"
         raise DFlashError(what, step) from None

@@ -41,7 +41,7 @@ def check_spaces(what: Conversion, destination: Path) -> None:
         check_space(cache, what.download + MARGIN, "the download", _FREE)
         if os.stat(cache).st_dev == os.stat(parent).st_dev:
             needed, named = needed + what.download, f"{named} with the download"
-    check_space(parent, needed + MARGIN, named, _FREE)
+    check_space(parent, needed + MARGIN, f"{named}, {amount(MARGIN)} to spare included,", _FREE)
 
 
 def convert(what: Conversion, destination: Path, settings: ConvertConfig) -> None:

@@ -144,11 +144,7 @@ class SamplingConfig:
     """How the next token is chosen from the target's logits; temperature 0 is greedy."""
 
     temperature: float = option(
-        0.0,
-        "0 is greedy, higher is more random",
-        label="Temperature",
-        least=0,
-        most=HOTTEST,
+        0.0, "0 is greedy, higher is more random", label="Temperature", least=0, most=HOTTEST
     )
     top_p: float = option(
         1.0,
@@ -190,7 +186,7 @@ class SamplingConfig:
     )
     seed: int | None = option(
         None,
-        "random seed (default: a new one each time)",
+        "the same seed draws the same answer (default: a new one each time)",
         type=int,
         label="Random seed",
         least=0,
@@ -271,15 +267,15 @@ class DecodeConfig:
     block_size: int | None = option(
         None,
         "tokens per draft block, the anchor included; methods that draft chains then always check "
-        "the whole block (default: the draft model's, checked as far as that is faster)",
+        "the whole block (default: as the draft model was trained; checked as far as that pays)",
         type=int,
         label="Tokens in a draft block",
         least=2,
     )
     budget: int | None = option(
         None,
-        "for trees: tokens checked in one pass, the anchor included; auto chooses automatically, "
-        "and drafts nothing where that is faster (default: auto)",
+        "for trees: most tokens that one pass checks, the anchor included; auto is as many as pay "
+        "just then, or none (default: auto)",
         type=number_or_auto,
         label="Tokens checked in one pass",
         least=2,
@@ -301,7 +297,7 @@ class DecodeConfig:
         "for chains, with a temperature above 0: match keeps a draft that equals the token that "
         "the target draws, so a seed gives the same answer with and without drafts; reject draws "
         "drafts and keeps each with probability min(1, p/q): the same distribution and more "
-        "accepted drafts, but another answer for a seed, and a fixed one only with --block-size; "
+        "accepted drafts, but another answer for a seed, a fixed one only in blocks of one size; "
         "auto is reject if no seed is given and no tree is drafted, else match",
         choices=("auto", "match", "reject"),
         label="Acceptance",
@@ -313,16 +309,9 @@ class DecodeConfig:
         "conversation again for every answer",
         label="Near-ties as in plain decoding",
     )
-    max_tokens: int = option(
-        512,
-        "stop after this many tokens",
-        label="Longest answer",
-        least=1,
-    )
+    max_tokens: int = option(512, "stop after this many tokens", label="Longest answer", least=1)
     stop: tuple[str, ...] = option(
-        (),
-        "stop before this text appears; may be repeated",
-        label="Texts that end the answer",
+        (), "stop before this text appears; may be repeated", label="Texts that end the answer"
     )
     prefill_step: int = option(
         512,

@@ -260,8 +260,8 @@ def check_uses(
         method = find_method(settle(use, capabilities).method)
         if family_wanted(use.method) and not capabilities.count(method.family):
             known = ", ".join(dict.fromkeys(f for f in capabilities.families if f))
-            problem = f"{method.name} needs a drafter of its own family, and this one is of {known}"
-            step = "name one with --drafter, or use --method none"
+            problem = f"{method.name} needs a drafter of its own family, and {known} is loaded"
+            step = "name one with --drafter, or use --method auto"
             raise DFlashError(problem if known else missing, step)
         sizes = zip(capabilities.families, block_sizes, strict=True)
         fitting = [most for family, most in sizes if family == method.family]

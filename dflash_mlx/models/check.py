@@ -96,7 +96,9 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     """A target alone, whatever is in its folder. name: what to call it, if not by its place."""
     source, raw, found, _ = _open(folder, False)
     config = language_model(raw)
-    if raw:
+    if raw and not found.errors and not family_of(raw):
+        found.attempt(found.add, check_family(source, raw))  # before what no family would mend
+    elif raw:
         found.add(check_numbers(source, config))
         if not context_length(config):
             step = f"add {CONTEXT_LENGTHS[0]} to it, or choose another model"

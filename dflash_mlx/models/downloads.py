@@ -33,14 +33,7 @@ from dflash_mlx.models.names import (
     same_weights,
     without_quantisation,
 )
-from dflash_mlx.models.source import (
-    CONFIG,
-    HEADROOM,
-    MODEL,
-    Source,
-    check_weights,
-    published,
-)
+from dflash_mlx.models.source import CONFIG, HEADROOM, MODEL, Source, check_weights, published
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import available_memory, installed_memory
 

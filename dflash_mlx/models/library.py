@@ -177,13 +177,13 @@ def cached_folders() -> list[Source]:
 
 
 def near_names(typed: str) -> list[str]:
-    """Names like the one that was typed, the best first."""
+    """Names like the one that was typed, the best first; [] for one that is known itself."""
     public = (target for entry in entries() for target in entry.targets)
     known = [DEFAULT_MODEL, *public, *(f.name for f in cached_folders())]
     known += [folder.name for folder in local_folders(Path())]
     by_lower = {name.lower(): name for name in known}
-    near = get_close_matches(typed.lower(), by_lower, n=2, cutoff=0.7)
-    return [by_lower[name] for name in near if by_lower[name] != typed]
+    near = [] if typed in known else get_close_matches(typed.lower(), by_lower, n=2, cutoff=0.7)
+    return [by_lower[name] for name in near]
 
 
 def _fits(drafter: Source, model: Source) -> bool:

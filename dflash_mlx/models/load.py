@@ -12,12 +12,7 @@ from typing import Any, cast
 from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
-from dflash_mlx.drafters.methods import (
-    check_uses,
-    family_wanted,
-    settle,
-    wants_two,
-)
+from dflash_mlx.drafters.methods import check_uses, family_wanted, settle, wants_two
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
     TOKENIZER,
@@ -272,10 +267,7 @@ def _choose(names: Names, uses: Sequence[DecodeConfig]) -> Choice:
 
 
 def find(
-    names: Names,
-    config: PairConfig | None,
-    uses: Sequence[DecodeConfig] = (),
-    update: bool = True,
+    names: Names, config: PairConfig | None, uses: Sequence[DecodeConfig] = (), update: bool = True
 ) -> tuple[ModelFacts, Choice, Names]:
     """The target and the drafters that `uses` need, found and checked; no weight is fetched yet.
 
@@ -325,8 +317,8 @@ def check_named(config: PairConfig) -> Report:
     target, choice, names = find(names, config, update=False)
     report, found = check_pair(target, *choice.drafters.values()), Collector()
     found.add(report.findings)
-    left_out = list(choice.notes)
-    if choice.missing and names.drafter is not None:
+    left_out = [] if target.errors else list(choice.notes)
+    if choice.missing and names.drafter is not None and not target.errors:
         left_out.append(f"{choice.missing}, so drafts come from prompt lookup")
     found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
     found.add(_on_drafters(names, [drafter.name for drafter in report.drafters]))

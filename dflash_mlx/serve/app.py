@@ -7,12 +7,15 @@ import reprlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
@@ -29,6 +32,11 @@ from dflash_mlx.serve.lenient import BoundedRoute, LenientRoute, unseen
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
 
+# What programs call the length of a context.
+_LENGTHS = (
+    *("context_length", "max_model_len", "max_input_tokens"),
+    *("max_context_length", "loaded_context_length"),
+)
 _DETAILS = ("parent_model", "family", "parameter_size", "quantization_level")
 _ERROR = {"description": "one sentence, in the shape of the API"}
 _ERRORS: dict[int | str, Json] = {code: _ERROR for code in ("4XX", 500, 503)}
@@ -47,11 +55,6 @@ async def studio_models(request: Request) -> Response:
     for each in found:
         can = ["tool_use"] * _can(each, "tools")
         each |= {"type": "llm", "publisher": "", "compatibility_type": "mlx", "capabilities": can}
-        if each["state"] == "loaded":
-            length = each["context_length"]
-            each |= {"max_context_length": length, "loaded_context_length": length}
-        else:
-            each["state"] = "not-loaded"
     return as_json({"object": "list", "data": found})
 
 
@@ -81,7 +84,7 @@ async def model(name: str, request: Request) -> Response:
 
 async def hello(request: Request) -> Response:
     """What this is, for people who open the address in a browser."""
-    paths = "\n".join(f"  {path}" for path in (*_ASKED, *_TOLD))
+    paths = "\n".join(f"  {path}" for path in _KNOWN)
     name = request.app.state.service.names[0]
     return PlainTextResponse(f"dflash-serve answers programs, with {name}. Its paths:\n\n{paths}\n")
 
@@ -100,34 +103,34 @@ async def metrics(request: Request) -> Response:
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-_ASKED: dict[str, Callable[..., Any]] = {  # by POST
-    "/v1/chat/completions": openai_replies.chat_completions,
-    "/v1/responses": responses_replies.responses,
-    "/v1/responses/input_tokens": responses_replies.input_tokens,
-    "/v1/completions": openai_replies.completions,
-    "/v1/messages": anthropic_replies.messages,
-    "/v1/messages/count_tokens": anthropic_replies.count_tokens,
-    "/api/chat": chat,
-    "/api/generate": generate,
-    "/api/show": show,
+_PATHS: dict[str, dict[str, Callable[..., Any]]] = {
+    "POST": {
+        "/v1/chat/completions": openai_replies.chat_completions,
+        "/v1/responses": responses_replies.responses,
+        "/v1/responses/input_tokens": responses_replies.input_tokens,
+        "/v1/completions": openai_replies.completions,
+        "/v1/messages": anthropic_replies.messages,
+        "/v1/messages/count_tokens": anthropic_replies.count_tokens,
+        "/api/chat": chat,
+        "/api/generate": generate,
+        "/api/show": show,
+    },
+    "GET": {
+        "/": hello,
+        "/v1/models": models,
+        "/v1/models/{name:path}": model,
+        "/v1/responses/{name}": responses_replies.response,
+        "/v1/responses/{name}/input_items": responses_replies.input_items,
+        "/api/tags": tags,
+        "/api/ps": tags,
+        "/api/version": version,
+        "/api/v0/models": studio_models,
+        guard.HEALTH: health,
+        "/metrics": metrics,
+    },
+    "DELETE": {"/v1/responses/{name}": responses_replies.forget},
 }
-_TOLD: dict[str, Callable[..., Any]] = {  # by GET
-    "/": hello,
-    "/v1/models": models,
-    "/v1/models/{name:path}": model,
-    "/v1/responses/{name}": responses_replies.response,
-    "/v1/responses/{name}/input_items": responses_replies.input_items,
-    "/api/tags": tags,
-    "/api/ps": tags,
-    "/api/version": version,
-    "/api/v0/models": studio_models,
-    guard.HEALTH: health,
-    "/metrics": metrics,
-}
-_DROPPED: dict[str, Callable[..., Any]] = {  # by DELETE
-    "/v1/responses/{name}": responses_replies.forget,
-}
-_KNOWN = (*_ASKED, *_TOLD)
+_KNOWN = tuple(dict.fromkeys(chain(*_PATHS.values())))
 # What stands before the first part of a path, and what may in a base URL.
 _HEADS = {path.removeprefix("/v1").split("/")[1]: "/v1" * ("/v1/" in path) for path in _KNOWN}
 _PREFIXES = re.compile(r"(/|v1/|api/v[01]/(?!models))*")
@@ -138,13 +141,14 @@ _NOT_HERE = {  # why there is no such path, by its last part
 
 
 def canonical(scope: Scope) -> None:
-    """Put in the path that is meant, where a base URL has a part too many or lacks one."""
+    """Put in the path and the type of the body that are meant, where a client has others."""
     rest = _PREFIXES.sub("", scope["path"], count=1).rstrip("/")
     if (head := _HEADS.get(rest.split("/")[0])) is not None:
         scope["path"] = f"{head}/{rest}"
-    if rest.startswith("api/"):  # whose clients do not say that they send JSON
-        others = (each for each in scope["headers"] if each[0] != b"content-type")
-        scope["headers"] = [*others, (b"content-type", b"application/json")]
+    headers = MutableHeaders(scope=scope)
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if rest.startswith("api/") or kind in ("", "application/x-www-form-urlencoded"):
+        headers["content-type"] = "application/json"  # Ollama's clients and curl do not say so
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -158,7 +162,7 @@ def make_app(service: Service) -> ASGIApp:
     )
     api.state.service = service
     api.router.route_class = BoundedRoute if service.config.strict else LenientRoute
-    for method, paths in (("POST", _ASKED), ("GET", _TOLD), ("DELETE", _DROPPED)):
+    for method, paths in _PATHS.items():
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
             if method == "GET":  # probes ask so
@@ -167,13 +171,14 @@ def make_app(service: Service) -> ASGIApp:
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
     app = guard.BodyTimeMiddleware(app, config.idle)
-    keys = [] if config.key is None else [guard.key_check(config.key)]
-    app = guard.CheckMiddleware(app, *keys, guard.size_check(most))
+    keys = [] if config.key is None else [partial(guard.check_key, guard.digest(config.key))]
+    app = guard.CheckMiddleware(app, *keys, partial(guard.check_size, most))
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)
         app = CORSMiddleware(app, origins, allow_methods=all_of_them, allow_headers=all_of_them)
     hosts = config.host, *config.allow_host
-    app = guard.CheckMiddleware(app, canonical, guard.caller_check(hosts, config.allow_origin))
+    caller = partial(guard.check_caller, hosts, config.allow_origin)
+    app = guard.CheckMiddleware(app, canonical, caller)
 
     def counted(path: str, status: int) -> None:
         service.queue.metrics.responded(path if path in _KNOWN else "other", status)
@@ -189,9 +194,13 @@ def _add_errors(api: FastAPI, most: int) -> None:
             error = guard.too_large(most)
         elif error.status_code == 404 and not isinstance(error, ApiError):
             near = get_close_matches(path[:200], _KNOWN, 1)
-            step = f"did you mean {near[0]}?" if near else "docs/serve.md lists them"
+            step = f"did you mean {near[0]}?" if near else "GET / lists them"
             step = _NOT_HERE.get(path.rpartition("/")[2], step)
             error = ApiError(404, f"{path[:200]} is not a path of this server; {step}")
+        elif error.status_code == 405:  # Starlette's, too
+            allowed = (error.headers or {}).get("Allow", "")
+            what = f"{path[:200]} does not take {request.method}; send {allowed}"
+            error = ApiError(405, what, headers=error.headers)
         elif error.status_code == 400 and not isinstance(error, ApiError):  # FastAPI's
             error = ApiError(400, "the request is not JSON in UTF-8 of usual depth; correct it")
         return response_of(error, path)
@@ -219,8 +228,8 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
     if (kind := unseen(part)) is not None:
         return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
-    said = str(problem["msg"])[:300]
-    told = long or problem["type"] == "missing"
+    said = str(problem["msg"]).partition(" after validation")[0][:300]
+    told = long or problem["type"] in ("missing", "too_short")
     given = "" if told else f", not {reprlib.repr(problem['input'])}"
     return ApiError(400, f"{field}: {said[:1].lower()}{said[1:]}{given}; correct it", field)
 
@@ -241,7 +250,7 @@ def _model(service: Service, name: str) -> Json:
         "type": "model",
         "display_name": name,
         "created_at": began.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "state": "unloaded" if pair is None else "loaded",
+        "state": "not-loaded" if pair is None else "loaded",
         **({} if pair is None else _facts(pair)),
     }
 
@@ -255,12 +264,8 @@ def _facts(pair: Pair) -> Json:
         "image_input": False,
         "pdf_input": False,
     }
-    return {
-        "max_model_len": length,
-        "context_length": length,
-        "max_input_tokens": length,
-        "capabilities": {name: {"supported": each} for name, each in can.items()},
-    }
+    lengths = dict.fromkeys(_LENGTHS, length)
+    return {**lengths, "capabilities": {name: {"supported": it} for name, it in can.items()}}
 
 
 def _can(model: Json, name: str) -> bool:

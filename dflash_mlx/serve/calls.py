@@ -85,7 +85,7 @@ class CallReader:
         self.is_over = True
 
     def _section(self) -> Iterator[Part | None]:
-        patterns, early = _patterns(self._form), self._streams
+        patterns = _patterns(self._form)
         found = yield from self._expect(patterns.opening)
         while found.re is patterns.opening and not found.partial:
             name, identity = found["name"], f"call_{uuid.uuid4().hex[:24]}"
@@ -198,11 +198,10 @@ class CallReader:
         had no end. ValueError for that.
         """
         rest, end = self._text[self.at : self.at + 64], self._form.end.strip()
-        is_end = inside != "" and end != "" and self._form.named[:1] == '"'
-        for mark in (*marks, *([end] if is_end else []), "\\\\"):
-            if mark.startswith(rest) and mark != rest:
-                return True
-        if not is_end or not rest.startswith(end):
+        end = end if inside and self._form.named[:1] == '"' else ""
+        if any(each.startswith(rest) and each != rest for each in (*marks, end, "\\\\")):
+            return True
+        if not end or not rest.startswith(end):
             return False
         behind, quote, _ = self._text[self.at + len(end) :].partition(inside)
         if "\n" in behind or (self._finished and not quote):

@@ -104,10 +104,7 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
         raise refusal(field, "end with the assistant's words", step)
     arguments = {**pair.template, **_arguments(pair, chat)}
     arguments |= {"continue_final_message": True} if chat.go_on else {}
-    contents = [each.get("content") for each in chat.messages]
-    _check_length(
-        pair, sum(len(each) for each in contents if isinstance(each, str)), chat.fields.messages
-    )
+    _check_length(pair, sum(len(each.get("content") or "") for each in chat.messages), field)
     arguments |= {"tokenize": False, "add_generation_prompt": not chat.go_on}
     try:
         messages = _messages(form_of(pair), chat)

@@ -180,6 +180,6 @@ def bind(host: str, port: int) -> socket.socket:
         what = f"host is {host!r}, which is not an address of this machine ({error.strerror})"
         raise DFlashError(what, "choose 127.0.0.1, or an address of this machine", "host") from None
     except OSError as error:
-        what = f"port is {port}, and {host} does not give it to us ({error.strerror})"
+        what = f"port is {port}, which cannot be opened on {host} ({error.strerror})"
         raise DFlashError(what, "end the program that has it, or choose another", "port") from None
     return place

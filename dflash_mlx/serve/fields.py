@@ -87,9 +87,9 @@ class Answered(Sampled, Asked):
     """A request for answers, whatever its API; what is not a field here is said by properties."""
 
     stop_field: ClassVar[str] = "stop"  # whose texts end an answer
-    most_field: ClassVar[str] = "max_tokens"  # the API's own for it; this one is known in all
     media: ClassVar[str] = "text/event-stream"  # type of a stream
     streams_calls: ClassVar[bool] = True  # a stream has arguments of calls as they are made
+    most_field: ClassVar[str] = "max_tokens"  # the API's own for it; this one is known in all
 
     stream: bool | None = None
     return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
@@ -98,8 +98,7 @@ class Answered(Sampled, Asked):
     @property
     def most(self) -> int | None:
         """Tokens of an answer, where the request says; 0 to have the prompt read alone."""
-        own: int | None = getattr(self, self.most_field)
-        return self.max_tokens if own is None else own
+        return getattr(self, self.most_field) or self.max_tokens
 
     @property
     def stops(self) -> Sequence[str]:

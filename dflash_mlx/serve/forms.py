@@ -6,7 +6,6 @@ A model's form is the one that its chat template writes, with that template's sp
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,15 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import regex  # as mlx-lm's parsers have it: it can say that a text may still come to match
+import tomlkit
 from jinja2 import TemplateError
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Json = dict[str, Any]
 TEMPLATE_FAULTS = (
@@ -100,7 +95,7 @@ _OBJECT = {"type": "object", "properties": _TYPES, "required": [*_GIVEN]}
 _FUNCTION = {"name": _PROBE, "description": "", "parameters": _OBJECT}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 
-_TABLE = tomllib.loads((Path(__file__).parent / "forms.toml").read_text(encoding="utf-8"))
+_TABLE = tomlkit.parse((Path(__file__).parent / "forms.toml").read_text(encoding="utf-8")).unwrap()
 FORMS = tuple(Form(*row.pop("call").split("¦"), **row) for row in _TABLE["form"])
 PLAIN = replace(FORMS[0], example=plain(_PROBE, _GIVEN), in_prompt=True)
 

@@ -20,62 +20,48 @@ HEALTH = "/health"  # which needs no key
 Check = Callable[[Scope], None]  # raises ApiError
 
 
-def caller_check(hosts: Collection[str], origins: Collection[str]) -> Check:
-    """Refuses requests for other hosts, and from web pages that were not named.
+def check_caller(hosts: Collection[str], origins: Collection[str], scope: Scope) -> None:
+    """Refuse requests for other hosts, and from web pages that were not named.
 
     A web page's own name can be pointed at this machine (DNS rebinding); an address cannot. hosts,
     origins: that are allowed besides this machine's own.
     """
-    known, pages = {host.lower() for host in hosts}, {origin.lower() for origin in origins}
-
-    def check(scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        header = headers.get("host", "").strip().lower()
-        host = header.rpartition(":")[0] if header.count(":") == 1 else header
-        host = header[1:].partition("]")[0] if header.startswith("[") else host
-        if host != LOCAL and not is_address(host) and host not in known:
-            what = f"the host {host[:200]!r} is not this server"
-            raise ApiError(403, f"{what}; start it with --allow-host to change that")
-        origin = headers.get("origin", "").lower()
-        own = f"{scope['scheme']}://{header}"  # of a page of ours, if we had one
-        if "origin" in headers and origin not in pages and origin != own:
-            what = f"web pages of {origin[:200]!r} may not use this server"
-            raise ApiError(403, f"{what}; start it with --allow-origin to change that")
-
-    return check
+    headers = Headers(scope=scope)
+    header = headers.get("host", "").strip().lower()
+    host = header.rpartition(":")[0] if header.count(":") == 1 else header
+    host = header[1:].partition("]")[0] if header.startswith("[") else host
+    if host != LOCAL and not is_address(host) and host not in map(str.lower, hosts):
+        what = f"the host {host[:200]!r} is not this server"
+        raise ApiError(403, f"{what}; start it with --allow-host to change that")
+    origin = headers.get("origin", "").lower()
+    own = f"{scope['scheme']}://{header}"  # of a page of ours, if we had one
+    if "origin" in headers and origin not in [own, *map(str.lower, origins)]:
+        what = f"web pages of {origin[:200]!r} may not use this server"
+        raise ApiError(403, f"{what}; start it with --allow-origin to change that")
 
 
-def key_check(key: str) -> Check:
-    """Refuses requests without the key; the time that it takes says nothing."""
-    known = _digest(key)
-
-    def check(scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        kind, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-        fits = [hmac.compare_digest(_digest(each), known) for each in given]
-        if not any(fits) and scope["path"] != HEALTH:
-            what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
-            asked = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, what, code="invalid_api_key", headers=asked)
-
-    return check
+def check_key(known: bytes, scope: Scope) -> None:
+    """Refuse requests without the key of this digest; the time that it takes says nothing."""
+    headers = Headers(scope=scope)
+    kind, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+    fits = [hmac.compare_digest(digest(each), known) for each in given]
+    if not any(fits) and scope["path"] != HEALTH:
+        what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
+        asked = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, what, code="invalid_api_key", headers=asked)
 
 
-def _digest(key: str) -> bytes:
+def digest(key: str) -> bytes:
     """All of one length, so that comparing them tells nothing of the key's."""
     return sha256(key.encode("latin-1", "replace")).digest()
 
 
-def size_check(most: int) -> Check:
-    """Refuses bodies that say they are too large; Starlette refuses those that turn out to be."""
-
-    def check(scope: Scope) -> None:
-        stated = Headers(scope=scope).get("content-length", "")
-        if stated.isdecimal() and (len(stated) > 15 or int(stated) > most):
-            raise too_large(most)
-
-    return check
+def check_size(most: int, scope: Scope) -> None:
+    """Refuse bodies that say they are too large; Starlette refuses those that turn out to be."""
+    stated = Headers(scope=scope).get("content-length", "")
+    if stated.isdecimal() and (len(stated) > 15 or int(stated) > most):
+        raise too_large(most)
 
 
 def too_large(most: int) -> ApiError:

@@ -222,6 +222,8 @@ class ChatRequest(ChatBody, Completed):
     modalities: list[Literal["text"]] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def tops(self) -> int | None:
@@ -236,6 +238,14 @@ class ChatRequest(ChatBody, Completed):
             raise refusal(
                 "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
             )
+        last, goes_on = self.messages[-1], bool(self.continue_final_message)
+        if self.add_generation_prompt is goes_on:
+            step = "leave it out, or send the opposite"
+            raise refusal("add_generation_prompt", "is the same as continue_final_message", step)
+        has_words = isinstance(last, AssistantMessage) and last.content and not last.tool_calls
+        if goes_on and not has_words:
+            step = "end with the assistant's words"
+            raise refusal("continue_final_message", "has nothing to go on from", step)
 
     def chat(self, pair: Pair) -> Chat:
         form = self.response_format
@@ -247,6 +257,7 @@ class ChatRequest(ChatBody, Completed):
             self.parallel_tool_calls is False,
             form.wanted(FIELDS.schema) if form is not None else None,
             form is not None and bool(form.strict),
+            go_on=bool(self.continue_final_message),
         )
 
 

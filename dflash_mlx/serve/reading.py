@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflash_mlx.engine.delta import BEGIN, END, begun
@@ -51,11 +52,11 @@ class AnswerReader:
         for token in tokens if self._tokenizer is not None else ():
             self.thoughts = self.thoughts.after(token, self._tokenizer)
         self._held += text
-        return [*self._read()]
+        return _together(self._read())
 
     def finish(self, cut: bool = False) -> list[Part]:
         """What was held back; half a call is words, and nothing where a limit has cut it."""
-        parts = [*self._read(finished=True, cut=cut)]
+        parts = _together(self._read(finished=True, cut=cut))
         held, self._held = self._held, ""
         is_half = cut and len(held) > 1 and self._form.mark.startswith(held)
         if self.is_over or is_half or (self._kind == HEADER and held.startswith("<|")):
@@ -150,3 +151,13 @@ class AnswerReader:
         if text := text.lstrip("\n") if begins else text:
             self._last = kind
             yield Part(kind, text)
+
+
+def _together(parts: Iterator[Part]) -> list[Part]:
+    """With pieces of one call joined."""
+    found: list[Part] = []
+    for part in parts:
+        if found and part.kind == CALL and found[-1].identity == part.identity:
+            part = replace(part, text=found.pop().text + part.text)
+        found.append(part)
+    return found

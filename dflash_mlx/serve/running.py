@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,7 @@ PROGRAM = "dflash-serve"
 _PAUSE = 2.0  # seconds between lines of --watch
 _LATE = 5.0  # seconds after the last answer until connections are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-Ends = asyncio.Queue[bool]  # asks a server to end; if asked again, and True, it ends at once
+Ends = asyncio.Queue[None]  # asks a server to end; if asked again, it ends at once
 
 
 def run(
@@ -130,33 +130,21 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
     server = Server(settings)
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
+    asked, again = (asyncio.ensure_future(ends.get()) for _ in range(2))
     unloading = asyncio.ensure_future(service.models.unload_idle(config.idle_unload))
-    await _first(running, ends.get())
+    await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         for each in server.servers:
             each.close()  # to new connections; those that are open go on
-        again = asyncio.ensure_future(_insists(ends))
-        await _first(service.queue.drain(config.grace), again)
+        draining = asyncio.ensure_future(service.queue.drain(config.grace))
+        await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
         service.models.close()
         server.force_exit = again.done()
-        again.cancel()
         server.should_exit = True
     await running
-    unloading.cancel()
-
-
-async def _insists(ends: Ends) -> None:
-    while not await ends.get():
-        pass
-
-
-async def _first(*work: Awaitable[object]) -> None:
-    """Return when the first of these is done; those that are coroutines are ended then."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for each, task in zip(work, tasks, strict=True):
-        if each is not task:
-            task.cancel()
+    for task in (asked, again, unloading):
+        task.cancel()
 
 
 class Server(uvicorn.Server):
@@ -175,7 +163,7 @@ def _signals(ends: Ends) -> Iterator[None]:
     kinds = _SIGNALS[:1] if launched() else _SIGNALS
     before = {each: signal.getsignal(each) for each in kinds}
     for each in kinds:
-        loop.add_signal_handler(each, ends.put_nowait, True)
+        loop.add_signal_handler(each, ends.put_nowait, None)
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ def test_a_beginning_is_completed_to_the_commands_that_have_it(typed, names):
 async def test_commands_are_offered_with_what_they_do_and_tab_or_enter_takes_one(chat, app):
     prompt = app.prompt
     await chat.press("/", "r", "e")
-    assert "/retry" in chat.text and "name this conversation" in chat.text
+    assert "/retry" in chat.text and "title: name this conversation" in chat.text
     await chat.press("down", "tab")
     assert prompt.text == "/rename ", "and goes on to what it needs"
     assert prompt.has_focus and not prompt.offering
@@ -76,6 +76,9 @@ async def test_commands_are_offered_with_what_they_do_and_tab_or_enter_takes_one
     assert prompt.text == "", "Enter takes half a name for the command that is chosen, and runs it"
     await chat.press(*"/d", "up", "up", "down", "down", "enter")
     assert prompt.text == "/drafter ", "but for one that needs more"
+    prompt.text = ""
+    await chat.press(*"/drafter", "enter")
+    assert "/drafter needs more" in chat.notices[-1], "a whole name alone is not completed again"
     prompt.text = ""
     await chat.press(*"/dr", "escape")
     assert not prompt.offering and prompt.text == "/dr"

@@ -58,6 +58,20 @@ async def test_a_model_is_kept_when_it_was_really_opened(chat, app, file, tmp_pa
     assert file.read_text().startswith("# mine\n")
 
 
+@in_chat()
+async def test_of_a_model_that_is_gone_the_chat_tells_the_line_too(chat, app, backend, file):
+    file.write_text('# mine\nmodel = "/gone"\n')
+    app.user = UserConfig(str(file))
+    gone = DFlashError("there is no folder '/gone'", "give another with --model")
+    backend.loads = [gone, DFlashError("there is no folder '/other'", "give another with --model")]
+    await chat.say("/model /gone")
+    await chat.until(lambda: len(chat.notices) == 1)
+    assert chat.notices[-1].startswith(f"line 2 of {file}: there is no folder '/gone'")
+    await chat.say("/model /other")
+    await chat.until(lambda: len(chat.notices) == 2)
+    assert chat.notices[-1].startswith("there is no folder '/other'")
+
+
 @in_chat(lambda: ScriptedBackend(waits="load"))
 async def test_the_model_that_the_chat_starts_with_is_not_kept(chat, app, backend, file):
     file.write_text(before := 'model = "owner/mine"')
@@ -78,7 +92,8 @@ async def test_the_theme_and_what_was_changed_in_settings_are_kept(chat, app, fi
     screen = app.screen  # which may be too narrow for the path
     labels = [label.content for label in screen.query(".label").results(Static)]
     assert f"Longest answer, from {file}" in labels
-    assert screen.query_one("#set-block_size", Input).placeholder.startswith("the draft model's")
+    assert any(said == f"Kept in {file}: theme." for said in chat.notices)
+    assert screen.query_one("#set-block_size", Input).placeholder.startswith("as the draft model")
     screen.query_one("#set-temperature", Input).value = "0.7"
     screen.query_one("#set-stop", Input).value = "END"
     screen.query_one("#set-recalibrate").value = True
@@ -165,6 +180,7 @@ async def test_the_file_on_the_manual_s_page_is_taken(app, file):
         ("draft", "x", "draft is 'x'"),
         ("draft", "escape", "draft is 'escape'"),
         ("draft", "f3", "draft is 'f3'"),
+        ("draft", "f99", "draft is 'f99'"),
         ("draft", "ctrl+c", "draft is 'ctrl+c'"),
         ("draft", "ctrl+a", "nothing else has"),
         ("draft", "", "draft is ''"),

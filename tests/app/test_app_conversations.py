@@ -31,6 +31,21 @@ def test_a_conversation_is_resumed_where_it_was(tmp_path):
     assert len(Store(tmp_path).entries()) == 1
 
 
+def test_a_question_of_the_command_line_goes_on_with_what_is_resumed(tmp_path):
+    async def asked(chat, backend):
+        await chat.until(lambda: len(chat.saved) == 4)
+        assert [m["content"] for m in backend.requests[0].messages][::2] == ["one", "And then?"]
+        assert chat.app.prompt.text == ""
+
+    async def behind(chat, app, backend):
+        assert app.prompt.text == "lost\nAnd then?" and not backend.requests, "neither is lost"
+
+    turns = [Turn("user", "one"), Turn("assistant", ANSWER)]
+    for ending, steps in (([], asked), ([Turn("user", "lost")], behind)):
+        Store(tmp_path).save(Conversation(turns=turns + ending))
+        drive(steps, tmp_path, resume=True, first="And then?")
+
+
 @pytest.fixture
 def damaged(tmp_path):
     """Two questions, the second with half an answer, which a started chat resumes."""

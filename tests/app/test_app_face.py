@@ -30,6 +30,9 @@ def test_no_ratio_before_20_tokens_or_below_105_hundredths(tokens, ratio):
     shown = figures_with(generated_tokens=tokens, times_plain=ratio)
     assert figures.times_plain(shown) == "" and figures.bars(shown, 80) == []
     assert figures.times_plain(figures_with(times_plain=1.05)) == "~1.1"
+    drafted = {**shown, "accepted_by_position": [0.5]}  # so drafts were made
+    told = dict(figures.statistics_rows(drafted))["against plain decoding"]
+    assert "/race compares" in told and "no drafts" not in told
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def test_a_key_that_is_not_told_does_nothing(chat, app, backend):
 @in_chat(lambda: ScriptedBackend([COUNTED, " and so on.", "never"]))
 async def test_a_cut_answer_is_written_on_in_its_place(chat, app, backend):
     await chat.say("/continue")
-    assert "no answer was cut" in chat.notices[-1]
+    assert "there is no answer yet" in chat.notices[-1]
     backend.hold(1)
     await chat.say("Count.")
     await chat.reaches(1)
@@ -89,7 +89,22 @@ async def test_a_cut_answer_is_written_on_in_its_place(chat, app, backend):
     assert re.sub(r"[▏\s]", "", f"{said} and so on.") in re.sub(r"[▏\s]", "", chat.text)
     await chat.until(lambda: [t.content for t in chat.saved] == ["Count.", f"{said} and so on."])
     await chat.say("/continue")
-    assert "no answer was cut" in chat.notices[-1], "for now it is whole"
+    assert "the last answer is whole" in chat.notices[-1]
+
+
+@in_chat(lambda: gated(0))
+async def test_of_the_last_answer_alone_it_is_said_that_it_may_go_on(chat, app, backend):
+    backend.gate.release(1)
+    await chat.begun("Count.")
+    await chat.press("escape")
+    await chat.goes_on()
+    ends = [ending.render().plain for ending in app.query(".ending")]
+    assert ends == ["stopped here; /continue goes on"]
+    backend.gate = None
+    await chat.answered("Again.")
+    assert [ending.render().plain for ending in app.query(".ending")] == ["stopped here", ""]
+    await app.transcript.show(app.conversation.turns)
+    assert [ending.render().plain for ending in app.query(".ending")] == ["stopped here", ""]
 
 
 @pytest.fixture

@@ -31,6 +31,9 @@ async def test_a_command_says_what_to_do_or_holds_for_the_next_answer(chat, app,
         ("/method magic", "method is 'magic'; choose one of"),
         ("/stats", "there is no answer yet; ask something first"),
         ("/race", "nothing has been asked yet"),
+        ("/export", "there is nothing to export yet"),
+        ("/delete", "there is nothing to delete yet"),
+        ("/theme purple", "theme is 'purple'; choose one of dark, light"),
     ):
         await chat.say(line)
         assert sentence in chat.notices[-1]
@@ -57,6 +60,8 @@ async def test_settings_show_every_option_and_apply_together(chat, app):
     assert isinstance(screen, SettingsScreen)
     assert "Temperature" in chat.text and "max_tokens" not in chat.text, "at its top"
     texts = " ".join(str(s.render()) for s in screen.query(Static))
+    usual = [field.placeholder for field in screen.query(Input)]
+    assert [said for said in usual if ")" in said or len(said) > 70] == []
     assert "stop after this many tokens" in texts
     assert "choose from this many of the likeliest" in texts
     screen.query_one("#set-max_tokens", Input).value = "many"
@@ -246,6 +251,9 @@ async def test_a_race_runs_on_the_last_question_and_can_be_stopped(chat, app, ba
     backend.race_steps = [DFlashError("the method is none", "choose another /method")]
     await chat.say("/race again")
     await chat.shows("choose another /method")
+    assert "waiting" not in chat.text and not any(
+        bar.display for bar in app.screen.query(ProgressBar)
+    )
     await chat.press("escape")
     await chat.answered()
 
@@ -310,6 +318,7 @@ async def test_the_bars_of_a_race_fill_with_the_tokens_of_the_answer(chat, app, 
     await chat.say("/race another question")
     most = app.config.max_tokens
     await chat.until(lambda: bars(app) == [pytest.approx(n / most) for n in (1, 2)])
+    assert "1 token " in chat.text and "2 tokens " in chat.text
     await chat.press("escape")
     backend.gate.release(100)
 

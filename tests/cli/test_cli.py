@@ -50,6 +50,18 @@ def test_the_text_that_streams_is_the_text_in_the_json_object(ask, method):
 def test_a_prompt_may_come_from_standard_input_and_a_conversation_from_a_file(ask, tmp_path):
     expected = ask("--prompt", "hello", "--json").answer
     assert ask("--prompt", "-", "--json", stdin=b"hello").answer["text"] == expected["text"]
+    lengths = {}
+    for text, raw in (
+        (b"hello\n", ()),
+        (b"hello\n\n", ()),
+        (b"hello", ["--raw"]),
+        (b"hello\n", ["--raw"]),
+    ):
+        answer = ask("--prompt", "-", "--json", *raw, stdin=text).answer
+        lengths[text, bool(raw)] = answer["prompt_tokens"]
+    assert lengths[b"hello\n", False] == expected["prompt_tokens"], "echo adds the last line break"
+    assert lengths[b"hello\n\n", False] == expected["prompt_tokens"] + 1
+    assert lengths[b"hello\n", True] == lengths[b"hello", True] + 1, "raw is as it is"
     file = tmp_path / "messages.json"
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "bcd"}]
     file.write_text(json.dumps(turns[:1]))
@@ -212,7 +224,7 @@ def test_bad_input_is_one_sentence_and_nothing_on_stdout(ask, case, folders, tmp
 
 
 def test_standard_input_that_is_not_utf8_is_one_sentence_with_the_byte(ask):
-    assert_refused(ask("--prompt", "-", stdin=b"hello \xff"), "0xff at position 6")
+    assert_refused(ask("--prompt", "-", stdin=b"hello \xff"), "0xff at 6")
 
 
 def test_without_llguidance_one_sentence_says_what_to_install(ask, monkeypatch):
@@ -270,7 +282,7 @@ def test_one_prompt_on_the_command_line_is_answered_and_nothing_asked(command, a
     for argv, stdin in (
         (["--prompt", "hello"], b""),
         (["--prompt", "-"], b"hello"),
-        ([], b"hello"),
+        ([], b"hello\n"),
     ):
         options = [*pair, "--method", "dflash", "--max-tokens", "24", *argv]
         assert command(chat.run, *options, stdin=stdin).out == expected

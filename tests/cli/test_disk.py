@@ -62,6 +62,7 @@ def test_what_is_here_and_what_could_be_downloaded_is_listed(hub, said, tmp_path
     assert TARGET in line and str(timing / "0123456789abcdef.json") in line
     (line,) = [line for line in told.splitlines() if line.split()[:1] == ["Qwen/Qwen3-4B"]]
     assert " ".join(line.split()[1:]) == "2.25 GB 18.40 GB to download ~11.5 recommended"
+    assert "!" not in told, "no line has what would be explained"
     groups = [told.index(group) for group in ("\non this disk", "\nfits this", "\ntoo large")]
     assert groups == sorted(groups) and told.index("moonshotai/Kimi-K2.5") > groups[2]
     (timing / "fedcba9876543210.json").write_text(json.dumps({"model": TARGET}))
@@ -145,3 +146,5 @@ def test_the_table_of_models_stays_aligned_where_names_are_paths(tmp_path, monke
     _, heading, *rows = [line for line in disk._everything(tmp_path) if line][:4]
     ends = {row.index(" GB") + len(" GB") for row in rows}
     assert ends == {heading.strip("\n").index("memory") + len("memory")}
+    monkeypatch.setattr(disk, "installed_memory", lambda: 10**8)
+    assert any("!: too large" in line for line in disk._everything(tmp_path))

@@ -16,6 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import check_named
 from dflash_mlx.models.source import Source
 from dflash_mlx.system.files import keep_text
+from dflash_mlx.system.machine import installed_memory
 from dflash_mlx.verifier.pass_times import DEEP_ROWS, ROWS, PassTimes
 from kernels_metal.dispatch import Choice, Dispatch
 from kernels_metal.draft_head import DRAFT_HEAD
@@ -33,7 +34,7 @@ def refused(*argv: object) -> None:
 def test_the_report_names_machine_and_folders_and_shows_stored_calibration(tmp_path):
     lines = doctor.about(tmp_path)
     titles = [line for line in lines if not line.startswith(" ")]
-    stored = ["stored calibration", "stored kernel choices"]
+    stored = ["stored timing of passes", "stored kernel choices"]
     found = [title.partition(" (")[0] for title in titles]
     assert found == ["machine", "versions", "backend", *stored] and "--recalibrate" in titles[3]
     text = "\n".join(lines)
@@ -49,11 +50,12 @@ def test_the_report_names_machine_and_folders_and_shows_stored_calibration(tmp_p
     (timing / "older.json").write_text(json.dumps(asdict(times)))
     (timing / "half.json").write_text('{"rows": [1')
     text = "\n".join(doctor.about(tmp_path))
-    assert "1 row 50.8 ms, 8 rows 1.11 x, 16 rows 1.23 x, 32 rows 1.48 x, 64 rows 1.97 x" in text
+    assert "1 token 50.8 ms, of 8 1.11 x, of 16 1.23 x, of 32 1.48 x, of 64 1.97 x" in text
+    assert f"{installed_memory() / 2**30:.0f} GB" in text, "as in the chat"
     assert "after 4096 1.97 x" in text
     day = r"\d{4}-\d\d-\d\d"
-    assert re.search(rf"  owner/model  {day}  1 row 50.8 ms", text)
-    assert re.search(rf"  unknown model  {day}  1 row 50.8 ms", text)
+    assert re.search(rf"  owner/model  {day}  a pass of 1 token 50.8 ms", text)
+    assert re.search(rf"  unknown model  {day}  a pass of 1 token 50.8 ms", text)
     assert re.search(rf"  unknown model  {day}  unreadable, will be measured again", text)
 
 
@@ -111,6 +113,9 @@ def test_a_drafter_of_the_registry_that_cannot_be_had_is_a_warning(tmp_path, cap
     assert "), so drafts come from prompt lookup\n           name another one with --drafter" in out
     assert "  can be used\n" in out
     refused("--model", model, "--drafter", "z-lab/Qwen3-4B-DFlash-b16")
+    capsys.readouterr()
+    refused("--model", "Qwen/Qwen3-4B")
+    assert "warning" not in capsys.readouterr().out, "the target is what is missing"
 
 
 def test_a_drafter_of_the_registry_is_unverified_or_does_not_fit(tmp_path, capsys, monkeypatch):

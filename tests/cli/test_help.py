@@ -48,7 +48,19 @@ def test_a_word_in_place_of_a_number_is_told_without_words_of_python(option, kin
     assert refused.value.code == 2 and f": {option} is 'abc', not {kind} number;" in said
 
 
-def test_the_package_says_which_commands_there_are(capsys):
+def test_a_word_that_is_no_choice_is_told_with_those_that_are(capsys):
+    with pytest.raises(SystemExit) as refused:
+        generate.parser().parse_args(["--kernels", "maybe"])
+    said = capsys.readouterr().err
+    assert refused.value.code == 2 and "--kernels is 'maybe'; choose one of auto, off, on;" in said
+
+
+def test_the_package_says_which_commands_there_are(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["dflash_mlx", "generate"])
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_module("dflash_mlx", run_name="__main__")
+    assert refused.value.code == 2 and "no generate here" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["dflash_mlx"])
     runpy.run_module("dflash_mlx", run_name="__main__")
     listed = re.findall(r"^(?:python -m )?(dflash\S+)", capsys.readouterr().out, re.MULTILINE)
     modules = {name for name in listed if name.startswith("dflash_mlx.")}

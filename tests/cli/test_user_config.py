@@ -205,6 +205,17 @@ def test_an_unreadable_file_is_told_once_and_stays(file, how, ask, folders, monk
 def test_a_file_that_is_not_there_is_one_sentence_only_where_it_was_named(tmp_path, ask):
     missing = ask("--prompt", "hello", "--config", str(tmp_path / "none.toml"))
     assert missing.code == 2 and "none.toml cannot be read" in missing.err
+    assert "stays" not in missing.err
+
+
+def test_of_a_model_that_is_gone_the_line_that_names_it_is_told(file, command, folders):
+    gone = file.parent / "gone"
+    file.write_text(f'# mine\nmodel = "{gone}"\n')
+    for main in (generate.main, chat.run):
+        result = command(main, "--prompt", "x", "--config", str(file))
+        assert result.code == 2 and f"line 2 of {file}: there is no folder '{gone}'" in result.err
+        typed = command(main, "--prompt", "x", "--config", str(file), "--model", f"{gone}-too")
+        assert typed.code == 2 and f"{gone}-too" in typed.err and str(file) not in typed.err
 
 
 # Sampling of the model's makers

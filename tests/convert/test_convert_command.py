@@ -46,6 +46,14 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, capsys
     assert sentence.startswith("dflash_mlx.convert: ") and str(tmp_path / "nowhere") in sentence
 
 
+def test_of_a_family_that_nobody_knows_no_field_is_asked_for(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "banana"}')
+    with pytest.raises(DFlashError, match="banana") as refused:
+        main([str(tmp_path / "model"), str(tmp_path / "dst")])
+    assert "max_position_embeddings" not in str(refused.value)
+
+
 # A dry run of what is here
 
 
@@ -96,9 +104,9 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
         for options, value in (
             ("drafter --bits 3", "bits .* is 3"),
             ("drafter --bits 4 --group-size 64", "rows of 96 .* groups of 64"),
-            ("nowhere --bits 7", "7 .*choose from 2, 3, 4, 5, 6, 8"),  # nothing is looked at
+            ("nowhere --bits 7", "7.*choose one of 2, 3, 4, 5, 6, 8"),  # nothing is looked at
             ("nowhere --group-size 32", "group_size is 32"),
-            ("nowhere --dtype int8", "'int8' .*float16"),
+            ("nowhere --dtype int8", "'int8'.*float16"),
             ("nowhere.gguf", "no file or folder 'nowhere.gguf"),
             ("a/b/c", "no file or folder 'a/b/c"),
             ("~nobody-of-this-name/x", "no file or folder '~nobody-of-this-name/x"),
@@ -228,7 +236,9 @@ def test_what_cannot_be_a_destination_is_refused_and_kept(given, tmp_path, name,
 def test_a_disk_that_is_too_small_is_refused_with_both_values(given, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123_456))
     monkeypatch.setattr("dflash_mlx.convert.__main__.convert", None)  # nothing is written
-    with pytest.raises(DFlashError, match=r"dst needs 16\.\d MB, .* 123\.5 kB"):
+    with pytest.raises(
+        DFlashError, match=r"dst, 16.0 MB to spare included, needs 16\.\d MB, .* 123\.5 kB"
+    ):
         main(given)
     assert nothing_is_left(tmp_path)
 

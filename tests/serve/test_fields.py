@@ -121,6 +121,8 @@ def test_of_too_many_texts_the_limit_is_said(server):
     for path, body in ((CHAT, chat_body(stop=["x"] * 17)), (TEXTS, {"prompt": ["a"] * 17})):
         error = server.post(path, {"model": MODEL, **body}).json()["error"]
         assert "at most 16 items" in error["message"] and error["param"] in body
+    error = server.post(CHAT, chat_body(messages=[])).json()["error"]
+    assert error["message"] == "messages: list should have at least 1 item; correct it"
 
 
 def test_fields_that_ask_for_nothing_are_taken(server):

@@ -60,10 +60,10 @@ def test_every_model_answers_by_its_name_and_is_loaded_when_it_is_asked_for():
     further = [loading(name) for name in FURTHER]
     with serving(saying(MODEL), further=further, name=("alias",)) as server:
         first = dict.fromkeys((MODEL, "alias"), "loaded")
-        assert states(server) == {**first, **dict.fromkeys(FURTHER, "unloaded")}
+        assert states(server) == {**first, **dict.fromkeys(FURTHER, "not-loaded")}
         assert said(server.chat(model="second")) == "second answers hello"
         assert said(server.chat(model="alias")) == f"{MODEL} answers hello"
-        assert states(server) == {**first, "second": "loaded", "third": "unloaded"}
+        assert states(server) == {**first, "second": "loaded", "third": "not-loaded"}
         told = server.get("/metrics").text
         assert 'dflash_loaded{model="second"} 1.0' in told
         assert 'dflash_loaded{model="third"} 0.0' in told
@@ -95,7 +95,7 @@ def test_a_model_takes_the_place_of_an_idle_one_and_waits_for_one_that_answers()
             assert said(running.result(20)) == f"{MODEL} answers hello"
             assert said(waiting.result(20)) == "second answers hello"
             assert said(later.result(20)) == f"{MODEL} answers again", "it is loaded again"
-        assert states(server) == {MODEL: "loaded", "second": "unloaded"}
+        assert states(server) == {MODEL: "loaded", "second": "not-loaded"}
 
 
 def test_a_model_that_cannot_be_loaded_is_the_error_of_its_request_alone():

@@ -76,9 +76,8 @@ def test_a_body_is_json_whatever_it_says_it_is_as_curl_sends_it(server, kind):
     sent = json.dumps(body(stream=False)).encode()
     found = server.post(CHAT, sent, headers={"Content-Type": kind})
     assert found.json()["message"]["content"] == WORDS
-    assert (
-        server.post("/v1/chat/completions", sent, headers={"Content-Type": kind}).status_code == 400
-    )
+    found = server.post("/v1/chat/completions", sent, headers={"Content-Type": kind})
+    assert found.status_code == (400 if kind == "text/plain" else 200)
     page = {"Content-Type": kind, "Origin": "http://evil.example"}
     assert server.post(CHAT, sent, headers=page).status_code == 403
 

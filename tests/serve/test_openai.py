@@ -123,6 +123,25 @@ def test_texts_and_tokens_go_on_without_a_template(client, server):
         client.completions.create(model=MODEL, prompt=[97])
 
 
+def test_an_answer_begins_with_words_that_are_given(server):
+    began = [*user("hello"), {"role": "assistant", "content": "Once"}]
+    go_on = {"messages": began, "continue_final_message": True}
+    for more in ({}, {"add_generation_prompt": False}):
+        assert said(server.chat(**{**go_on, **more})) == WORDS.removeprefix("Once")
+    usual = {"add_generation_prompt": True, "continue_final_message": False}
+    assert said(server.chat(**usual)) == WORDS
+    faults = {
+        "add_generation_prompt": ({**go_on, "add_generation_prompt": True}, usual | go_on),
+        "continue_final_message": ({"continue_final_message": True},),
+    }
+    for field, bodies in faults.items():
+        for body in bodies:
+            response = server.chat(**body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    response = server.chat(add_generation_prompt=False)
+    assert response.json()["error"]["param"] == "add_generation_prompt"
+
+
 def test_models_are_listed_and_known_by_every_name(client):
     assert [model.id for model in client.models.list()] == [MODEL, "alias"]
     assert client.models.retrieve("alias").model_extra["max_model_len"] == 4000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -12,7 +11,6 @@ import httpx2 as httpx
 import pytest
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.serve.running import _insists
 from dflash_mlx.serve.settings import ServeConfig
 from support.serving import CHAT, MESSAGES, actor_pair, chat_body, message_body, said, serving
 
@@ -199,16 +197,3 @@ def test_settings_of_no_sense_are_refused():
             assert found.value.setting == setting
     assert ServeConfig(host="0.0.0.0", key="k").key == "k"
     assert ServeConfig(host="::1").key is None
-
-
-def test_who_held_the_pipe_and_goes_too_does_not_insist_that_it_ends_at_once():
-    async def insisted(*asked):
-        ends = asyncio.Queue()
-        for each in asked:
-            ends.put_nowait(each)
-        insists = asyncio.ensure_future(_insists(ends))
-        await asyncio.wait([insists], timeout=0.01)
-        return insists.done()
-
-    assert not asyncio.run(insisted(False))
-    assert asyncio.run(insisted(False, True))

@@ -334,16 +334,18 @@ class Chat(Pilot):
         await self.is_over()
 
 
-def drive(steps, folder, backend=None, size=(100, 30), decode=None, **chat):
+def drive(steps, folder, backend=None, size=(100, 30), decode=None, first="", **chat):
     """Run `steps` on a loaded app; nothing may have gone wrong inside.
 
-    steps: takes chat, app and backend, or those of them that it needs.
+    steps: takes chat, app and backend, or those of them that it needs. first: the question of the
+    command line.
     """
 
     async def run():
         used = backend or ScriptedBackend()
         config = replace(ChatConfig(conversations=folder), **chat)
         app = ChatApp(PairConfig(), decode or DecodeConfig("d2sd"), config, used)
+        app.first = first
         async with app.run_test(size=size):
             user = Chat(app, used)
             await user.until(lambda: used.waits or not app.listener.waiting)

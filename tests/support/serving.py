@@ -166,7 +166,7 @@ class Server:
     def end(self) -> None:
         """As a signal to end."""
         with suppress(RuntimeError):  # it has ended before
-            self.loop.call_soon_threadsafe(self.ends.put_nowait, True)
+            self.loop.call_soon_threadsafe(self.ends.put_nowait, None)
 
     def until(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
         """Return when something holds; the event loop looks after every turn."""
