@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
@@ -32,6 +32,7 @@ _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, a
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_ANSWERS)
+_THOUGHT = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 Nothing = Annotated[list[Any], Field(max_length=0)]
 
@@ -75,7 +76,7 @@ class AssistantMessage(Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[str | None, _THOUGHT] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1000)] | None = None
     name: str | None = None
     refusal: None = None
