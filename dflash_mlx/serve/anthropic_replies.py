@@ -17,7 +17,7 @@ from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, event
 from dflash_mlx.serve.request_queue import TOOLS, Reply
-from dflash_mlx.serve.service import Service, converse, count, figures, progress
+from dflash_mlx.serve.service import Service, Writer, converse, count, figures, progress
 
 _REASONS = {"length": "max_tokens", "context": "max_tokens", TOOLS: "tool_use"}
 _DELTAS = {  # by the kind of a part: what adds it to its block, and under which key
@@ -37,7 +37,7 @@ async def count_tokens(body: Counted, request: Request) -> Response:
     return as_json(await count(request, body))
 
 
-class BlockWriter:
+class BlockWriter(Writer):
     """Writes one answer down, as blocks."""
 
     def __init__(self, service: Service, body: MessagesRequest, replies: Sequence[Reply]) -> None:
@@ -52,14 +52,11 @@ class BlockWriter:
     def ping(self) -> bytes:
         return self._begin() + event("ping", **progress(self._body, self._reply))
 
-    def start(self) -> bytes:
-        return b""  # with the first part or ping, what caches hold is known
-
     def _begin(self) -> bytes:
-        """The first event, once."""
-        begun, self._begun = self._begun, True
-        if begun or (sequence := self._reply.sequence) is None:
+        """The first event, once: with the first part or ping, what caches hold is known."""
+        if self._begun or (sequence := self._reply.sequence) is None:
             return b""
+        self._begun = True
         usage = {**_usage(sequence.statistics), "output_tokens": 0}
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
         return event("message_start", message={**self._head, **empty, "usage": usage})

@@ -9,28 +9,18 @@ from pydantic import Field
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Name, Stops, Strict
+from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Stops, Strict
+from dflash_mlx.serve.openai_requests import Format, Function
 
-FIELDS = Fields(
-    form="output_config.format",
-    schema="output_config.format.schema",
-    tool="tools[{}].",
-    parameters="input_schema",
-)
-
-
-class CacheControl(Strict):
-    """Asks to keep what stands before; caches here keep what they can without being asked."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-    scope: str | None = None
+_FORM = "output_config.format"
+FIELDS = Fields(_FORM, f"{_FORM}.schema", tool="tools[{}].", parameters="input_schema")
+_FUNCTION = {*Function.model_fields}
 
 
 class Cached(Strict):
-    """What may carry a `cache_control`."""
+    """What may ask to be kept; caches here keep what they can without being asked."""
 
-    cache_control: CacheControl | None = None
+    cache_control: Json | None = None
 
 
 class Text(Cached):
@@ -68,42 +58,22 @@ class ToolResult(Cached):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[Text | ToolResult, Field(discriminator="type")]
-AssistantBlock = Annotated[Text | Thinking | ToolUse, Field(discriminator="type")]
+Block = Annotated[Text | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
+_OF_ROLE = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}
 
 
-class UserMessage(Strict):
-    """What the user says, and what tools answered."""
+class Message(Strict):
+    """What somebody says, with thoughts and calls of the model, or what tools answered."""
 
-    role: Literal["user"]
-    content: str | list[UserBlock]
-
-
-class AssistantMessage(Strict):
-    """What the model said before."""
-
-    role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
 
 
-class SystemMessage(Strict):
-    """What the model is told in between."""
-
-    role: Literal["system"]
-    content: str | list[Text]
-
-
-Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
-
-
-class Tool(Cached):
+class Tool(Cached, Function):
     """A tool that the model may use."""
 
-    name: Name
-    description: str | None = None
-    input_schema: Json
+    parameters: Annotated[Json, Field(alias="input_schema")]
     type: Literal["custom"] | None = None
-    strict: bool | None = None
 
 
 class ToolChoice(Strict):
@@ -114,18 +84,11 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(Strict):
-    """The schema of the answer."""
-
-    type: Literal["json_schema"]
-    schema_: Annotated[Json, Field(alias="schema")]
-
-
 class OutputConfig(Strict):
     """What the answer has to be."""
 
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: Format | None = None
 
 
 class Counted(Conversation):
@@ -137,7 +100,7 @@ class Counted(Conversation):
     tool_choice: ToolChoice | None = None
     context_management: dict[Literal["edits"], list[Json]] | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Json | None = None
 
     def idle(self) -> list[str]:
         edits = (self.context_management or {}).get("edits", [])
@@ -146,36 +109,37 @@ class Counted(Conversation):
 
     def chat(self, pair: Pair) -> Chat:
         messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        for each in self.messages:
-            messages += _told(each)
-        go_on = isinstance(self.messages[-1], AssistantMessage)
+        for i, each in enumerate(self.messages):
+            messages += _told(each, f"messages[{i}]")
+        go_on = self.messages[-1].role == "assistant"
         if go_on and messages[-1].get("tool_calls"):
             step = "send the result after its call"
             raise refusal("messages", "end with a call of a tool", step)
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config
+        if choice.type == "tool" and not choice.name:
+            raise refusal("tool_choice", "of type tool names none", "send its name")
         form = output.format if output is not None else None
+        tools = [each.model_dump(include=_FUNCTION, exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,
             messages,
-            [_tool(each) for each in self.tools or []] if choice.type != "none" else [],
-            self._required(choice),
+            [{"type": "function", "function": each} for each in tools if choice.type != "none"],
+            {"any": "", "tool": choice.name}.get(choice.type),
             bool(choice.disable_parallel_tool_use),
-            form.schema_ if form is not None else None,
+            form.wanted(FIELDS.schema) if form is not None else None,
             go_on=go_on,
         )
 
-    def _required(self, choice: ToolChoice) -> str | None:
-        """The tool that has to be called, "" for any."""
-        if choice.type == "tool" and not choice.name:
-            raise refusal("tool_choice", "of type tool names none", "send its name")
-        return {"any": "", "tool": choice.name}.get(choice.type)
 
-
-def _told(message: UserMessage | AssistantMessage | SystemMessage) -> list[Json]:
+def _told(message: Message, place: str) -> list[Json]:
     """As chat templates read it; what tools answered comes first."""
     role, content = message.role, message.content
     if isinstance(content, str):
         return [{"role": role, "content": content}]
+    for i, block in enumerate(content):
+        if (other := _OF_ROLE.get(type(block), role)) != role:
+            what = f"is {block.type}, which the {role} does not send"
+            raise refusal(f"{place}.content[{i}].type", what, f"send it as the {other}")
     found = [_result(block) for block in content if isinstance(block, ToolResult)]
     texts = [block for block in content if isinstance(block, Text)]
     if texts or not found:
@@ -191,14 +155,6 @@ def _result(block: ToolResult) -> Json:
     """Templates know nothing of errors, so the words say that it is one."""
     told = ("Error: " if block.is_error else "") + text_of(block.content)
     return {"role": "tool", "content": told, "tool_call_id": block.tool_use_id}
-
-
-def _tool(tool: Tool) -> Json:
-    """In OpenAI's words."""
-    own = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    function = {**own, "strict": tool.strict or None}
-    told = {name: value for name, value in function.items() if value is not None}
-    return {"type": "function", "function": told}
 
 
 class MessagesRequest(Counted, ChatBody):

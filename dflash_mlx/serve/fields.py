@@ -20,6 +20,7 @@ Count = Annotated[int, Field(ge=1, le=LARGEST)]
 Budget = Annotated[int, Field(ge=0, le=LARGEST)]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Stops = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
+Stop = StopText | Stops
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Token = Annotated[int, Field(ge=0, le=LARGEST)]

@@ -15,7 +15,7 @@ from dflash_mlx.serve.errors import OLLAMA, ApiError, as_json, body_of, encoded
 from dflash_mlx.serve.ollama_requests import ChatRequest, GenerateRequest
 from dflash_mlx.serve.openai_replies import begin
 from dflash_mlx.serve.request_queue import Reply
-from dflash_mlx.serve.service import Service, answer, converse, figures
+from dflash_mlx.serve.service import Service, Writer, answer, converse, figures
 
 
 async def chat(body: ChatRequest, request: Request) -> Response:
@@ -34,7 +34,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
     return await chat(body, request)
 
 
-class LineWriter:
+class LineWriter(Writer):
     """Writes one answer down, a line for each part."""
 
     def __init__(self, service: Service, body: ChatRequest, replies: Sequence[Reply]) -> None:
@@ -44,9 +44,6 @@ class LineWriter:
     def ping(self) -> bytes:
         """A line that adds nothing, as clients read over no other."""
         return _line(_said(self._body))
-
-    def start(self) -> bytes:
-        return b""
 
     def part(self, reply: Reply, part: Part) -> bytes:
         return _line(_said(self._body, part))

@@ -10,7 +10,7 @@ from dflash_mlx.core.option import LARGEST
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import Budget, ChatBody, Sampled, Stops, StopText
+from dflash_mlx.serve.fields import Budget, ChatBody, Sampled, Stop
 from dflash_mlx.serve.openai_requests import AssistantMessage, Tool, told
 
 Length = Annotated[int, Field(ge=-2, le=LARGEST)]  # below 1 as the server has it
@@ -22,7 +22,7 @@ class Options(Sampled):
     max_tokens: Annotated[Length | None, Field(alias="num_predict")] = None
     repetition_penalty: Annotated[float | None, Field(alias="repeat_penalty", gt=0, le=100)] = None
     repetition_context: Annotated[Budget | None, Field(alias="repeat_last_n")] = None
-    stop: StopText | Stops | None = None
+    stop: Stop | None = None
 
 
 class Message(AssistantMessage):
@@ -45,7 +45,7 @@ class ChatRequest(ChatBody):
     messages: list[Message] = []
     stream: bool | None = True
     options: Options = Options()
-    stop: StopText | Stops | None = None
+    stop: Stop | None = None
     tools: Annotated[list[Tool], Field(max_length=1000)] | None = None
     format: Literal["json", ""] | Json | None = None
     think: bool | str | None = None

@@ -20,7 +20,7 @@ from dflash_mlx.serve.errors import ApiError, body_of, encoded
 from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
-from dflash_mlx.serve.service import Service, answer, converse, figures, progress
+from dflash_mlx.serve.service import Service, Writer, answer, converse, figures, progress
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}
@@ -69,7 +69,7 @@ def _best(replies: Sequence[Reply], body: Completed) -> list[Reply]:
     return [r for each in groups for r in sorted(each, key=mean, reverse=True)[: body.wanted]]
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes answers down as choices, each a message, whole or in chunks."""
 
     # Of ids; `object` of a whole response, and of a chunk.
@@ -93,9 +93,6 @@ class ChatWriter:
     def ping(self) -> bytes:
         told = progress(self._body, self._replies[0])
         return _event({**self.of(), **told}) if told else b": alive\n\n"
-
-    def start(self) -> bytes:
-        return b""
 
     def part(self, reply: Reply, part: Part) -> bytes:
         begin = self._begin(reply) if part is reply.parts[0] else b""

@@ -9,25 +9,11 @@ from pydantic import AliasChoices, Field, model_validator
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import (
-    Answered,
-    Budget,
-    ChatBody,
-    Count,
-    Name,
-    Sent,
-    Stops,
-    StopText,
-    Strict,
-)
+from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Sent, Stop, Strict
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
-FIELDS = Fields(
-    form="response_format",
-    schema="response_format.json_schema.schema",
-    tool="tools[{}].function.",
-    parameters="parameters",
-)
+_FORM = "response_format"
+FIELDS = Fields(_FORM, f"{_FORM}.json_schema.schema", "tools[{}].function.", "parameters")
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -182,7 +168,7 @@ class OpenAIBody(Answered):
     """What all requests of this API share."""
 
     stream_options: StreamOptions | None = None
-    stop: StopText | Stops | None = None
+    stop: Stop | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -236,9 +222,7 @@ class ChatRequest(ChatBody, Completed):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise refusal(
-                "top_logprobs", "is for logprobs: true", "send that, too, or leave it out"
-            )
+            raise refusal("top_logprobs", "is for logprobs: true", "send both, or neither")
         last, goes_on = self.messages[-1], bool(self.continue_final_message)
         if self.add_generation_prompt is goes_on:
             step = "leave it out, or send the opposite"

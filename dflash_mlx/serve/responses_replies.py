@@ -21,7 +21,7 @@ from dflash_mlx.serve.kept import Kept
 from dflash_mlx.serve.openai_replies import told_logprobs
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.responses_requests import INPUT, ITEMS, KNOWN, ResponsesRequest
-from dflash_mlx.serve.service import EventStream, Service, converse, count, figures, progress
+from dflash_mlx.serve.service import Service, Writer, converse, count, figures, progress
 
 _CUT = ("length", "context")  # reasons of an answer that is not complete
 _SUMMARY, _CUSTOM = "summary", "custom"  # a thought and a call, where a request has asked so
@@ -50,7 +50,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
             raise
         writer = ItemWriter(owner, service, body, [Reply((), service.usual)])
         said = writer.start() + writer.error(error)  # where Codex looks for it
-        return Response(said, media_type=EventStream.media_type)
+        return Response(said, media_type=body.media)
 
 
 async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
@@ -101,7 +101,7 @@ def _owner(request: Request) -> str:
     return sha256("\n".join(sent).encode("utf-8", "replace")).hexdigest()
 
 
-class ItemWriter:
+class ItemWriter(Writer):
     """Writes one answer down, as items."""
 
     def __init__(

@@ -13,13 +13,7 @@ from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import ChatBody, Count, Sent
 from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen
 
-FIELDS = Fields(
-    form="text.format",
-    schema="text.format.schema",
-    tool="tools[{}].",
-    parameters="parameters",
-    messages="input",
-)
+FIELDS = Fields("text.format", "text.format.schema", "tools[{}].", "parameters", "input")
 INPUT = "input"  # the argument that a custom tool has where the model sees it
 _TEXT = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 _CALLED, _GROUP = ("function", "custom"), "namespace"  # types of tools that clients run

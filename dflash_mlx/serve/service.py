@@ -158,6 +158,7 @@ class Writer(Protocol):
 
     def start(self) -> bytes:
         """Before the first part."""
+        return b""
 
     def part(self, reply: Reply, part: Part) -> bytes:
         """Another part of an answer."""
@@ -296,9 +297,7 @@ def progress(body: Answered, reply: Reply) -> dict[str, Any]:
     read = 0 if sequence is None else sequence.state.position
     if not body.return_progress or read >= total:
         return {}
-    cached = (
-        reply.statistics.reused_tokens if sequence is None else sequence.statistics.reused_tokens
-    )
+    cached = (sequence or reply).statistics.reused_tokens
     return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 

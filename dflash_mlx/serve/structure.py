@@ -110,10 +110,7 @@ def _lenient(chat: Chat, field: str, schema: Json, is_strict: bool) -> Json:
 
 
 def _checked(
-    field: str,
-    pair: Pair | None = None,
-    schema: Mapping[str, Any] | None = None,
-    grammar: str | None = None,
+    field: str, pair: Pair | None = None, schema: Json | None = None, grammar: str | None = None
 ) -> StructureConfig:
     """What llguidance takes; compiled for a model where one is given, so that decoding finds it.
 

@@ -125,6 +125,17 @@ def test_errors_have_the_shape_of_the_api(other, server):
     assert server.get(MESSAGES).json()["type"] == "error"
 
 
+def test_what_another_role_sends_is_refused_with_its_place(server):
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "3"}
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    wrong = {"assistant": result, "system": result, "user": thought}
+    for role, block in wrong.items():
+        text = {"type": "text", "text": "a"}
+        found = server.message(messages=[*user("a"), {"role": role, "content": [text, block]}])
+        assert found.status_code == 400
+        assert found.json()["error"]["message"].startswith("messages[1].content[1].type ")
+
+
 def test_tools_go_round_in_the_other_api(other):
     tool = {"name": "add", "input_schema": COUNT}
     usual = {"model": MODEL, "max_tokens": 200, "tools": [tool]}

@@ -184,6 +184,8 @@ def test_codex_finds_the_code_in_a_stream(client, server):
         *("response.created", "response.in_progress", "response.failed")
     ]
     assert kinds[-1][1] == "context_length_exceeded"
+    found = server.post(RESPONSES, {"model": MODEL, "input": "a" * 5000, "stream": True})
+    assert found.headers["content-type"].startswith("text/event-stream")
     assert server.post(RESPONSES, {"input": 5, "stream": True}).status_code == 400
 
 
