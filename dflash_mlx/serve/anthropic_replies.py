@@ -34,7 +34,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 
 async def count_tokens(body: Counted, request: Request) -> Response:
     """How many tokens a prompt has."""
-    return as_json({"input_tokens": await count(request, body)})
+    return as_json(await count(request, body))
 
 
 class BlockWriter(Writer):

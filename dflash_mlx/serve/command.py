@@ -33,6 +33,7 @@ from dflash_mlx.serve.settings import ServeConfig
 
 PROGRAM = "dflash-serve"
 KEY = "DFLASH_KEY"  # environment variable
+LONGEST = 4096  # tokens of an answer: Codex asks for no number, and fails where one is cut
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     """Serve until a signal ends it. Raises DFlashError for bad input, before anything listens."""
     words, more = launch.split(argv)
     arguments = parse(parser(), words)
+    arguments.kept = {"max_tokens": LONGEST, **arguments.kept}
     check_installed()
     config = cli.read_decode_config(arguments)
     serve = read_serve_config(arguments)
@@ -86,8 +88,10 @@ def parser() -> argparse.ArgumentParser:
         "loaded at once, others when asked for (default: the embedded SmolLM2-135M)"
     )
     result.add_argument("--model", action=_Models, default=argparse.SUPPRESS, help=told)
+    told = f"where a request does not say, stop after this many tokens (default: {LONGEST})"
+    result.add_argument("--max-tokens", type=int, default=argparse.SUPPRESS, help=told)
     settings = ServeConfig, PrefixConfig, PairConfig, DecodeConfig, SamplingConfig
-    cli.add_options(result, *settings, without=("model",))
+    cli.add_options(result, *settings, without=("model", "max_tokens"))
     return result
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from dflash_mlx.core.option import LARGEST
 from dflash_mlx.serve.chat import Json
-from dflash_mlx.serve.errors import place_of
+from dflash_mlx.serve.errors import ApiError, place_of
 
 _NOTE = "[{} was here, which this model cannot see]"
 _UNSEEN = {  # what a part is called in a note, by its type
@@ -21,6 +22,7 @@ _UNSEEN = {  # what a part is called in a note, by its type
     **dict.fromkeys(("audio", "input_audio"), "a sound"),
 }
 _TRIES = 8  # a field may be wrong only once another is gone
+_MOST_VALUES, _MOST_TOKENS = 2**18, 2**20  # in a body, and in its prompt
 _MOST_WRONG = 10_000  # problems of a request, each of which takes time that the others wait
 _MOST_TOLD, _LONGEST_TOLD = 32, 100  # names of ignored fields, characters of one
 # What other servers call fields of ours.
@@ -57,7 +59,21 @@ _CREATE = {"type": "create"}  # a thread, which may be lost: the conversation is
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", _CREATE)
 
 
-class LenientRoute(APIRoute):
+class BoundedRoute(APIRoute):
+    """Refuses bodies of so many values that to name what is wrong would keep everybody waiting."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
+                _check_size(await request.json())
+            return await handle(request)
+
+        return handle if self.body_field is None else read
+
+
+class LenientRoute(BoundedRoute):
     """Reads a body again without what it may do without; `request.state.ignored` names that."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -75,6 +91,28 @@ class LenientRoute(APIRoute):
             return await handle(request)
 
         return read
+
+
+def _check_size(body: Any) -> None:
+    """ApiError for a body of too many values; as a prompt many tokens may be sent."""
+    if not isinstance(body, dict):
+        return
+    tokens = body.get("prompt")
+    if _has_more({**body, "prompt": None}, _MOST_VALUES) or _has_more(tokens, _MOST_TOKENS):
+        what = f"the request has more than {_MOST_VALUES} values, or {_MOST_TOKENS} in its prompt"
+        raise ApiError(400, f"{what}; send fewer")
+
+
+def _has_more(value: Any, most: int) -> bool:
+    """Whether there are more values in it than that, at any depth."""
+    found = [value]
+    while found and most >= 0:
+        each = found.pop()
+        inner = each.values() if isinstance(each, dict) else each
+        if isinstance(each, (dict, list)):
+            most -= len(each)
+            found += (one for one in inner if isinstance(one, (dict, list)))
+    return most < 0
 
 
 def unseen(part: Any) -> str | None:

@@ -157,8 +157,9 @@ class ChatWriter(Writer):
 
     def choice(self, reply: Reply, said: Json, reason: str | None = None) -> Json:
         """One of them, with the log-probabilities that no other has told."""
-        ends = {*self._tokenizer.eos_token_ids, *(self._body.stop_token_ids or ())}
-        left_out = set[int]() if self.tells_end else ends
+        left_out: set[int] = set()
+        if not self.tells_end:
+            left_out = {*self._tokenizer.eos_token_ids, *(self._body.stop_token_ids or ())}
         found = [p for p in reply.logprobs if p.token not in left_out]
         reply.logprobs.clear()
         tells = self._body.tops is not None and (found or not self._body.stream)

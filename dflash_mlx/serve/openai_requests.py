@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
@@ -18,6 +18,7 @@ _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, a
 
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_ANSWERS)
+_THOUGHT = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
@@ -60,7 +61,7 @@ class AssistantMessage(Strict):
 
     role: Literal["assistant"]
     content: Content | None = None
-    reasoning_content: str | None = None
+    reasoning_content: Annotated[str | None, _THOUGHT] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1000)] | None = None
     name: str | None = None
     refusal: None = None
@@ -210,6 +211,8 @@ class ChatRequest(ChatBody, Completed):
     modalities: list[Literal["text"]] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def tops(self) -> int | None:
@@ -222,6 +225,14 @@ class ChatRequest(ChatBody, Completed):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "is for logprobs: true", "send both, or neither")
+        last, goes_on = self.messages[-1], bool(self.continue_final_message)
+        if self.add_generation_prompt is goes_on:
+            step = "leave it out, or send the opposite"
+            raise refusal("add_generation_prompt", "is the same as continue_final_message", step)
+        has_words = isinstance(last, AssistantMessage) and last.content and not last.tool_calls
+        if goes_on and not has_words:
+            step = "end with the assistant's words"
+            raise refusal("continue_final_message", "has nothing to go on from", step)
 
     def chat(self, pair: Pair) -> Chat:
         tools = [each.model_dump(exclude_none=True) for each in self.tools or []]
@@ -231,6 +242,7 @@ class ChatRequest(ChatBody, Completed):
             *chosen(self.tool_choice, tools),
             self.parallel_tool_calls is False,
             *wanted(self.response_format, FIELDS.schema),
+            go_on=bool(self.continue_final_message),
         )
 
 

@@ -197,15 +197,24 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
     return await answer(request, body, begin(), writer)
 
 
-async def count(request: Request, body: Conversation) -> int:
-    """How many tokens the prompt of a conversation has."""
+async def count(request: Request, body: Conversation) -> dict[str, Any]:
+    """How many tokens the prompt of a conversation has, in the words of all APIs."""
     service: Service = request.app.state.service
 
-    async def tokens() -> int:
+    async def made() -> dict[str, Any]:
         async with service.using(body) as pair:
-            return len((await service.read(pair, body))[2])
+            chat, _, tokens = await service.read(pair, body)
+        named = {"ignored": _ignored(request, body, chat.ignored or ())}
+        return {"input_tokens": len(tokens), "dflash": named}
 
-    return await unless_gone(request, tokens())
+    return await unless_gone(request, made())
+
+
+def _ignored(request: Request, body: Asked, more: Sequence[str]) -> list[str]:
+    """Names of the request's fields that changed nothing."""
+    service: Service = request.app.state.service
+    idle = [] if service.config.strict else body.idle()
+    return told([*getattr(request.state, "ignored", []), *idle, *more])
 
 
 async def answer(
@@ -214,8 +223,8 @@ async def answer(
     """The response to a request: events as the answers grow, or one object in the end."""
     service: Service = request.app.state.service
     stream = await unless_gone(request, begin)
-    first, given = stream.replies[0], getattr(request.state, "ignored", [])
-    first.ignored = told([*given, *([] if service.config.strict else body.idle()), *first.ignored])
+    first = stream.replies[0]
+    first.ignored = _ignored(request, body, first.ignored)
     writer = make(service, body, stream.replies)
     stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:

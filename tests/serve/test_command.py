@@ -56,6 +56,16 @@ def test_too_little_memory_and_packages_that_are_missing_are_named(monkeypatch, 
     assert helped.value.code == 0
 
 
+def test_an_answer_may_be_longer_than_elsewhere_unless_the_user_says(monkeypatch, model, tmp_path):
+    file, started = tmp_path / "config.toml", []
+    file.write_text("max_tokens = 100\n")
+    monkeypatch.setattr("dflash_mlx.serve.running.run", lambda *more: started.append(more))
+    for more in ([], ["--config", str(file)], ["--config", str(file), "--max-tokens", "7"]):
+        own = more or ["--config", "none"]
+        command.main(["--model", str(model), "--port", "0", *own])
+    assert [usual.max_tokens for *_, usual, kept in started] == [command.LONGEST, 100, 7]
+
+
 GIT = {"url": "https://example.org/chat", "vcs_info": {"vcs": "git", "commit_id": "0a1b"}}
 WANTED = "'dflash-chat[serve] @ git+https://example.org/chat'"
 LINES = {  # by the file that a tool leaves beside what it installs, and where it was from

@@ -88,7 +88,7 @@ def test_a_program_that_is_missing_or_not_named_is_one_sentence(tmp_path, monkey
             command.main(words)
     with pytest.raises(SystemExit) as ended:
         command.main(["--for", "vim"])
-    assert ended.value.code == 2 and "'claude', 'codex', 'opencode'" in capsys.readouterr().err
+    assert ended.value.code == 2 and "claude, codex, opencode" in capsys.readouterr().err
 
 
 def test_where_nothing_listens_a_server_runs_as_long_as_the_program(told, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from support.models import TEMPLATE as PLAIN_TEMPLATE
 from support.serving import (
     CHAT,
+    MESSAGES,
     MODEL,
     TEXTS,
     WORDS,
@@ -34,7 +35,11 @@ def test_a_program_that_sends_context_management_is_answered_and_told_that_it_di
     clear = {"edits": [*KEEP["edits"], {"type": "clear_tool_uses_20250919", "keep": {"value": 3}}]}
     assert ignored(server.message(context_management=clear)) == ["context_management.edits[1]"]
     body = {"model": MODEL, "messages": user("a"), "context_management": KEEP}
-    assert server.post("/v1/messages/count_tokens", body).status_code == 200
+    counting = "/v1/messages/count_tokens"
+    assert ignored(server.post(counting, body)) == []
+    asked = {"model": MODEL, "messages": user("a"), "context_management": clear, "verbosity": 1}
+    told = {"verbosity", "context_management.edits[1]", "reasoning_effort"}
+    assert {*ignored(server.post(counting, {**asked, "reasoning_effort": "high"}))} == told
     with serving(speak, strict=True) as strict:
         assert strict.message(context_management=KEEP).status_code == 200
         assert strict.message(context_management=clear).status_code == 400
@@ -119,6 +124,21 @@ def test_ten_thousand_fields_are_not_all_told(server):
     names = ignored(server.chat(**{f"{i}" * 200: i for i in range(10_000)}))
     assert len(names) == 32 and max(map(len, names)) == 100
     assert server.chat(**{f"x{i}": i for i in range(10_001)}).status_code == 400
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_body_of_very_many_values_is_refused_before_each_of_them_is_looked_at(strict):
+    many = 2**18
+    bodies = [
+        *((CHAT, {"messages": [0] * many}), (MESSAGES, {"messages": [{"content": [[]] * many}]})),
+        *((CHAT, {f"x{i}": 0 for i in range(many)}), (TEXTS, {"prompt": ["a"] * 4 * many + ["a"]})),
+    ]
+    with serving(speak, strict=strict) as server:
+        for path, body in bodies:
+            found = server.post(path, {"model": MODEL, "max_tokens": 1, **body})
+            assert found.status_code == 400 and "values" in found.text
+        found = server.post(TEXTS, {"model": MODEL, "prompt": [0] * 2 * many}).json()
+        assert found["error"]["code"] == "context_length_exceeded"
 
 
 def test_an_argument_that_the_template_does_not_read_is_named_and_a_forbidden_one_refused():

@@ -123,6 +123,25 @@ def test_texts_and_tokens_go_on_without_a_template(client, server):
         client.completions.create(model=MODEL, prompt=[97])
 
 
+def test_an_answer_begins_with_words_that_are_given(server):
+    began = [*user("hello"), {"role": "assistant", "content": "Once"}]
+    go_on = {"messages": began, "continue_final_message": True}
+    for more in ({}, {"add_generation_prompt": False}):
+        assert said(server.chat(**{**go_on, **more})) == WORDS.removeprefix("Once")
+    usual = {"add_generation_prompt": True, "continue_final_message": False}
+    assert said(server.chat(**usual)) == WORDS
+    faults = {
+        "add_generation_prompt": ({**go_on, "add_generation_prompt": True}, usual | go_on),
+        "continue_final_message": ({"continue_final_message": True},),
+    }
+    for field, bodies in faults.items():
+        for body in bodies:
+            response = server.chat(**body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    response = server.chat(add_generation_prompt=False)
+    assert response.json()["error"]["param"] == "add_generation_prompt"
+
+
 def test_models_are_listed_and_known_by_every_name(client):
     assert [model.id for model in client.models.list()] == [MODEL, "alias"]
     assert client.models.retrieve("alias").model_extra["max_model_len"] == 4000
@@ -148,7 +167,7 @@ def test_messages_of_all_roles_reach_the_template():
     seen = []
     call = {"name": "f", "arguments": json.dumps({"x": 1})}
     calls = [{"id": "1", "type": "function", "function": call}]
-    said = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": calls}
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
         {"role": "developer", "content": "be short"},
@@ -156,10 +175,14 @@ def test_messages_of_all_roles_reach_the_template():
         said,
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
+    thoughts = {"reasoning_content": "hm"}, {"reasoning": "hm"}  # the second is vLLM's
     with serving(lambda prompt: seen.append(prompt) or "so") as server:
-        assert server.post(CHAT, {"model": MODEL, "messages": messages}).status_code == 200
+        for thought in thoughts:
+            messages[2] = {**said, **thought}
+            response = server.post(CHAT, {"model": MODEL, "messages": messages})
+            assert response.json()["dflash"]["ignored"] == []
     expected = "[system]be short[user]ab[assistant]<think>hm</think><tool_call>f</tool_call>[tool]2"
-    assert seen[0] == expected
+    assert {*seen} == {expected}
 
 
 def test_a_call_and_its_result_go_round(client):

@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from dflash_mlx.serve import request_queue, service
+from dflash_mlx.serve.openai_requests import Choice, chosen
 from dflash_mlx.serve.responses_requests import ResponsesRequest
 from support.serving import COUNT, MODEL, TOOL, WORDS, chat_body, serving, speak
 
@@ -178,8 +179,13 @@ def test_only_tools_that_are_allowed_are_told_to_the_model(api):
         assert "[tools]other [" in seen[-1]
         unknown = post("auto", "none").json()["error"]
         assert unknown["param"] == "tool_choice"
-        # A call that has to come needs a form of calls, which this template does not show.
-        assert post("required", "other").json()["error"]["param"] == "tool_choice"
+    call = '<tool_call>\n{"name": "other", "arguments": {"a": 1}}\n</tool_call>'
+    with serving(lambda prompt: call) as server:
+        assert '"name":"other"' in post("required", "other").text
+        assert "tool_choice" in post("required", "none").text
+    asked = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", **other}]}
+    tools = [TOOL, {"type": "function", "function": other}]
+    assert chosen(Choice.model_validate(asked), tools) == (tools[1:], "")
 
 
 def test_input_items_and_tokens_are_told():
