@@ -17,18 +17,10 @@ FIELDS = Fields(_FORM, f"{_FORM}.schema", tool="tools[{}].", parameters="input_s
 _FUNCTION = {*Function.model_fields}
 
 
-class CacheControl(Strict):
-    """Asks to keep what stands before; caches here keep what they can without being asked."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-    scope: str | None = None
-
-
 class Cached(Strict):
-    """What may carry a `cache_control`."""
+    """What may ask to be kept; caches here keep what they can without being asked."""
 
-    cache_control: CacheControl | None = None
+    cache_control: Json | None = None
 
 
 class Text(Cached):
@@ -108,7 +100,7 @@ class Counted(Conversation):
     tool_choice: ToolChoice | None = None
     context_management: dict[Literal["edits"], list[Json]] | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: Json | None = None
 
     def idle(self) -> list[str]:
         edits = (self.context_management or {}).get("edits", [])
