@@ -10,17 +10,25 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Stops, Strict
-from dflash_mlx.serve.openai_requests import Format, Function
+from dflash_mlx.serve.openai_requests import Format, Function, wanted
 
 _FORM = "output_config.format"
 FIELDS = Fields(_FORM, f"{_FORM}.schema", tool="tools[{}].", parameters="input_schema")
 _FUNCTION = {*Function.model_fields}
 
 
-class Cached(Strict):
-    """What may ask to be kept; caches here keep what they can without being asked."""
+class CacheControl(Strict):
+    """Asks to keep what stands before; caches here keep what they can without being asked."""
 
-    cache_control: Json | None = None
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+    scope: str | None = None
+
+
+class Cached(Strict):
+    """What may carry a `cache_control`."""
+
+    cache_control: CacheControl | None = None
 
 
 class Text(Cached):
@@ -100,7 +108,7 @@ class Counted(Conversation):
     tool_choice: ToolChoice | None = None
     context_management: dict[Literal["edits"], list[Json]] | None = None
     output_config: OutputConfig | None = None
-    cache_control: Json | None = None
+    cache_control: CacheControl | None = None
 
     def idle(self) -> list[str]:
         edits = (self.context_management or {}).get("edits", [])
@@ -118,7 +126,6 @@ class Counted(Conversation):
         choice, output = self.tool_choice or ToolChoice(type="auto"), self.output_config
         if choice.type == "tool" and not choice.name:
             raise refusal("tool_choice", "of type tool names none", "send its name")
-        form = output.format if output is not None else None
         tools = [each.model_dump(include=_FUNCTION, exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,
@@ -126,7 +133,7 @@ class Counted(Conversation):
             [{"type": "function", "function": each} for each in tools if choice.type != "none"],
             {"any": "", "tool": choice.name}.get(choice.type),
             bool(choice.disable_parallel_tool_use),
-            form.wanted(FIELDS.schema) if form is not None else None,
+            *wanted(None if output is None else output.format, FIELDS.schema),
             go_on=go_on,
         )
 

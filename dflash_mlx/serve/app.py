@@ -28,7 +28,7 @@ from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
 from dflash_mlx.serve.forms import form_of
-from dflash_mlx.serve.lenient import BoundedRoute, LenientRoute, unseen
+from dflash_mlx.serve.lenient import LenientRoute, StrictRoute, unseen
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
 
@@ -161,7 +161,7 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
-    api.router.route_class = BoundedRoute if service.config.strict else LenientRoute
+    api.router.route_class = StrictRoute if service.config.strict else LenientRoute
     for method, paths in _PATHS.items():
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -59,22 +59,10 @@ _CREATE = {"type": "create"}  # a thread, which may be lost: the conversation is
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", _CREATE)
 
 
-class BoundedRoute(APIRoute):
+class StrictRoute(APIRoute):
     """Refuses bodies of so many values that to name what is wrong would keep everybody waiting."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def read(request: Request) -> Response:
-            with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
-                _check_size(await request.json())
-            return await handle(request)
-
-        return handle if self.body_field is None else read
-
-
-class LenientRoute(BoundedRoute):
-    """Reads a body again without what it may do without; `request.state.ignored` names that."""
+    tries = 0  # of a body again, without what it may do without
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -82,7 +70,9 @@ class LenientRoute(BoundedRoute):
         async def read(request: Request) -> Response:
             ignored: list[str] = []
             request.state.ignored = ignored
-            for _ in range(_TRIES):
+            with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
+                _check_size(await request.json())
+            for _ in range(self.tries):
                 try:
                     return await handle(request)
                 except RequestValidationError as error:
@@ -90,7 +80,13 @@ class LenientRoute(BoundedRoute):
                         raise
             return await handle(request)
 
-        return read
+        return handle if self.body_field is None else read
+
+
+class LenientRoute(StrictRoute):
+    """Takes what changes no answer; `request.state.ignored` names it."""
+
+    tries = _TRIES
 
 
 def _check_size(body: Any) -> None:
@@ -130,7 +126,9 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     """Take away what may be, in the body itself; whether anything was."""
     if len(problems := error.errors()) > _MOST_WRONG:
         return False
-    changed = _note_unseen(error.body, ignored)
+    notes = [*_note_unseen(error.body)]
+    ignored += notes
+    changed = bool(notes)
     for problem in problems:
         place = place_of(problem, error.body)
         holder: Any = error.body
@@ -152,33 +150,30 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     return changed
 
 
-def _note_unseen(body: Any, ignored: list[str]) -> bool:
+def _note_unseen(body: Any) -> Iterator[str]:
     """Put notes for pictures of tools and of earlier turns, which would end the conversation.
 
     Those of the last words that are not a tool's stay, and are refused: the answer is about them.
     """
     field = "input" if isinstance(body, dict) and "input" in body else "messages"
     given = body.get(field) if isinstance(body, dict) else None
-    messages, changed = given if isinstance(given, list) else [], False
+    messages = given if isinstance(given, list) else []
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             continue
         content = message.get("content", output := message.get("output"))
         is_past = i + 1 < len(messages) or message.get("role") == "tool" or bool(output)
         if is_past and message.pop("images", None):
-            ignored.append("messages[].images")
+            yield "messages[].images"
             message["content"] = f"{content or ''}\n{_NOTE.format('a picture')}"
-            changed = True
         for part in content if isinstance(content, list) else []:
             is_result = isinstance(part, dict) and part.get("type") == "tool_result"
             inner = part.get("content") if is_result else [part] if is_past else []
             for each in inner if isinstance(inner, list) else []:
                 if (kind := unseen(each)) is not None:
-                    ignored.append(f"{field}[].content[] of type {each['type']}")
+                    yield f"{field}[].content[] of type {each['type']}"
                     each.clear()
                     each.update(type="text", text=_NOTE.format(kind))
-                    changed = True
-    return changed
 
 
 def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:

@@ -20,7 +20,6 @@ Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_ANSWERS)
 _THOUGHT = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class TextPart(Strict):
@@ -68,7 +67,7 @@ class AssistantMessage(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Nothing | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ToolMessage(Strict):
@@ -157,11 +156,14 @@ class Format(Nested):
     schema_: Annotated[Json | None, Field(alias="schema")] = None
     strict: bool | None = None
 
-    def wanted(self, field: str) -> Json | None:
-        """The schema that an answer has to follow, None for words. field: where it is."""
-        if self.type == "json_schema" and self.schema_ is None and self.name is None:
-            raise refusal(field, "is missing", "send it")
-        return None if self.type == "text" else self.schema_ or {"type": "object"}
+
+def wanted(form: Format | None, field: str) -> tuple[Json | None, bool]:
+    """The schema of an answer, None for words, and whether it is strict. field: where it is."""
+    if form is None or form.type == "text":
+        return None, False
+    if form.type == "json_schema" and form.schema_ is None and form.name is None:
+        raise refusal(field, "is missing", "send it")
+    return form.schema_ or {"type": "object"}, bool(form.strict)
 
 
 class OpenAIBody(Answered):
@@ -233,15 +235,13 @@ class ChatRequest(ChatBody, Completed):
             raise refusal("continue_final_message", "has nothing to go on from", step)
 
     def chat(self, pair: Pair) -> Chat:
-        form = self.response_format
         tools = [each.model_dump(exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,
             [told(each) for each in self.messages],
             *chosen(self.tool_choice, tools),
             self.parallel_tool_calls is False,
-            form.wanted(FIELDS.schema) if form is not None else None,
-            form is not None and bool(form.strict),
+            *wanted(self.response_format, FIELDS.schema),
             go_on=bool(self.continue_final_message),
         )
 

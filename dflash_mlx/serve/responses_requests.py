@@ -11,7 +11,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import ChatBody, Count, Sent
-from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen
+from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen, wanted
 
 FIELDS = Fields("text.format", "text.format.schema", "tools[{}].", "parameters", "input")
 INPUT = "input"  # the argument that a custom tool has where the model sees it
@@ -176,15 +176,13 @@ class ResponsesRequest(ChatBody, OpenAIBody):
 
     def chat(self, pair: Pair) -> Chat:
         tools = [tool.function() for tool in self.named.values()]
-        form = self.text.format if self.text is not None else None
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return Chat(
             FIELDS,
             _one_system([*told, *_told(self.items)]),
             *chosen(self.tool_choice, tools),
             self.parallel_tool_calls is False,
-            form.wanted(FIELDS.schema) if form is not None else None,
-            form is not None and bool(form.strict),
+            *wanted(None if self.text is None else self.text.format, FIELDS.schema),
         )
 
 

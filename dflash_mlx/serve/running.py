@@ -127,7 +127,9 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
         timeout_graceful_shutdown=round(_LATE),
     )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters, we say
-    server = Server(settings)
+    server = uvicorn.Server(settings)
+    # Its signal handlers would end answers that ours let finish.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
     asked, again = (asyncio.ensure_future(ends.get()) for _ in range(2))
@@ -145,14 +147,6 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
     await running
     for task in (asked, again, unloading):
         task.cancel()
-
-
-class Server(uvicorn.Server):
-    """uvicorn's, without its signal handlers: ours let answers finish first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.contextmanager

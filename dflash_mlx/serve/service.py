@@ -214,7 +214,7 @@ def _ignored(request: Request, body: Asked, more: Sequence[str]) -> list[str]:
     """Names of the request's fields that changed nothing."""
     service: Service = request.app.state.service
     idle = [] if service.config.strict else body.idle()
-    return told([*getattr(request.state, "ignored", []), *idle, *more])
+    return told([*request.state.ignored, *idle, *more])
 
 
 async def answer(

@@ -20,9 +20,7 @@ MOST_TOKENS = 1024  # that a request biases, or that end its answer
 class ServeConfig:
     """Where the server listens, who may use it, and its limits."""
 
-    host: str = option(
-        "127.0.0.1", "address to listen on; one that other machines reach needs a --key"
-    )
+    host: str = option("127.0.0.1", "address to listen on; one that others reach needs a --key")
     port: int = option(8080, "port to listen on, 0 for any free one", least=0, most=65535)
     key: str | None = option(
         None,
@@ -30,15 +28,10 @@ class ServeConfig:
         "environment variable DFLASH_KEY, which no list of processes shows)",
     )
     name: tuple[str, ...] = option(
-        (),
-        "another name by which clients may ask for the model, or the first one; may be repeated",
-        action="append",
+        (), "another name of the model, or of the first one; may be repeated", action="append"
     )
     allow_host: tuple[str, ...] = option(
-        (),
-        "name by which clients may call this machine, besides localhost and addresses; may be "
-        "repeated",
-        action="append",
+        (), "name of this machine besides localhost; may be repeated", action="append"
     )
     allow_origin: tuple[str, ...] = option(
         (),
@@ -47,35 +40,24 @@ class ServeConfig:
         action="append",
     )
     models_dir: str | None = option(
-        None,
-        "folder whose folders are models: all are served, besides each --model, and loaded when "
-        "asked for",
+        None, "folder of models: all are served, besides each --model, and loaded when asked for"
     )
     most_loaded: int | None = option(
         None, "models in memory at once, at most (default: as many as fit)", least=1, type=int
     )
     idle_unload: float | None = option(
-        None,
-        "minutes after which a model is unloaded that nobody asks for (default: never)",
-        least=ABOVE_0,
-        type=float,
+        None, "idle minutes until a model is unloaded (default: never)", least=ABOVE_0, type=float
     )
     parallel: int = option(8, "answers that are decoded together; further ones wait", least=1)
     queue: int = option(64, "answers that may wait; later clients are told to come back", least=0)
     memory_gb: float | None = option(
-        None,
-        "gigabytes for the caches of all answers (default: half of what the model leaves free)",
-        least=ABOVE_0,
-        type=float,
+        None, "gigabytes for all caches (default: half of what is free)", least=ABOVE_0, type=float
     )
     body_mb: float = option(16.0, "largest request, in megabytes", least=ABOVE_0)
     messages: int = option(4096, "most messages of a conversation", least=1)
     connections: int = option(512, "most open connections", least=1)
     idle: float = option(
-        60.0,
-        "seconds that a client may take to send its request, to read on, or to ask again on an "
-        "open connection",
-        least=ABOVE_0,
+        60.0, "seconds that sending a request, reading on or asking again may take", least=ABOVE_0
     )
     grace: float = option(
         30.0, "seconds that running answers may take to finish after Ctrl+C or SIGTERM", least=0
