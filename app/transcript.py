@@ -100,8 +100,9 @@ class Reply(Vertical):
 
     def outlive(self) -> None:
         """A question follows, so that nothing goes on with this answer any more."""
-        ended, _, _ = ENDINGS.get(self._ending, "").partition(";")
-        self.query_one(".ending", Static).update(ended)
+        ended, way, _ = ENDINGS.get(self._ending, "").partition(";")
+        if way:
+            self.query_one(".ending", Static).update(ended)
 
     async def _end_stream(self) -> None:
         stream, self._stream = self._stream, None

@@ -138,7 +138,7 @@ async def test_every_answer_of_the_session_is_shown_as_its_tokens(chat, app):
     assert "**" not in chat.text
     await chat.press("f2")
     for text in ("one **two**", "three **four**", "of another day"):
-        assert text in chat.text
+        await chat.shows(text)
     await chat.say("/retry")
     await chat.until(lambda: "**five**" in chat.text and app.listener.job is None)
     assert "one **two**" in chat.text, "in a conversation that goes on elsewhere, too"
