@@ -262,4 +262,4 @@ def test_paths_that_are_not_there_say_what_to_do(server):
     assert "/api/generate?" in problem("/api/generat")
     assert "embeddings" in problem("/v1/embeddings") and "embeddings" in problem("/api/embed")
     assert "--model" in problem("/api/pull")
-    assert "docs/serve.md" in problem("/nothing/of/this")
+    assert "GET / lists them" in problem("/nothing/of/this")
