@@ -24,6 +24,7 @@ from dflash_mlx.core.errors import DFlashError
 
 Start = tuple[list[str], dict[str, str]]  # the words of a command, and variables for it
 _LISTENS = re.compile(r"dflash-serve: .* at (http://\S+:\d+)")
+_OURS = "dflash"  # who owns the models that our server lists
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where a server listens everywhere
 
 
@@ -124,7 +125,9 @@ def find(usual: Served) -> Served | None:
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=5) as response:
             first = json.load(response)["data"][0]
-        return replace(usual, model=str(first["id"]), context=int(first["context_length"]))
+        if first["owned_by"] != _OURS:
+            return None
+        return replace(usual, model=str(first["id"]), context=first.get("context_length"))
     except HTTPError as error:
         what = f"what listens at {usual.url} answers with {error.code}"
         raise DFlashError(what, "give its key, or another --port", "key") from None

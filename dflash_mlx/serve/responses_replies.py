@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -213,15 +214,19 @@ class ItemWriter(Writer):
 
     def _logprobs(self, text: str, goes_on: bool) -> list[Json]:
         """Those of the tokens that a text came of; none of marks before it."""
-        tokenizer, found = self._reply.tokenizer, self._reply.logprobs
-        read, text, ends = "", text.strip(), list[int]()
-        most = min(len(found), 32 + 4 * len(text))
-        while len(ends) < most and text not in read:
-            read = tokenizer.decode([each.token for each in found[: len(ends) + 1]])
-            ends.append(len(read))
-        at = 0 if goes_on else read.find(text)
-        told = [each for each, end in zip(found, ends, strict=False) if end > at]
-        del found[: len(ends)]
+        tokenizer, found, text = self._reply.tokenizer, self._reply.logprobs, text.strip()
+
+        def read(tokens: int) -> str:
+            return str(tokenizer.decode([each.token for each in found[:tokens]])) if tokens else ""
+
+        most, least, end = min(len(found), 32 + 4 * len(text)), 0, 0
+        while end < most and text not in read(end):  # few are read where few are enough
+            least, end = end, min(most, 2 * end or 1)
+        end = bisect_left(range(end), True, least, key=lambda tokens: text in read(tokens))
+        at = 0 if goes_on else read(end).find(text)
+        begin = bisect_right(range(end), at, key=lambda tokens: len(read(tokens + 1)))
+        told = found[begin:end]
+        del found[:end]
         return told_logprobs(tokenizer, told)
 
     def _said(self, what: str, **values: Any) -> bytes:

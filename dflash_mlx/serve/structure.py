@@ -24,6 +24,7 @@ from dflash_mlx.serve.forms import Form, Json, form_of
 
 _MESSAGE = ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")
 _LIMITS = re.compile(r"'(minLength|maxLength|pattern|format|enum|const|\$ref)'")
+_MOST = 500  # arguments that stand one by one: thousands overflow llguidance's stack
 _ANY, _TEXT = r"(.|\n)*", {"type": "string"}
 _DEFINED = ("$defs", "definitions", "x-guidance")  # of a schema, which its parts need
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated"}
@@ -84,6 +85,8 @@ def _tools(chat: Chat, form: Form) -> dict[str, Json]:
             raise refusal(field, what, "send the schema of an object")
         schema = _lenient(chat, field, schema, bool(tool.get("strict")))
         _checked(field, schema=schema)
+        if form.value and len(schema.get("properties") or {}) > _MOST:
+            raise refusal(field, f"has more than {_MOST} properties", "send fewer")
         if form.value and (beyond := beyond_tags(schema)):
             what = f"has {', '.join(beyond)}, which the model's format of calls cannot promise"
             if chat.ignored is None or tool.get("strict"):

@@ -66,6 +66,14 @@ def test_a_program_is_printed_and_started_for_a_server_that_runs(server, told, c
     assert {pair.partition("=")[0] for pair in shown[:at]} == {*own}
 
 
+def test_a_server_is_found_while_its_first_model_is_not_in_memory(told, capsys):
+    with serving(speak, idle_unload=0.001) as server:
+        server.until(lambda: server.models._all[0].pair is None)
+        command.main(["--port", str(server.port), "--for", "codex"])
+    shown = capsys.readouterr().out
+    assert f'model="{MODEL}"' in shown and "model_context_window" not in shown
+
+
 def test_a_key_is_handed_on_but_not_shown(told, capsys):
     with serving(speak, key="secret") as server:
         words = ["--port", str(server.port), "--for", "claude", "--key"]

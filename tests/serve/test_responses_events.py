@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.serve import request_queue, service
 from dflash_mlx.serve.openai_requests import Choice, chosen
 from dflash_mlx.serve.responses_requests import ResponsesRequest
@@ -120,6 +122,25 @@ def test_log_probabilities_are_those_of_the_words():
             assert all(len(each["top_logprobs"]) == 2 for each in told)
         plain = server.post(RESPONSES, body()).json()["output"][0]["content"][0]["logprobs"]
         assert plain == []
+
+
+def test_a_long_text_is_not_read_again_for_each_of_its_tokens(monkeypatch):
+    text = '<tool_call>{"nam": "' + "word " * 60 + '"}</tool_call>'  # words, as it is no call
+    with serving(lambda _: text, usual=DecodeConfig("none", max_tokens=900)) as server:
+        tokenizer, read = server.pair.tokenizer, []
+        decode = tokenizer._tokenizer.decode
+
+        def counted(ids, **how):
+            if threading.current_thread() is server.thread:  # the model of this test decodes, too
+                read.append(len(ids))
+            return decode(ids, **how)
+
+        monkeypatch.setattr(tokenizer._tokenizer, "decode", counted)
+        asked = body(tools=[ADD], stream=True, **LOGPROBS)
+        found = server.post(RESPONSES, asked).text
+        assert 1000 < sum(read) < 20000
+    told = json.loads(found.rpartition("data: ")[2])["response"]["output"][0]["content"][0]
+    assert "".join(each["token"] for each in told["logprobs"]) == text == told["text"]
 
 
 def test_a_custom_tool_takes_a_text_and_its_calls_go_round():

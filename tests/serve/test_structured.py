@@ -12,8 +12,10 @@ from jsonschema_rs import is_valid
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import Chat
+from dflash_mlx.serve.errors import ApiError
+from dflash_mlx.serve.forms import FORMS
 from dflash_mlx.serve.openai_requests import FIELDS
-from dflash_mlx.serve.structure import structure_of
+from dflash_mlx.serve.structure import _tools, structure_of
 from support.serving import MODEL, TEMPLATE, actor_pair, ask, said, serving, user
 
 WORDS = "Once upon a time."
@@ -369,3 +371,24 @@ def test_what_the_library_lacks_of_a_schema_is_left_out_and_named_unless_it_is_s
     assert found.status_code == 400 and found.json()["error"]["param"] == "text.format.schema"
     required = {"tools": [tool("f", schema)], "tool_choice": "required"}
     assert server.chat("long", **required).status_code == 200
+
+
+LONG = {"type": "string", "maxLength": 10**8}
+OFTEN = {"type": "string", "pattern": "^(ab|c){1,100000000}$"}
+MANY = {f"p{i}": {"type": "string"} for i in range(5000)}
+
+
+@pytest.mark.parametrize("schema", [schema_of(a=LONG), schema_of(a=OFTEN)])
+def test_a_schema_that_would_be_compiled_for_ever_is_refused(server, schema):
+    given = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert server.chat(response_format=given).status_code == 400
+    strict = {"tools": [tool("f", schema)], "tool_choice": "required"}
+    assert server.chat(**strict).status_code == 400
+
+
+def test_more_arguments_than_the_stack_of_the_grammar_bears_are_refused():
+    """They ended the process, where arguments stand one by one."""
+    form = next(each for each in FORMS if each.value and each.over)
+    chat = Chat(FIELDS, [], [tool("f", {"type": "object", "properties": MANY})], "")
+    with pytest.raises(ApiError):
+        _tools(chat, form)
