@@ -373,17 +373,7 @@ def test_what_the_library_lacks_of_a_schema_is_left_out_and_named_unless_it_is_s
     assert server.chat("long", **required).status_code == 200
 
 
-LONG = {"type": "string", "maxLength": 10**8}
-OFTEN = {"type": "string", "pattern": "^(ab|c){1,100000000}$"}
 MANY = {f"p{i}": {"type": "string"} for i in range(5000)}
-
-
-@pytest.mark.parametrize("schema", [schema_of(a=LONG), schema_of(a=OFTEN)])
-def test_a_schema_that_would_be_compiled_for_ever_is_refused(server, schema):
-    given = {"type": "json_schema", "json_schema": {"schema": schema}}
-    assert server.chat(response_format=given).status_code == 400
-    strict = {"tools": [tool("f", schema)], "tool_choice": "required"}
-    assert server.chat(**strict).status_code == 400
 
 
 def test_more_arguments_than_the_stack_of_the_grammar_bears_are_refused():
