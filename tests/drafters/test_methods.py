@@ -303,7 +303,7 @@ def test_settings_of_an_answer_make_no_drafter_and_no_experience_of_their_own(pa
         biased = SamplingConfig(1.0, logit_bias=((i, 1.0),), min_tokens=i, presence_penalty=i / 2)
         for more in ({"thought_tokens": i}, {"sampling": biased}, {"logprobs": i}):
             for scheduler in (shared, Scheduler(pair)):
-                scheduler.drafter(DecodeConfig("dflash", max_tokens=9 + i, **more))
+                scheduler.drafter(DecodeConfig("dflash", max_tokens=9 + i, **more), pair)
     assert len(shared.drafters) == 2, "one that draws, and one that does not"
     assert len([key for key in pair.learned if isinstance(key[-1], DecodeConfig)]) <= 2
 

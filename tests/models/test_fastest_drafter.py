@@ -251,7 +251,7 @@ def test_the_chat_gets_and_the_server_says_what_was_found(both, file, monkeypatc
     assert isinstance(timing, Timing), "before drafters are compared"
     assert {*steps} == {None} and both["model"] in said
     file.unlink()
-    _ = [*running._measure(loaded.pair, False)]
+    _ = [*running._measure(DecodeConfig(), loaded.pair)]
     assert f"{running.PROGRAM}: {said}" in capsys.readouterr().err
     file.unlink()
     events = backend.measure(False)
