@@ -32,7 +32,7 @@ class Thoughts:
         return self.kind == _THOUGHT
 
     def after(self, token: int, tokenizer: Any) -> Thoughts:
-        """What it has behind the next token. In a call of a tool, marks are text."""
+        """The thoughts of the answer with another token. In a call of a tool, marks are text."""
         start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
         marks = {_WORDS: {BEGIN: _THOUGHT, start: _CALL}, _THOUGHT: {END: _WORDS}}
         own = marks.get(self.kind, {end: _WORDS})

@@ -50,7 +50,7 @@ async def models(request: Request) -> Response:
 
 
 async def studio_models(request: Request) -> Response:
-    """The same in LM Studio's shape, with what its clients read."""
+    """The models in LM Studio's shape, with what its clients read."""
     found = _listed(request)
     for each in found:
         can = ["tool_use"] * _can(each, "tools")
@@ -59,7 +59,7 @@ async def studio_models(request: Request) -> Response:
 
 
 async def tags(request: Request) -> Response:
-    """The same in Ollama's shape; by `/api/ps` those that are in memory."""
+    """The models in Ollama's shape; by `/api/ps` those that are in memory."""
     is_all = not request.url.path.endswith("/ps")
     found = (each for each in _listed(request) if is_all or each["state"] == "loaded")
     return as_json({"models": [_in_ollama(each) for each in found]})

@@ -54,7 +54,7 @@ class Asked(Strict):
 
     @property
     def wishes(self) -> Json:
-        """What it says of thoughts, by the fields that say it."""
+        """Efforts, budgets and switches of thoughts in the request, by the fields' names."""
         found: Json = dict.fromkeys(_WISHES, self)
         for name in found:
             for part in name.split("."):

@@ -84,5 +84,7 @@ class GenerateRequest(ChatRequest):
         self.messages = [*system, user] if self.prompt else []
 
     def check(self) -> None:
-        if self.raw and self.system:
-            raise refusal("system", "is not for a raw prompt", "put its words into the prompt")
+        super().check()
+        for name in ("system", "format", "think") if self.raw else ():
+            if getattr(self, name):
+                raise refusal(name, "is not for a raw prompt", "leave it out, or raw")

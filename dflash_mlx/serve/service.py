@@ -141,11 +141,11 @@ class Service:
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                reply = Reply(tokens, config, pair, behind=first, index=len(replies))
+                own = config if first is None else replace(config, prompt_logprobs=None)
+                reply = Reply(tokens, own, pair, behind=first, index=len(replies))
                 reply.reader, reply.goes_on = reader(), goes_on
                 replies.append(reply)
                 first = first or reply
-                reply.config = replace(config, prompt_logprobs=None) if reply.behind else config
         return await self.queue.open(replies)
 
 

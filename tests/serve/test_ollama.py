@@ -92,6 +92,8 @@ def test_a_prompt_is_a_message_or_raw_and_without_one_the_model_is_there():
         assert {*seen} == {"[system]be short[user]a", "a"}
         for path, none in ((GENERATE, {"model": MODEL}), (CHAT, {"model": MODEL, "messages": []})):
             assert whole(server, path, none)["done_reason"] == "load"
+        for own in ({"format": "json"}, {"think": True}):
+            assert [*own][0] in server.post(GENERATE, {**raw, **own}).json()["error"]
         found = server.post(GENERATE, {**raw, "system": "be short"})
     assert found.status_code == 400 and found.json()["error"].startswith("system")
 
