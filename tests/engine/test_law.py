@@ -35,15 +35,19 @@ from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import (
     CONTROLS,
-    IN_ORDER,
-    SCHEDULES,
     AblatedDual,
     PaperGrowth,
     Resample,
-    Scheduled,
     sampled,
 )
-from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff, likeliest
+from dflash_mlx.drafters.specdiff.drafter import (
+    IN_ORDER,
+    SCHEDULES,
+    Denoising,
+    DrawnSpecDiff,
+    SpecDiff,
+    likeliest,
+)
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.language_models import language_model
@@ -183,14 +187,14 @@ def scheduled(schedule, shape="tree", steps=2):
             "tree": (partial(likeliest, nodes=7), TOP_K),
             "samples": (partial(sampled, samples=3, seed=sampling.seed, nodes=5), TOP_K),
         }
-        return SpecDiff(MASKED, None, Scheduled(steps, schedule), *grown[shape])
+        return SpecDiff(MASKED, None, Denoising(steps, schedule), *grown[shape])
 
     return made
 
 
 def drawn_in(steps, weighed=False):
     """SpecDiff's chains, drawn in one pass or left to right in several."""
-    how = Scheduled(steps, IN_ORDER if steps > 1 else SCHEDULES[0])
+    how = Denoising(steps, IN_ORDER if steps > 1 else SCHEDULES[0])
 
     def made(sampling):
         drafter = DrawnSpecDiff(MASKED, None, how, sampling, weighed)
