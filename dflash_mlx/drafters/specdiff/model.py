@@ -111,18 +111,11 @@ class TextContext(TokenContext):
         length = min(length, self._cache.length)
         if self._cache.refill_from(length) == length:
             return length
-        return self._reached_from(length)
-
-    def _reached_from(self, length: int) -> int:
-        """The first token that rows at `length` see anything of, through all layers.
-
-        Each window reaches a little further back. A layer without one sees all tokens, and what
-        these are in it comes of the windows before it, from the first token on.
-        """
+        # The first token that rows at `length` see anything of, through all layers: each window
+        # reaches a little further back. A layer without one sees all tokens, and what these are in
+        # it comes of the windows before it, from the first token on.
         windows = [layer.window for layer in self._cache.layers]
-        if None in windows:
-            return 0
-        return max(0, length - int(sum(windows) - len(windows)))
+        return 0 if None in windows else max(0, length - sum(windows) + len(windows))
 
 
 class MaskedModel(BoundModel[TextContext]):
