@@ -16,11 +16,10 @@ from dflash_mlx.drafters.block_diffusion import (
     SelectedPath,
 )
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.dflash.domino import DominoConfig, DominoLinks, PrefixGRU, correction
+from dflash_mlx.drafters.dflash.domino import DominoLinks, PrefixGRU, correction
 from dflash_mlx.drafters.dflash.paths import (
     Candidates,
     ConfidenceHead,
-    MarkovConfig,
     MarkovHead,
     MarkovLinks,
     predecessors,
@@ -102,8 +101,7 @@ class ToyMarkov(ToyLinks):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.table /= 3  # or nothing but the likeliest path would be drawn
-        config = MarkovConfig(rank=3)
-        head, confidence = MarkovHead(VOCABULARY, VOCABULARY, config), ConfidenceHead(4, config)
+        head, confidence = MarkovHead(VOCABULARY, VOCABULARY, 3), ConfidenceHead(7)
         for i, module in enumerate((head.markov_w1, head.markov_w2, confidence.proj)):
             shape = module.weight.shape
             module.weight = mx.random.normal(shape, key=mx.random.key(10 * seed + i))
@@ -123,14 +121,14 @@ class ToyDomino(ToyMarkov):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        config, keys = DominoConfig(width=3, state=5, pure=1), mx.random.split(mx.random.key(8), 5)
-        gru, layers = PrefixGRU(4, 5), correction(4, VOCABULARY, config)
+        keys = mx.random.split(mx.random.key(8), 5)
+        gru, layers = PrefixGRU(4, 5), correction(9, 3, VOCABULARY)
         for i, name in enumerate(("weight_ih_l0", "weight_hh_l0")):
             gru[name] = 3 * mx.random.normal(gru[name].shape, key=keys[i])
             weight = layers[2 * i].weight
             layers[2 * i].weight = 2 * mx.random.normal(weight.shape, key=keys[i + 2])
         embedding = mx.random.normal((VOCABULARY, 4), key=keys[4])
-        self.links = DominoLinks(gru, layers, config.pure, lambda tokens: embedding[tokens])
+        self.links = DominoLinks(gru, layers, 1, lambda tokens: embedding[tokens])
 
 
 class ToyParallel(ToyEagle):
