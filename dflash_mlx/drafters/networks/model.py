@@ -198,10 +198,10 @@ class DraftContext:
     """
 
     def __init__(
-        self, network: Any, cache: SequenceCache, words: ActiveVocabulary | None = None
+        self, model: Any, cache: SequenceCache, words: ActiveVocabulary | None = None
     ) -> None:
         self.words = words  # the conversation's, where its drafter has a partial head
-        self._network, self._cache = network, cache
+        self._model, self._network, self._cache = model, model.module, cache
         self._waiting: list[tuple[mx.array, mx.array]] = []  # tokens [n], features [n, m*d]
 
     @abstractmethod
@@ -280,6 +280,7 @@ class BoundModel(Generic[_Context]):
     scales_embeddings: ClassVar[bool] = True  # as its target does, with the target's embedding
     least_vocabulary = 1  # tokens that its drafts need
     takes_trees, prefers_chains = True, False  # where it goes token by token
+    context: Callable[..., _Context]  # of the model, its empty caches, and the active vocabulary
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
@@ -310,15 +311,11 @@ class BoundModel(Generic[_Context]):
     def block_size(self) -> int:
         return self.config.block_size  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def context(self, *parts: Any) -> _Context:
-        """A context of these parts: the network, its empty caches, and the active vocabulary."""
-
     def new_context(self) -> _Context:
         windows = self.config.layer_windows
         layers = [LayerCache(window, self.kernels, self._kv_bits) for window in windows]
         words = self.head.partial and ActiveVocabulary(self.head.partial)
-        return self.context(self.module, SequenceCache(layers), words)
+        return self.context(self, SequenceCache(layers), words)
 
     def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
         """Draft only the first `size` of all `tokens` [V], and those that a conversation has.

@@ -94,18 +94,15 @@ class Network(DraftNetwork):
 class TextContext(TokenContext):
     """Keys and values of committed tokens."""
 
-    def __init__(self, embed: Embed, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._embed = embed  # tokens [n] to [n, d]
-
     def read(self, tokens: mx.array) -> None:
-        self._network.read(self._embed(tokens)[None], self._cache)
+        self._network.read(self._model.embed(tokens)[None], self._cache)
 
     def run(self, block: mx.array) -> mx.array:
         """Final states [b, d] of a block [b] behind all tokens; what waited is then committed."""
         text = self.take_waiting()
         rows = mx.concatenate([text, block])
-        return self._network(self._embed(rows)[None], self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
+        x = self._model.embed(rows)[None]
+        return self._network(x, self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
 
     def way_back(self, length: int) -> int:
         length = min(length, self._cache.length)
@@ -125,6 +122,7 @@ class MaskedModel(BoundModel[TextContext]):
     """
 
     family = "specdiff"
+    context = TextContext
 
     def own_head(self, network: Any) -> Embed:
         return network.embed_tokens.as_linear if self.config.tied else super().own_head(network)
@@ -132,9 +130,6 @@ class MaskedModel(BoundModel[TextContext]):
     @property
     def mask(self) -> int:
         return self.config.mask_token_id  # type: ignore[no-any-return]
-
-    def context(self, *parts: Any) -> TextContext:
-        return TextContext(self.embed, *parts)
 
     def tried(self, context: TextContext) -> mx.array:
         masks = mx.full(self.block_size, self.mask, mx.int32)
