@@ -67,7 +67,7 @@ def blocks(subject: Blocks) -> tuple[np.ndarray, list[int]]:
         logits = subject.found(state.context, ANCHOR, rows)
         return logits, logits.argmax(axis=-1).tolist()
     path = list(SelectedPath(model).draft(state, rows).tree.drafted)
-    if model.config.selector is not None:
+    if model.config.selector_rank:
         return subject.found(state.context, ANCHOR, rows), path
     found = model.candidates(state.context, mx.array([ANCHOR]), rows)
     _, scores = found.likeliest()

@@ -242,8 +242,8 @@ def of_drafter(drafter: Drafter, context: Context) -> Context:
     if isinstance(made, FeatureContext):
         return context.contexts[0]
     assert isinstance(made, DualContext)
-    made.contexts = context.contexts[: len(made.contexts)]  # one where it continues its own drafts
-    return made
+    # one where it continues its own drafts
+    return replace(made, contexts=context.contexts[: len(made.contexts)])
 
 
 def read_answers(file: Path, vocab_size: int) -> list[CorpusRow]:

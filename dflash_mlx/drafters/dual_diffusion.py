@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -40,16 +40,13 @@ Drafts = Mapping[Path, Choices]  # what was drafted behind each prefix
 BRANCHES = 4  # prefixes that are continued, unless asked for others
 
 
+@dataclass(frozen=True)
 class DualContext:
     """The contexts of several networks, fed from one set of features."""
 
-    def __init__(
-        self,
-        contexts: tuple[DraftContext, ...],
-        layers: tuple[tuple[int, ...], ...],  # that each reads
-        aux_layers: tuple[int, ...],  # whose features come
-    ) -> None:
-        self.contexts, self._layers, self._aux_layers = contexts, layers, aux_layers
+    contexts: tuple[DraftContext, ...]
+    layers: tuple[tuple[int, ...], ...]  # that each reads
+    aux_layers: tuple[int, ...]  # whose features come
 
     @property
     def length(self) -> int:
@@ -60,8 +57,8 @@ class DualContext:
         return [array for context in self.contexts for array in context.arrays]
 
     def append(self, tokens: mx.array, features: mx.array | None) -> None:
-        for context, layers in zip(self.contexts, self._layers, strict=True):
-            context.append(tokens, columns_of(features, self._aux_layers, layers))
+        for context, layers in zip(self.contexts, self.layers, strict=True):
+            context.append(tokens, columns_of(features, self.aux_layers, layers))
 
     def refill_from(self, length: int) -> int:
         return min(context.refill_from(length) for context in self.contexts)
@@ -74,11 +71,10 @@ class DualContext:
     def kind(self) -> Kind:
         kinds = [context.kind for context in self.contexts]
         networks = tuple(network for own, _ in kinds for network in own)
-        return networks, (self._layers, self._aux_layers, *(settings for _, settings in kinds))
+        return networks, (self.layers, self.aux_layers, *(settings for _, settings in kinds))
 
     def fork(self) -> DualContext:
-        contexts = tuple(context.fork() for context in self.contexts)
-        return DualContext(contexts, self._layers, self._aux_layers)
+        return replace(self, contexts=tuple(context.fork() for context in self.contexts))
 
     def saved(self) -> Saved:
         return join(context.saved() for context in self.contexts)

@@ -55,7 +55,11 @@ def other_kind(raw: Mapping[str, Any]) -> str:
 
 
 class FileFormat:
-    """How the folders of one family are recognised, checked and loaded."""
+    """How the folders of one family are recognised, checked and loaded.
+
+    raw: a config.json. names: of the tensors in its files, () where these are not known. source:
+    where it is from, for messages.
+    """
 
     config: ClassVar[type[DraftConfig]]
     network: ClassVar[type[Any]]  # made of a configuration
@@ -104,17 +108,13 @@ class FileFormat:
         return raw
 
     def review(self, raw: Fields, names: Collection[str]) -> Iterable[str]:
-        """Fields that are left out, which a note says; Unsupported for one that must not be.
-
-        names: of the tensors in its files, () where these are not known.
-        """
+        """Fields that are left out, which a note says; Unsupported for one that must not be."""
         return ()
 
     def translate(self, raw: Fields, names: Collection[str]) -> Fields:
         """A config.json in our words; one that is in them already stays as it is.
 
-        names: of the tensors in its files, () where these are not known. Raises ValueError for what
-        is not supported, KeyError for a missing field.
+        Raises ValueError for what is not supported, KeyError for a missing field.
         """
         return raw
 
@@ -142,11 +142,7 @@ class FileFormat:
     # What all families do alike
 
     def parse_config(self, raw: Any, source: str, names: Collection[str] = ()) -> Any:
-        """The configuration in a config.json; DFlashError for what is of no usable drafter.
-
-        source: where it is from, for messages. names: of the tensors beside it, which of some
-        formats show whether they bring embedding and head.
-        """
+        """The configuration in a config.json; DFlashError for what is of no usable drafter."""
         try:
             if not isinstance(raw, dict):
                 raise ValueError(f"the contents are {raw!r}, and what they describe is unknown")
@@ -156,14 +152,11 @@ class FileFormat:
                 known = ", ".join(self.known)
                 raise ValueError(f"architectures is {name!r}, supported are {known}")
             config = self.read_fields(told, names)
-        except Unsupported as error:
-            problem = f"in {source}/config.json, {in_one_line(error)}"
-            raise DFlashError(problem, error.next_step) from None
         except KeyError as error:
             raise DFlashError(f"config.json of {source} lacks {error}", DOWNLOAD_AGAIN) from None
         except (ValueError, TypeError, OverflowError) as error:
-            problem = in_one_line(error)
-            raise DFlashError(f"in {source}/config.json, {problem}", DOWNLOAD_AGAIN) from None
+            step = error.next_step if isinstance(error, Unsupported) else DOWNLOAD_AGAIN
+            raise DFlashError(f"in {source}/config.json, {in_one_line(error)}", step) from None
         for problem, wrong in config.problems().items():
             if wrong:
                 raise DFlashError(f"in {source}, {problem}", DOWNLOAD_AGAIN)
@@ -195,15 +188,12 @@ class FileFormat:
             yield Finding("error", what, CHOOSE_ANOTHER)
 
     def check_settings(self, config: Any, settings: PairConfig, name: str) -> None:
-        """Raise DFlashError for settings of draft models that this one cannot follow.
-
-        name: what to call it.
-        """
+        """Raise DFlashError for settings that this draft model, called `name`, cannot follow."""
 
     def build(self, config: DraftConfig, source: str) -> Any:
         """The network that a configuration describes, its weights not yet there.
 
-        source: for messages. Raises DFlashError for a rope that mlx-lm does not know, for sizes
+        Raises DFlashError for a rope that mlx-lm does not know, for sizes
         that MLX cannot have and for a quantisation that does not fit.
         """
         try:
@@ -222,7 +212,7 @@ class FileFormat:
     ) -> Iterator[Finding]:
         """Tensors that are missing, unexpected or of another shape or kind than is asked for.
 
-        tensors: by their names in the files. source: what to call the folder. Raises as `build`.
+        tensors: by their names in the files. Raises as `build`.
         """
         needed = parameters_of(self.build(config, source))
         if not tensors:

@@ -24,6 +24,7 @@ from dflash_mlx.engine.state import Context, State
 
 MOST_NODES = 48  # of a tree that the budget then cuts
 MOST_BRANCHES = 32
+_OF_DRAFT_MODELS = ("drafter", "drafter_bits", "draft_window", "draft_vocabulary")
 
 Model = TypeVar("Model", bound=DraftModel)
 
@@ -86,6 +87,8 @@ class Method:
     def shared(self) -> dict[str, bool]:
         """Which of the settings that not every method follows it does follow."""
         return {
+            **dict.fromkeys(_OF_DRAFT_MODELS, bool(self.family)),
+            "second_drafter": self.best_with > 1,
             "block_size": bool(self.sources),
             "budget": self.has_budget,
             "lookup": self.chooses and bool(self.family),
@@ -101,6 +104,10 @@ class Method:
     @property
     def own(self) -> dict[str, Field[Any]]:
         return {option.name: option for option in fields(self.options)}
+
+    def takes(self, setting: str) -> bool:
+        """Whether it follows a setting that not every method follows."""
+        return setting in self.own or self.shared.get(setting, False)
 
     def called(self, capabilities: Capabilities) -> str:
         """The label with what a pair can draft with."""

@@ -33,16 +33,12 @@ METHODS: dict[str, Method] = {
         step_by_step("EAGLE-3", eagle3.FILES),
         step_by_step("Gemma assistant", assistant.FILES),
         step_by_step("multi-token prediction", mtp.FILES),
-        step_by_step(
-            "small language model", lm.FILES
-        ),  # the last of those with files, since any model is read so
-        ngram.METHOD,  # behind these, since it is as good only where no draft model is
+        # Language models are the last with files, since any model is read so; prompt lookup stands
+        # behind all of these, since it is as good only where no draft model is
+        step_by_step("small language model", lm.FILES),
+        ngram.METHOD,
     )
 }
-
-# Settings of a pair that say something of its draft models; the last one of the second.
-_OF_DRAFT_MODELS = ("drafter", "drafter_bits", "draft_window", "draft_vocabulary")
-_OF_TWO = "second_drafter"
 
 
 def choices() -> tuple[str, ...]:
@@ -107,18 +103,14 @@ def own_options() -> type:
 
 def takers(setting: str) -> tuple[str, ...]:
     """The methods that a setting belongs to, () where it holds for every method."""
-    return tuple(name for name, method in METHODS.items() if _takes(method, setting))
+    return tuple(name for name, method in METHODS.items() if method.takes(setting))
 
 
 def given(settings: DecodeConfig | PairConfig) -> dict[str, Any]:
     """The settings of single methods that were given, with their values."""
-    if isinstance(settings, DecodeConfig):
-        shared = {name for method in METHODS.values() for name in method.shared}
-        own = values_given(settings.options)
-    else:
-        shared, own = {*_OF_DRAFT_MODELS, _OF_TWO}, {}
-    named = {n: value for n, value in values_given(settings).items() if n in shared}
-    return {**named, **own}
+    shared = {name for method in METHODS.values() for name in method.shared}
+    own = values_given(settings.options) if isinstance(settings, DecodeConfig) else {}
+    return {**{n: value for n, value in values_given(settings).items() if n in shared}, **own}
 
 
 def as_usual(config: DecodeConfig) -> bool:
@@ -141,7 +133,7 @@ def check_given(settings: DecodeConfig | PairConfig, *names: str) -> None:
     methods = [find_method(name) for name in used]
     for setting, value in given(settings).items():
         free = isinstance(value, bool) or value in ("match", PLAIN)
-        if not free and not any(_takes(method, setting) for method in methods):
+        if not free and not any(method.takes(setting) for method in methods):
             not_used = f"{', '.join(used)} {'does' if len(used) == 1 else 'do'} not use it"
             raise DFlashError(
                 f"{setting} is {value}, but {not_used}",
@@ -157,14 +149,6 @@ def options_of(config: DecodeConfig, method: Method, kind: type[Options] | None 
     kind = kind or method.options
     own = {option.name for option in fields(kind)}
     return kind(**{name: v for name, v in values_given(config.options).items() if name in own})
-
-
-def _takes(method: Method, setting: str) -> bool:
-    if setting == _OF_TWO:
-        return method.best_with > 1
-    if setting in _OF_DRAFT_MODELS:
-        return bool(method.family)
-    return setting in method.own or method.shared.get(setting, False)
 
 
 def _offered(setting: str) -> list[str]:
@@ -254,7 +238,7 @@ def check_uses(
 ) -> None:
     """Raise DFlashError for uses that need a draft model, or other blocks than there are.
 
-    block_sizes: of the draft models in `means`. missing: why there is none.
+    block_sizes: of the draft models in `capabilities`. missing: why there is none.
     """
     for use in uses:
         method = find_method(settle(use, capabilities).method)

@@ -48,14 +48,17 @@ from dflash_mlx.drafters.method import (
 )
 from dflash_mlx.drafters.methods import METHODS
 from dflash_mlx.drafters.specdiff import drafter as specdiff
-from dflash_mlx.drafters.specdiff.drafter import Denoising, Grow, MaskedOptions
+from dflash_mlx.drafters.specdiff.drafter import (
+    IN_ORDER,
+    SCHEDULES,
+    Denoising,
+    Grow,
+    MaskedOptions,
+)
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
 GROWTHS = ("joint", "paper")
-IN_ORDER, THRESHOLD = "left-to-right", "threshold"
-SCHEDULES = ("confidence", IN_ORDER, THRESHOLD)
-SURE = 0.9  # probability from which on the threshold schedule fixes a token
 SAMPLED_FROM = 64  # likeliest tokens of a position (SpecDiff-2, arXiv 2511.00606)
 
 Chain = tuple[Path, list[float], str]  # tokens, their log-probabilities, whose they are
@@ -171,24 +174,6 @@ class AblatedDualOptions(DualOptions):
         return AblatedDual(*parts).ablated(self.levels, self.extension)
 
 
-@dataclass(frozen=True)
-class Scheduled(Denoising):
-    """Passes over a block that fix the surest tokens, the first ones, or all that are sure."""
-
-    schedule: str = IN_ORDER
-
-    @property
-    def in_order(self) -> bool:
-        return self.steps == 1 or self.schedule == IN_ORDER
-
-    def fixed(self, confidences: Array, left: int) -> list[int]:
-        in_order = super().fixed(confidences, left)
-        surest = np.argsort(-confidences, kind="stable")
-        if self.schedule == THRESHOLD:
-            return sorted(surest[: max(1, int((confidences >= SURE).sum()))].tolist())
-        return in_order if self.in_order else sorted(surest[: len(in_order)].tolist())
-
-
 def merge_samples(
     logprobs: Array, samples: int, generator: np.random.Generator, ids: Array | None = None
 ) -> Tree:
@@ -233,8 +218,8 @@ class ScheduledOptions(MaskedOptions):
     branches: int | None = branches_option("samples of the draft, merged to a tree")
 
     @property
-    def denoising(self) -> Scheduled:
-        return Scheduled(self.steps or 1, self.schedule)
+    def denoising(self) -> Denoising:
+        return Denoising(self.steps or 1, self.schedule)
 
     def check(self, config: DecodeConfig) -> None:
         # Where a later token is fixed first, and an earlier one by it, the law of the draft is

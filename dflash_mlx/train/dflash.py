@@ -7,7 +7,7 @@ shared by all of its blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.fields import VERSION_1
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network, NetworkConfig
+from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.drafters.networks.layers import Layer
 from dflash_mlx.drafters.networks.model import embedding_scale
 from dflash_mlx.engine.pair import Pair
@@ -91,14 +92,14 @@ class DFlashTrainee(Trainee):
 
     def without_selector(self) -> DFlashTrainee:
         """This drafter as version 1; a selector fits only the states that it was trained for."""
-        if self.config.selector is None:
+        if not self.config.selector_rank:
             return self
         method = self.raw["dflash_config"].items()
         plain = {k: v for k, v in method if not k.startswith(_VERSION_2_FIELDS)}
         size = {"block_size": self.config.block_size}
         raw = {**self.raw, "architectures": [VERSION_1], **size, "dflash_config": plain}
         self.network.pop("candidate_selector")
-        config = replace(self.config, convolution=None, selector=None)
+        config = FILES.parse_config(raw, "the drafter", parameters_of(self.network))
         return DFlashTrainee(self.network, config, raw, self.target)
 
     @property
@@ -109,9 +110,9 @@ class DFlashTrainee(Trainee):
     def drafts(self, states: mx.array, before: Array) -> Array:
         # A selector goes by the true token before, as its own path does up to the first wrong
         # draft, behind which nothing counts.
-        if self.config.selector is None:
+        if not self.config.selector_rank:
             return super().drafts(states, before)
-        ranked = rank_in_parts(self.logits, states.flatten(0, 2), self.config.selector.top_k)
+        ranked = rank_in_parts(self.logits, states.flatten(0, 2), self.config.selector_top_k)
         tokens, selector = mx.array(ranked.tokens), self.network.candidate_selector
         edges = selector.edges(states.flatten(0, 2), mx.array(before.reshape(-1, 1)), tokens)
         best = (ranked.logprobs + np.array(edges)[:, 0]).argmax(axis=-1)

@@ -21,7 +21,7 @@ from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.dflash.fields import VERSION_2
-from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
+from dflash_mlx.drafters.dflash.paths import CandidateSelector
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
@@ -68,10 +68,11 @@ class MappedSelector(nn.Module):
         edges: mx.array = (self._rows(tokens) @ self.successor) @ context[..., None]
         return edges[..., 0]
 
-    def selector(self, config: SelectorConfig) -> CandidateSelector:
+    def selector(self, top_k: int) -> CandidateSelector:
         starts = range(0, self._vocabulary, _ROWS)
         ids = [mx.arange(i, min(i + _ROWS, self._vocabulary)) for i in starts]
-        result = CandidateSelector(self._vocabulary, self.hidden.shape[0], config)
+        d, rank = self.hidden.shape
+        result = CandidateSelector(self._vocabulary, d, rank, top_k)
         result.predecessor_codebook, result.successor_codebook = (
             mx.concatenate([self._rows(i) @ map_ for i in ids])
             for map_ in (self.predecessor, self.successor)
@@ -81,22 +82,20 @@ class MappedSelector(nn.Module):
         return result
 
 
-def with_selector(
-    trainee: DFlashTrainee, maps: MappedSelector, config: SelectorConfig
-) -> DFlashTrainee:
+def with_selector(trainee: DFlashTrainee, maps: MappedSelector, top_k: int) -> DFlashTrainee:
     """The drafter as version 2, with a selector, and convolutions that are the identity."""
     method = {
         **trainee.raw["dflash_config"],
         "block_size": trainee.config.block_size,
         "conv_group_size": trainee.config.hidden_size,
         "conv_kernel_size": 1,
-        "selector_rank": config.rank,
-        "selector_top_k": config.top_k,
+        "selector_rank": maps.hidden.shape[1],
+        "selector_top_k": top_k,
     }
     plain = {name: value for name, value in trainee.raw.items() if name != "block_size"}
     raw = {**plain, "architectures": [VERSION_2], "dflash_config": method}
     result = DFlashTrainee.of(raw, trainee.target, parameters_of(trainee.network))
-    selector: Any = tree_flatten({"candidate_selector": maps.selector(config).parameters()})
+    selector: Any = tree_flatten({"candidate_selector": maps.selector(top_k).parameters()})
     weights = {**parameters_of(trainee.network), **dict(selector)}
     for name, array in parameters_of(result.network).items():
         if "_conv." in name:
@@ -180,7 +179,7 @@ def main(argv: Sequence[str]) -> None:
     print(trainer.vocabulary.describe(), file=sys.stderr)
     for _ in trainer.show(trainer.losses()):
         pass
-    selected = with_selector(trainee, trainer.maps, SelectorConfig(config.rank, config.top_k))
+    selected = with_selector(trainee, trainer.maps, config.top_k)
     print(f"with one: {figures(selected)}", file=sys.stderr)
     selected.save(arguments.out)
 

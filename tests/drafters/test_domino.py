@@ -63,7 +63,9 @@ MISTAKES: dict[str, Any] = {
     "the state is forgotten": (
         PrefixGRU, "__call__", lambda gru, x, state: READ(gru, x, mx.zeros_like(state)),
     ),
-    "what a block shows is not read": (DominoLinks, "_read", lambda links, _: links._gru.start()),
+    "what a block shows is not read": (
+        DominoLinks, "_states", lambda links, _: [links._gru.start()],
+    ),
     "pure positions are counted from what is shown": (
         DominoLinks, "_first", lambda links, _: links._pure,
     ),

@@ -23,8 +23,7 @@ from dflash_mlx.drafters.block_diffusion import (
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.method import MOST_NODES
 from dflash_mlx.drafters.methods import METHODS, make_drafter
-from dflash_mlx.drafters.paper import IN_ORDER, THRESHOLD
-from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff, SpecDiff
+from dflash_mlx.drafters.specdiff.drafter import IN_ORDER, THRESHOLD, DrawnSpecDiff, SpecDiff
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.model import Target

@@ -16,7 +16,7 @@ from dflash_mlx.core.config import DecodeConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.block_diffusion import BestFirst, DrawnPath, RankedChain, SelectedPath
 from dflash_mlx.drafters.budget import BatchBudget
-from dflash_mlx.drafters.dflash.paths import MarkovConfig, MarkovHead, MarkovLinks
+from dflash_mlx.drafters.dflash.paths import MarkovHead, MarkovLinks
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion
 from dflash_mlx.drafters.growth.grow import confident, walk
 from dflash_mlx.drafters.methods import make_drafter
@@ -276,7 +276,7 @@ def test_confidence_may_be_none_at_all_or_certain(sure, best):
 
 
 def test_heads_that_are_given_other_weights_later_are_read_anew():
-    head = MarkovHead(5, 5, MarkovConfig(2))
+    head = MarkovHead(5, 5, 2)
     links, tokens = MarkovLinks(head, None, None), mx.array([[1, 2]])
     assert mx.abs(links.edges(tokens, tokens)).max() > 0
     head.markov_w2.weight = mx.zeros_like(head.markov_w2.weight)

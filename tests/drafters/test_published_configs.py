@@ -186,12 +186,12 @@ def test_the_width_of_q_proj_shows_whether_queries_are_gated():
 def test_tensors_show_what_a_file_does_not_say_of_its_confidence_head():
     tensors = body(dspark())
     raw = without(dspark(), "enable_confidence_head", "confidence_head_with_markov")
-    assert parsed(raw, tensors).markov.confidence
-    assert parsed(raw, tensors).markov.reads_token
+    assert parsed(raw, tensors).enable_confidence_head
+    assert parsed(raw, tensors).confidence_head_with_markov
     alone = body(dspark(confidence_head_with_markov=False))
-    assert not parsed(raw, alone).markov.reads_token
+    assert not parsed(raw, alone).confidence_head_with_markov
     none = {n: t for n, t in tensors.items() if "confidence" not in n}
-    assert not parsed(raw, none).markov.confidence
+    assert not parsed(raw, none).enable_confidence_head
 
 
 def test_norms_of_1_plus_w_are_those_of_the_same_network_with_1_added(tmp_path):

@@ -15,7 +15,6 @@ import dflash_mlx
 from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.dflash.paths import SelectorConfig
 from dflash_mlx.train.dflash import DFlashTrainee
 from dflash_mlx.train.selector import MappedSelector, with_selector
 from dflash_mlx.verifier.model import Target
@@ -171,9 +170,7 @@ def test_a_drafter_that_was_given_a_selector_has_the_reference_s_logits_and_path
     tables: Any = Tables(config.vocab_size, config.hidden_size)
     maps = MappedSelector(tables.embedding(), config.vocab_size, 8, seed=0)
     maps.predecessor = maps.predecessor * 30  # so that it changes paths
-    with_selector(
-        DFlashTrainee(made.network, config, raw, tables), maps, SelectorConfig(8, 5)
-    ).save(tmp_path)
+    with_selector(DFlashTrainee(made.network, config, raw, tables), maps, 5).save(tmp_path)
     both = Both(tmp_path)
     likeliest = [mx.argmax(both.logits(*block), axis=-1).tolist() for block in BLOCKS]
     assert [both.path(*block) for block in BLOCKS] != likeliest

@@ -17,7 +17,7 @@ from dflash_mlx.drafters.block_diffusion import (
     BestFirst,
     DrawnPath,
 )
-from dflash_mlx.drafters.dflash.paths import CandidateSelector, SelectorConfig
+from dflash_mlx.drafters.dflash.paths import CandidateSelector
 from dflash_mlx.drafters.dual_diffusion import JointGrowth
 from dflash_mlx.drafters.growth.grow import (
     Array,
@@ -211,7 +211,7 @@ def test_padding_of_the_vocabulary_is_offered_in_no_tree(tmp_path):
 
 
 def test_among_the_ids_of_a_grammar_padding_is_told_by_the_id_not_by_its_place():
-    selector = CandidateSelector(11, 4, SelectorConfig(rank=2, top_k=3, vocab_size=8))
+    selector = CandidateSelector(11, 4, rank=2, top_k=3, offered=8)
     ids, logits = mx.array([9, 2, 10, 4, 7]), mx.array([[5.0, 1, 4, 3, 2], [5, 4, 3, 2, 1]])
     found = selector.candidates(mx.zeros((2, 4)), logits, mx.array([1]), ids)
     assert np.sort(np.array(found.tokens)).tolist() == [[2, 4, 7]] * 2

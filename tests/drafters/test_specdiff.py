@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.growth.grow import Ranked, best_first, follow
 from dflash_mlx.drafters.methods import make_drafter, settle
-from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, SURE, THRESHOLD, sampled
-from dflash_mlx.drafters.paper import Scheduled as Denoising
-from dflash_mlx.drafters.specdiff.drafter import SpecDiff, denoise, likeliest
+from dflash_mlx.drafters.paper import sampled
+from dflash_mlx.drafters.specdiff.drafter import (
+    IN_ORDER,
+    SCHEDULES,
+    SURE,
+    THRESHOLD,
+    Denoising,
+    SpecDiff,
+    denoise,
+    likeliest,
+)
 from dflash_mlx.engine.pair import Capabilities, Pair
 from dflash_mlx.engine.state import State
 from dflash_mlx.session.session import Session

@@ -16,11 +16,10 @@ from dflash_mlx.drafters.block_diffusion import (
     SelectedPath,
 )
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.dflash.domino import DominoConfig, DominoLinks, PrefixGRU, correction
+from dflash_mlx.drafters.dflash.domino import DominoLinks, PrefixGRU, correction
 from dflash_mlx.drafters.dflash.paths import (
     Candidates,
     ConfidenceHead,
-    MarkovConfig,
     MarkovHead,
     MarkovLinks,
     predecessors,
@@ -35,15 +34,19 @@ from dflash_mlx.drafters.ngram import NGram
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.drafters.paper import (
     CONTROLS,
-    IN_ORDER,
-    SCHEDULES,
     AblatedDual,
     PaperGrowth,
     Resample,
-    Scheduled,
     sampled,
 )
-from dflash_mlx.drafters.specdiff.drafter import Denoising, DrawnSpecDiff, SpecDiff, likeliest
+from dflash_mlx.drafters.specdiff.drafter import (
+    IN_ORDER,
+    SCHEDULES,
+    Denoising,
+    DrawnSpecDiff,
+    SpecDiff,
+    likeliest,
+)
 from dflash_mlx.engine import verify
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.language_models import language_model
@@ -98,8 +101,7 @@ class ToyMarkov(ToyLinks):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.table /= 3  # or nothing but the likeliest path would be drawn
-        config = MarkovConfig(rank=3)
-        head, confidence = MarkovHead(VOCABULARY, VOCABULARY, config), ConfidenceHead(4, config)
+        head, confidence = MarkovHead(VOCABULARY, VOCABULARY, 3), ConfidenceHead(7)
         for i, module in enumerate((head.markov_w1, head.markov_w2, confidence.proj)):
             shape = module.weight.shape
             module.weight = mx.random.normal(shape, key=mx.random.key(10 * seed + i))
@@ -119,14 +121,14 @@ class ToyDomino(ToyMarkov):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        config, keys = DominoConfig(width=3, state=5, pure=1), mx.random.split(mx.random.key(8), 5)
-        gru, layers = PrefixGRU(4, 5), correction(4, VOCABULARY, config)
+        keys = mx.random.split(mx.random.key(8), 5)
+        gru, layers = PrefixGRU(4, 5), correction(9, 3, VOCABULARY)
         for i, name in enumerate(("weight_ih_l0", "weight_hh_l0")):
             gru[name] = 3 * mx.random.normal(gru[name].shape, key=keys[i])
             weight = layers[2 * i].weight
             layers[2 * i].weight = 2 * mx.random.normal(weight.shape, key=keys[i + 2])
         embedding = mx.random.normal((VOCABULARY, 4), key=keys[4])
-        self.links = DominoLinks(gru, layers, config.pure, lambda tokens: embedding[tokens])
+        self.links = DominoLinks(gru, layers, 1, lambda tokens: embedding[tokens])
 
 
 class ToyParallel(ToyEagle):
@@ -183,14 +185,14 @@ def scheduled(schedule, shape="tree", steps=2):
             "tree": (partial(likeliest, nodes=7), TOP_K),
             "samples": (partial(sampled, samples=3, seed=sampling.seed, nodes=5), TOP_K),
         }
-        return SpecDiff(MASKED, None, Scheduled(steps, schedule), *grown[shape])
+        return SpecDiff(MASKED, None, Denoising(steps, schedule), *grown[shape])
 
     return made
 
 
 def drawn_in(steps, weighed=False):
     """SpecDiff's chains, drawn in one pass or left to right in several."""
-    how = Scheduled(steps, IN_ORDER if steps > 1 else SCHEDULES[0])
+    how = Denoising(steps, IN_ORDER if steps > 1 else SCHEDULES[0])
 
     def made(sampling):
         drafter = DrawnSpecDiff(MASKED, None, how, sampling, weighed)

@@ -16,8 +16,12 @@ from dflash_mlx.core.sampling import Sampler, tempered
 from dflash_mlx.core.tree import Tree, accept
 from dflash_mlx.drafters.block_diffusion import DrawnBlock
 from dflash_mlx.drafters.methods import draws_drafts, make_drafter
-from dflash_mlx.drafters.paper import IN_ORDER, SCHEDULES, Scheduled
-from dflash_mlx.drafters.specdiff.drafter import DrawnSpecDiff
+from dflash_mlx.drafters.specdiff.drafter import (
+    IN_ORDER,
+    SCHEDULES,
+    Denoising,
+    DrawnSpecDiff,
+)
 from dflash_mlx.engine.drafter import EachAlone, Proposal
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import State
@@ -200,7 +204,7 @@ def distance(made, draws, target=None):
 
 
 def specdiff(sampling, model, kind=DrawnSpecDiff, how=(1, SCHEDULES[0]), weighed=False):
-    return kind(model, None, Scheduled(*how), sampling, weighed)
+    return kind(model, None, Denoising(*how), sampling, weighed)
 
 
 class SurestFirst(DrawnSpecDiff):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_mlx.drafters.dflash.domino import DominoConfig
 from support.assistant_formats import CASES as ASSISTANTS
 from support.drafter_formats import GEMMA_4, NATIVE_35, lfm2, specforge, speculators
 from support.drafter_formats import version_1 as first
@@ -94,7 +93,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         first(query_zero_predicts_next=True), {"block_size": 9, "sample_from_anchor": True},
     ),
     "z-lab/Qwen3.8-Flash-Next-DFlash2": (
-        second(dflash_config={"selector_vocab_size": 90}), {"selector.vocab_size": 90},
+        second(dflash_config={"selector_vocab_size": 90}), {"selector_vocab_size": 90},
     ),
     "JetSpec/jetspec-qwen3-8b": (
         method(causal_head=True, block_size=8), {"layer_causal": (True, True), "block_size": 8},
@@ -120,10 +119,10 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         speculators("dflash2", dflash_config={"causal": True}), {"layer_causal": (True, True)},
     ),
     "NVIDIA Automodel's DFlash 2": (
-        second(architectures=["Qwen3DFlash2DraftModel"]), {"selector.rank": 8, "notes": ""},
+        second(architectures=["Qwen3DFlash2DraftModel"]), {"selector_rank": 8, "notes": ""},
     ),
     "NVIDIA Model-Optimizer's DFlash 2": (
-        second(dflash_config={"projector_type": "dflash2"}), {"selector.rank": 8, "notes": ""},
+        second(dflash_config={"projector_type": "dflash2"}), {"selector_rank": 8, "notes": ""},
     ),
     "DFlash without num_target_layers": (
         without(first(), "num_target_layers"), {"num_target_layers": None},
@@ -138,8 +137,8 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "deepseek-ai/dspark_qwen3_8b_block7": (
         dspark(),
-        {"block_size": 6, "sample_from_anchor": True, "markov.rank": RANK,
-         "markov.confidence": True},
+        {"block_size": 6, "sample_from_anchor": True, "markov_rank": RANK,
+         "enable_confidence_head": True},
     ),
     "deepseek-ai/dflash_qwen3_8b_block7": (dspark(**NO_HEADS), {**EVERY_ROW, "block_size": 6}),
     "lightllm's Qwen3DFlashModel": (
@@ -181,7 +180,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "RadixArk/Qwen3.8-27B-DSpark": (
         specforge(), {"block_size": 6, "sample_from_anchor": True, "notes": ""},
     ),
-    "LiquidAI/LFM2.5-DSpark": (lfm2(), {"sample_from_anchor": True, "markov.reads_token": True}),
+    "LiquidAI/LFM2.5-DSpark": (
+        lfm2(), {"sample_from_anchor": True, "confidence_head_with_markov": True},
+    ),
     "NVIDIA's dspark_bonus_anchor": (
         dspark(dspark_bonus_anchor=True), {"block_size": 5, "sample_from_anchor": False},
     ),
@@ -195,10 +196,10 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             ),
             "enable_confidence_head", "markov_rank",
         ),
-        {"block_size": 6, "markov.rank": 4, "markov.confidence": False, "notes": ""},
+        {"block_size": 6, "markov_rank": 4, "enable_confidence_head": False, "notes": ""},
     ),
     "dspark_markov_rank alone": (
-        without(dspark(dspark_markov_rank=4), "markov_rank"), {"markov.rank": 4},
+        without(dspark(dspark_markov_rank=4), "markov_rank"), {"markov_rank": 4},
     ),
     "DSpark under DFlash's name that says which rows draft": (
         dspark(architectures=["DFlashDraftModel"], sample_from_anchor=True, dflash_config={}),
@@ -231,21 +232,24 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Huang2020/Qwen3-8B-Domino-b16": (
         domino(architectures=["DFlashDraftModel"], block_size=16),
         {"block_size": 17, "sample_from_anchor": True, "layer_causal": (False, False),
-         "domino": DominoConfig(NARROW, STATE, 1), "notes": ""},
+         "emb_dim": NARROW, "gru_hidden_dim": STATE, "pure_draft_prefix_len": 1, "notes": ""},
     ),
     "SpecForge's Domino": (
-        domino(), {"block_size": 6, "domino.pure": 1, "sample_from_anchor": True},
+        domino(),
+        {"block_size": 6, "pure_draft_prefix_len": 1, "sample_from_anchor": True,
+         "gru_hidden_dim": STATE},
     ),
     "NVIDIA Automodel's Domino, without a shift": (
         domino(
             architectures=["Qwen3DFlashDraftModel"],
             dflash_config={"shift_label": False, "pure_draft_prefix_len": 0},
         ),
-        {"block_size": 5, "domino.pure": 0, "sample_from_anchor": False},
+        {"block_size": 5, "pure_draft_prefix_len": 0, "sample_from_anchor": False,
+         "gru_hidden_dim": STATE},
     ),
     "Domino under its first name": (
         domino(architectures=["DFlashDraftModel"], dflash_config={"projector_type": "causal_v5"}),
-        {"domino.state": STATE, "domino.width": NARROW, "domino.pure": 1, "block_size": 6,
+        {"gru_hidden_dim": STATE, "emb_dim": NARROW, "pure_draft_prefix_len": 1, "block_size": 6,
          "sample_from_anchor": True},
     ),
     "SGLang's EAGLE-3": (eagle(), {"aux_layers": (0, 1, 2), "head_norms": False, "notes": ""}),

@@ -66,7 +66,7 @@ MUSE = without(
 )
 BOTH = {"layer_windows": (WINDOW, WINDOW), "layer_causal": (False, False)}
 FULL = {"layer_windows": (None, None), "layer_causal": (False, False)}
-EVERY_ROW = {"sample_from_anchor": True, "markov": None}
+EVERY_ROW = {"sample_from_anchor": True, "markov_rank": 0}
 
 # What decides how a drafter drafts, in configurations that change nothing of the tiny ones
 _ALL: dict[str, Any] = {
@@ -84,23 +84,23 @@ _ALL: dict[str, Any] = {
     "rotary_dims": None,
     "offset_norms": False,
     "gemma_layers": False,
-    "markov": None,
-    "selector": None,
-    "domino": None,
+    "markov_rank": 0,
+    "selector_rank": 0,
+    "gru_hidden_dim": 0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": None,
 }
-MARKOV = {"markov.rank": RANK, "markov.confidence": True, "markov.reads_token": True}
+MARKOV = {"markov_rank": RANK, "enable_confidence_head": True, "confidence_head_with_markov": True}
 _BLOCKS: dict[str, dict[str, Any]] = {
     ".*DSpark.*": {"block_size": 6, "sample_from_anchor": True, **MARKOV},
     "Qwen3DFlashModel": {"block_size": 6, "sample_from_anchor": True},
     ".*DFlash2.*": {
         "block_size": 6,
-        "selector.rank": 8,
-        "selector.top_k": 4,
-        "selector.vocab_size": None,
-        "convolution.kernel_size": 2,
-        "convolution.group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 4,
+        "selector_vocab_size": None,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
     },
 }
 _EAGLE: dict[str, Any] = {
@@ -135,11 +135,10 @@ def expected_of(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         size = 6 + (raw["speculators_model_type"] == "dspark")
         known |= {"num_target_layers": None, "block_size": size}
     known |= fields
-    whole = {field for field in known if "." not in field and known[field] is None}
-    if fields.get("markov", known) is None:  # without its heads
-        known = {field: value for field, value in known.items() if field not in MARKOV}
-    parts = {field.split(".")[0] for field in known if "." in field}
-    return {field: value for field, value in known.items() if field not in whole & parts}
+    if fields.get("markov_rank") == 0:  # without its heads
+        heads = MARKOV.keys() - fields.keys()
+        known = {field: value for field, value in known.items() if field not in heads}
+    return known
 
 
 _BEHIND = {  # fields, and a tensor that a drafter which asks for them has

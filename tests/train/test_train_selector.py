@@ -21,7 +21,6 @@ from dflash_mlx.drafters.block_diffusion import SelectedPath
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.dflash.network import ConvolvedLayer, Network
-from dflash_mlx.drafters.dflash.paths import SelectorConfig
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.train import selector
 from dflash_mlx.train.acceptance import measure
@@ -146,7 +145,7 @@ def test_a_step_in_which_nothing_counts_leaves_finite_weights(texts):
 def test_codebooks_give_the_edges_that_the_maps_give(monkeypatch):
     monkeypatch.setattr(selector, "_ROWS", 20)
     made = maps_of(tiny_target().embedding())
-    written = made.selector(SelectorConfig(8, 5))
+    written = made.selector(5)
     rng = np.random.default_rng(0)
     hidden = mx.array(rng.normal(size=(40, WIDTH)).astype(np.float32))
     before, tokens = (mx.array(rng.integers(VOCAB_SIZE, size=s)) for s in ((40,), (40, 5)))
@@ -173,14 +172,14 @@ def test_a_saved_folder_is_the_drafter_that_it_was_but_for_its_selector(tmp_path
     drafter = make_trainee(raw)
     drafter.network.set_dtype(mx.bfloat16)  # what a folder keeps
     drafter.network.set_dtype(mx.float32)
-    both = with_selector(drafter, maps_of(tiny_target().embedding()), SelectorConfig(8, 5))
+    both = with_selector(drafter, maps_of(tiny_target().embedding()), 5)
     both.save(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written == {**both.raw, "dtype": "bfloat16"} and written["note"] == "mine"
     assert "block_size" not in written
     config = FILES.read_drafter(tmp_path).config
-    assert config.selector == SelectorConfig(8, 5) and config.convolution is not None
-    assert replace(config, selector=None, convolution=None) == drafter.config
+    assert (config.selector_rank, config.selector_top_k, config.conv_kernel_size) == (8, 5, 1)
+    assert both.without_selector().config == drafter.config
     network = FILES.load_network(tmp_path, config, mx.float32)
     assert not any(isinstance(layer, ConvolvedLayer) for layer in network.layers)
     full = FILES.read_drafter(tmp_path).network()  # as another program would make it
@@ -243,7 +242,7 @@ def test_decoding_accepts_what_was_measured(trained, tmp_path):
     rows = [row for row in corpus_rows() if row.temperature == 0]
     pair = load(str(trained.model), str(trained.out))
     config = pair.drafters[0].config
-    assert (config.selector, config.block_size) == (SelectorConfig(16, 97), 6)
+    assert (config.selector_rank, config.selector_top_k, config.block_size) == (16, 97, 6)
     drafter = make_drafter(pair, DecodeConfig("dflash", 6))
     assert isinstance(drafter, SelectedPath)
     answers = [decoded(pair.target, drafter, row) for row in rows]
@@ -272,27 +271,27 @@ def test_a_second_run_begins_with_the_drafter_alone(trained, tmp_path, capsys):
     first, second = files(tmp_path / "once"), files(tmp_path / "again")
     assert first["model.safetensors"] == second["model.safetensors"]
     trained.train(init=trained.out, out=tmp_path / "first", layers=None, steps=1)
-    assert FILES.read_drafter(tmp_path / "first").config.selector is None
+    assert FILES.read_drafter(tmp_path / "first").config.selector_rank == 0
 
 
 def test_a_drafter_with_a_field_of_its_target_gets_a_selector(place):
     place.drafter(kv_lora_rank=512)  # which its tensors contradict
     run(place, steps=1)
-    assert FILES.read_drafter(place.out).config.selector is not None
+    assert FILES.read_drafter(place.out).config.selector_rank
 
 
 def test_nvidia_s_second_version_is_read_again_as_the_first_that_it_was_trained_as():
     maps = maps_of(tiny_target().embedding())
-    both = with_selector(make_trainee(drafter_config()), maps, SelectorConfig(8, 5))
+    both = with_selector(make_trainee(drafter_config()), maps, 5)
     both.raw["dflash_config"]["projector_type"] = "dflash2"
-    assert FILES.parse_config(both.raw, "it").selector is not None
-    assert FILES.parse_config(both.without_selector().raw, "it").selector is None
+    assert FILES.parse_config(both.raw, "it").selector_rank
+    assert FILES.parse_config(both.without_selector().raw, "it").selector_rank == 0
 
 
 def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
     write_drafter_folder(place.root / "drafter", speculators(), random_drafter(RAW))
     run(place)
-    assert load(str(tiny_model), str(place.out)).drafters[0].config.selector is not None
+    assert load(str(tiny_model), str(place.out)).drafters[0].config.selector_rank
 
 
 BAD = [

@@ -58,11 +58,7 @@ class BlockModel(BoundModel[FeatureContext]):
         return self.logits(context, mx.zeros(1, mx.int32), self.block_size)
 
     def logits(
-        self,
-        context: FeatureContext,
-        anchor: mx.array,
-        rows: int,
-        prefixes: Shown = ((),),
+        self, context: FeatureContext, anchor: mx.array, rows: int, prefixes: Shown = ((),)
     ) -> mx.array:
         """[n, V] for what follows each prefix in a block of `rows`, one prefix after the other.
 

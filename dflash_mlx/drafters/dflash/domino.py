@@ -9,7 +9,6 @@ from the authors' program, SpecForge and SGLang; gates are in PyTorch's order: r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,15 +17,6 @@ import numpy as np
 from dflash_mlx.drafters.dflash.paths import Candidates, Rank, behind, predecessors
 from dflash_mlx.drafters.growth.grow import Linked
 from kernels_metal.draft_head import MAX_K
-
-
-@dataclass(frozen=True)
-class DominoConfig:
-    """Names in files: `emb_dim`, `gru_hidden_dim`, `pure_draft_prefix_len`."""
-
-    width: int  # between W_1 and W_2
-    state: int  # of the GRU
-    pure: int = 0  # positions that it leaves as they are
 
 
 class PrefixGRU(nn.Module):
@@ -50,10 +40,10 @@ class PrefixGRU(nn.Module):
         return (1 - update) * new + update * state
 
 
-def correction(d: int, vocabulary: int, config: DominoConfig) -> list[nn.Module]:
-    """W_1 and W_2, named as in files."""
-    first = nn.Linear(d + config.state, config.width, bias=False)
-    return [first, nn.SiLU(), nn.Linear(config.width, vocabulary, bias=False)]
+def correction(read: int, width: int, vocabulary: int) -> list[nn.Module]:
+    """W_1 and W_2, named as in files. read: numbers of [h_t; s_t]. width: between the two."""
+    first = nn.Linear(read, width, bias=False)
+    return [first, nn.SiLU(), nn.Linear(width, vocabulary, bias=False)]
 
 
 class DominoLinks:
@@ -76,7 +66,7 @@ class DominoLinks:
         """All tokens that logits are for; scores are in float32."""
         tokens = mx.arange(logits.shape[1]) if ids is None else ids
         after = self._correction[2].weight if ids is None else self._correction[2].weight[ids]
-        first, start = self._first(shown), self._read(shown[:-1])
+        first, start = self._first(shown), self._states(shown[:-1])[-1]
 
         def scores(t: int, before: mx.array, state: mx.array | None) -> tuple[mx.array, mx.array]:
             token = shown[-1] if state is None else tokens[before]
@@ -101,7 +91,8 @@ class DominoLinks:
         ranked, walked = rank(scores), behind(shown[-1:], candidates.at(path))
         tokens = mx.array(ranked.tokens)
         before = mx.concatenate([predecessors(tokens, shown[-1:]), walked[:, None]], axis=1)
-        edges = self._edges(hidden, self._states(shown, walked), before, tokens)
+        states = self._states(mx.concatenate([shown[:-1], walked[:-1]]))[len(shown) - 1 :]
+        edges = self._edges(hidden, mx.stack(states), before, tokens)
         counts = (mx.arange(len(hidden)) >= self._first(shown))[:, None, None]
         return Linked(ranked, np.array(mx.where(counts, edges[:, :-1] - edges[:, -1:], 0)))
 
@@ -125,16 +116,9 @@ class DominoLinks:
         """The first of the positions behind what a block shows that is corrected."""
         return max(0, self._pure - (len(shown) - 1))
 
-    def _read(self, tokens: mx.array) -> mx.array:
-        """[G] after tokens [n] of a block, from its anchor on."""
-        state = self._gru.start()
+    def _states(self, tokens: mx.array) -> list[mx.array]:
+        """[G] before each of the tokens [n] of a block, from its anchor on, and after the last."""
+        states = [self._gru.start()]
         for i in range(tokens.size):
-            state = self._gru(self._embed(tokens[i]), state)
-        return state
-
-    def _states(self, shown: mx.array, walked: mx.array) -> mx.array:
-        """[n, G] before each of the walked tokens [n], the first of which is shown last."""
-        states = [self._read(shown[:-1])]
-        for i in range(walked.size - 1):
-            states.append(self._gru(self._embed(walked[i]), states[-1]))
-        return mx.stack(states)
+            states.append(self._gru(self._embed(tokens[i]), states[-1]))
+        return states

@@ -1,19 +1,12 @@
 """The config.json of DFlash's family in the words of z-lab's, and the fields that are known.
 
-*Who drafts.* `sample_from_anchor`, or `query_zero_predicts_next` as PixelML has it: each row of the
-block drafts the token behind it, the anchor's too. NVIDIA's `dspark_bonus_anchor` says the reverse.
-
-*What a row sees of its block.* `is_causal` of z-lab's, `causal` of vLLM's, `dflash_query_causal` of
-NVIDIA's and `causal_head` of JetSpec's files hold for all layers, the first of
-them that a file has. Without any, layers with a window of their own are causal, and others are not.
-
-*Windows.* vLLM's `use_swa` gives every layer one, of `swa_window_size`, unless `layer_types` has
-windows already; such layers are not causal.
+What each of them means is on the page of formats (docs/formats.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 from dflash_mlx.drafters.formats import SPECULATORS, layers_of_speculators, proposed_tokens
@@ -30,13 +23,16 @@ from dflash_mlx.drafters.networks.fields import (
     Unsupported,
     architecture,
     flag,
+    head_dim,
     layer_windows,
     layers_of_states,
     named,
     number,
     part,
     size,
+    size_or_none,
     stored_shape,
+    whole,
 )
 
 VERSION_1, VERSION_2, DSPARK = "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"
@@ -70,14 +66,27 @@ _HINT = (
 METHOD = "dflash_config"
 PROJECTOR_DOMINO = "domino"
 _PROJECTORS = (PROJECTOR_DOMINO, "causal_v5")
-_OF_DOMINO = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+HEADS: dict[str, dict[str, Callable[[Fields, str], Any]]] = {  # fields that a class has besides
+    VERSION_2: {
+        "conv_kernel_size": size,
+        "conv_group_size": size,
+        "selector_rank": size,
+        "selector_top_k": size,
+        "selector_vocab_size": size_or_none,
+    },
+    DOMINO: {
+        "emb_dim": size,
+        "gru_hidden_dim": size,
+        "pure_draft_prefix_len": partial(whole, default=0, least=0),
+    },
+}
 ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "dspark_bonus_anchor")
 CAUSAL = ("is_causal", "causal", "dflash_query_causal", "causal_head")
 BESIDE = (  # what may be beside `dflash_config`
-    "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
-    "selector_vocab_size", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
+    "mask_token_id", "input_embedding_scale", "output_multiplier", "final_logit_softcapping",
     "projector_type", "shift_label", "markov_rank", "markov_head_type", "enable_confidence_head",
-    "confidence_head_with_markov", "use_confidence_head", *_OF_DOMINO, *ANCHOR, *CAUSAL,
+    "confidence_head_with_markov", "use_confidence_head", *HEADS[VERSION_2], *HEADS[DOMINO],
+    *ANCHOR, *CAUSAL,
 )  # fmt: skip
 WINDOWS = (  # what vLLM takes beside `transformer_layer_config` too
     "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",
@@ -101,7 +110,7 @@ _TRAINING = frozenset({  # of SpecForge's and of several versions of speculators
     "lambda_base_start", "loss_decay_gamma", "max_anchors", "num_anchors", "training_mode",
 })  # fmt: skip
 _NO_DOMINO = Refused("of Domino's head, but projector_type is not 'domino'", tensor="prefix_gru")
-_NOT_ITS = Part(refused=dict.fromkeys(_OF_DOMINO, _NO_DOMINO), is_open=True)
+_NOT_ITS = Part(refused=dict.fromkeys(HEADS[DOMINO], _NO_DOMINO), is_open=True)
 _IN_METHOD = Part(
     read={
         *BESIDE, "block_size", "draft_vocab_size", "layer_ids", "num_target_layers",
@@ -137,18 +146,9 @@ def in_our_words(raw: Fields, names: Collection[str]) -> Fields:
     kind = _ALIASES.get(name, name)
     if is_domino(raw) and kind in (VERSION_1, DOMINO):
         return _from_domino(raw)
-    kind = DSPARK if _has_markov(raw) else kind
-    told = raw if kind == name else {**raw, "architectures": [kind]}
-    return _from_dspark(told, names) if kind == DSPARK else told
-
-
-def check_width(target_width: Any, width: Any) -> None:
-    """Raise ValueError for a drafter of another width than its target's."""
-    if target_width not in (None, width):
-        raise ValueError(
-            f"target_hidden_size is {target_width!r} and hidden_size {width!r}; a drafter of "
-            "another width than its target's is not supported"
-        )
+    if kind == DSPARK or (kind == VERSION_1 and _has_markov(raw)):
+        return _from_dspark(raw, names)
+    return {**raw, "architectures": [kind]}
 
 
 def _has_markov(raw: Fields) -> bool:
@@ -157,12 +157,12 @@ def _has_markov(raw: Fields) -> bool:
     Raises Unsupported where it does not say which rows of its block draft: such files do it either
     way, and the wrong one drafts every token a place too early.
     """
-    fields, kind = {**raw, **part(raw, METHOD)}, architecture(raw)
-    if _ALIASES.get(kind, kind) != VERSION_1 or not (rank := fields.get("markov_rank")):
+    fields = {**raw, **part(raw, METHOD)}
+    if not (rank := fields.get("markov_rank")):
         return False
-    if not has_anchor(fields) and fields.get("projector_type") != "dspark":
+    if not named(fields, ANCHOR) and fields.get("projector_type") != "dspark":
         raise Unsupported(
-            f"markov_rank is {rank!r} in a {kind}, and nothing says which rows draft",
+            f"markov_rank is {rank!r} in a {architecture(raw)}, and nothing says which rows draft",
             "add sample_from_anchor to its dflash_config: true where a block of 7 drafts 7 tokens, "
             "as DSpark's do, false where it drafts 6",
         )
@@ -172,18 +172,17 @@ def _has_markov(raw: Fields) -> bool:
 def _from_domino(raw: Fields) -> Fields:
     """Domino's, which say by `shift_label` which rows draft, and some fields in two places."""
     method = named(raw, BESIDE) | part(raw, METHOD)
-    shifted = flag(method, "shift_label")
-    if has_anchor(method) and drafts_from_anchor(method) != shifted:
-        raise ValueError(f"shift_label is {shifted}, which {named(method, ANCHOR)} contradict")
+    shifted, said = flag(method, "shift_label"), named(method, ANCHOR)
+    if said and drafts_from_anchor(method) != shifted:
+        raise ValueError(f"shift_label is {shifted}, which {said} contradict")
     method |= {"projector_type": PROJECTOR_DOMINO, "sample_from_anchor": shifted}
     return {**raw, "architectures": [DOMINO], METHOD: method}
 
 
 def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
     layers, kind = layers_of_speculators(raw), raw[SPECULATORS]
-    check_width(raw.get("target_hidden_size"), layers["hidden_size"])
     method: Fields = named(raw, BESIDE) | part(raw, METHOD)
-    if not has_anchor(method):
+    if not named(method, ANCHOR):
         # Older files propose as many tokens as their block has rows where each of them drafts
         method["sample_from_anchor"] = proposed_tokens(raw) == raw["block_size"]
     notes = []
@@ -193,12 +192,11 @@ def _from_speculators(raw: Fields, names: Collection[str]) -> Fields:
         notes.append(note)
     result = {
         **layers,
-        **named(raw, WINDOWS),
+        **named(raw, (*WINDOWS, "quantization", "quantization_config", "target_hidden_size")),
         "architectures": [OF_SPECULATORS[kind]],
         "block_size": raw["block_size"],
         "num_target_layers": raw.get("num_target_layers"),
         "notes": notes,
-        **named(raw, ("quantization", "quantization_config")),
     }
     apart = flag(raw, "sliding_window_non_causal", default=kind == "dflash2")
     if apart and not named(method, CAUSAL):
@@ -215,10 +213,10 @@ def _from_dspark(raw: Fields, names: Collection[str]) -> Fields:
     """DSpark's fields in z-lab's places; a folder of ours stays as it is."""
     given = part(raw, METHOD)
     if "own_head" in given:
-        return raw
+        return {**raw, "architectures": [DSPARK]}
     result = {k: v for k, v in raw.items() if k != "draft_vocab_size" or v != raw.get("vocab_size")}
     method = named(raw, (*BESIDE, "target_layer_ids", "num_target_layers")) | given
-    if not has_anchor(method):
+    if not named(method, ANCHOR):
         method["sample_from_anchor"] = True
     method.setdefault("markov_rank", raw.get("dspark_markov_rank") or 0)
     layers = method.pop("num_target_layers", None)
@@ -233,9 +231,8 @@ def _from_dspark(raw: Fields, names: Collection[str]) -> Fields:
 def _from_muse(raw: Fields) -> Fields:
     """The assistant of Muse-Glimmer, a DFlash with its target's numbers left out."""
     inner = named(raw, ("block_size", "mask_token_id", "target_layer_ids"))
-    target = {name: raw.get(name, value) for name, value in _MUSE_TARGET.items()}
     ours = {"architectures": [VERSION_1], "is_causal": False, METHOD: inner}
-    return {**raw, **target, **ours}
+    return {**_MUSE_TARGET, **raw, **ours}
 
 
 def _from_gemma(raw: Fields, names: Collection[str]) -> Fields:
@@ -264,18 +261,16 @@ def _own_tables(told: Fields, names: Collection[str]) -> dict[str, bool]:
     return {"own_embedding": _EMBEDDING in names, "own_head": has_head}
 
 
-def review(raw: Fields, names: Collection[str], is_speculators: bool) -> Iterator[str]:
+def review(raw: Fields, names: Collection[str]) -> Iterator[str]:
     """The fields that change nothing; Unsupported for one that is not known."""
-    method = part(raw, METHOD)
+    around, method = layers_of_speculators(raw) if SPECULATORS in raw else raw, part(raw, METHOD)
     if not is_domino(raw):
         yield from _NOT_ITS.review({**raw, **method}, names=names)
     yield from _IN_METHOD.review(method, METHOD, names)
-    if is_speculators:
+    if SPECULATORS in raw:
         yield from _IN_SPECULATORS.review(raw, names=names)
-        layers = raw.get("transformer_layer_config")
-        raw = layers if isinstance(layers, dict) else {}
-    is_read = is_native_35(raw, names) or (raw.get("model_type") == NATIVE and not is_speculators)
-    found = _AROUND.review(raw, names=names)
+    is_read = is_native_35(around, names) or raw.get("model_type") == NATIVE
+    found = _AROUND.review(around, names=names)
     yield from (place for place in found if not (is_read and place == _PARTIAL))
 
 
@@ -283,11 +278,6 @@ def is_domino(raw: Fields) -> bool:
     """Whether a file is of a drafter with Domino's head, by its class or its projector."""
     kind = {**raw, **part(raw, METHOD)}.get("projector_type")
     return kind in _PROJECTORS or (kind is None and architecture(raw).startswith("Domino"))
-
-
-def has_anchor(fields: Fields) -> bool:
-    """Whether a file says which rows draft."""
-    return bool(named(fields, ANCHOR))
 
 
 def drafts_from_anchor(fields: Fields) -> bool:
@@ -327,19 +317,14 @@ def is_native_35(fields: Fields, names: Collection[str]) -> bool:
 
 def is_gated(fields: Fields, names: Collection[str]) -> bool:
     """Whether queries come with gates: by the field, or by the width of q_proj."""
-    if flag(fields, GATED):
-        return True
-    if (stored := stored_shape(names, _QUERIES)) is None:
-        return False
-    heads = size(fields, "num_attention_heads")
-    return stored[0] == 2 * heads * size(fields, "head_dim", size(fields, "hidden_size") // heads)
+    stored = stored_shape(names, _QUERIES)
+    by_width = stored and stored[0] == 2 * size(fields, "num_attention_heads") * head_dim(fields)
+    return flag(fields, GATED) or bool(by_width)
 
 
 def rotary_dims(fields: Fields) -> int | None:
     """How many numbers of a head turn in layers of Qwen3.5's own, None for all."""
-    turned = {**fields, **part(fields, "rope_parameters")}
-    heads = size(fields, "num_attention_heads")
-    dim = size(fields, "head_dim", size(fields, "hidden_size") // heads)
+    dim, turned = head_dim(fields), {**fields, **part(fields, "rope_parameters")}
     share = number(turned, _PARTIAL, 1.0, above=0)
     if not 2 <= (count := int(dim * share)) <= dim or count % 2:
         raise ValueError(f"{_PARTIAL} is {share}, so {count} of a head's {dim} numbers turn")

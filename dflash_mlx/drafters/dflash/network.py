@@ -19,19 +19,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_mlx.drafters.dflash.domino import (
-    DominoConfig,
-    DominoLinks,
-    PrefixGRU,
-    correction,
-)
+from dflash_mlx.drafters.dflash.domino import DominoLinks, PrefixGRU, correction
 from dflash_mlx.drafters.dflash.paths import (
     CandidateSelector,
     ConfidenceHead,
-    MarkovConfig,
     MarkovHead,
     MarkovLinks,
-    SelectorConfig,
 )
 from dflash_mlx.drafters.networks.fields import cap, factor, flag, listed, size_or_none, whole
 from dflash_mlx.drafters.networks.files import DraftConfig, stored, too_large
@@ -43,25 +36,17 @@ from dflash_mlx.verifier.sequence import SequenceCache
 Links = CandidateSelector | MarkovLinks | DominoLinks
 
 
-@dataclass(frozen=True)
-class ConvolutionConfig:
-    """Of DFlash 2, `conv_*` in files."""
-
-    kernel_size: int  # taps
-    group_size: int  # neighbouring channels that share a delta
-
-
 class DynamicConvolution(nn.Module):
     """The convolutions before and after a sub-layer of width d.
 
     base_kernel: [2, taps, d], before and after. kernel_projection: d -> 2 * taps * groups.
     """
 
-    def __init__(self, d: int, config: ConvolutionConfig) -> None:
+    def __init__(self, d: int, taps: int, group: int) -> None:
         super().__init__()
-        self._kernel = 2, config.kernel_size, d // config.group_size
-        self.base_kernel = mx.zeros((2, config.kernel_size, d))
-        self.kernel_projection = nn.Linear(d, 2 * config.kernel_size * self._kernel[2], bias=False)
+        self._kernel = 2, taps, d // group
+        self.base_kernel = mx.zeros((2, taps, d))
+        self.kernel_projection = nn.Linear(d, 2 * taps * self._kernel[2], bias=False)
 
     @property
     def is_identity(self) -> bool:
@@ -114,32 +99,41 @@ class NetworkConfig(DraftConfig):
     input_embedding_scale: float = stored(factor, 1.0)
     output_multiplier: float = stored(factor, 1.0)
     final_logit_softcapping: float | None = stored(cap, None)
-    convolution: ConvolutionConfig | None = None  # of DFlash 2
-    selector: SelectorConfig | None = None
     # Whether each row drafts the token behind it, so that the network's block has a row less; else
     # masks draft their own tokens.
     sample_from_anchor: bool = stored(flag, False)
-    markov: MarkovConfig | None = None  # of DSpark
-    domino: DominoConfig | None = None
     offset_norms: bool = stored(flag, False)  # whether files have w for norms that scale by 1 + w
     gemma_layers: bool = stored(flag, False)  # else Qwen3's or Qwen3.5's
     attention_k_eq_v: bool = stored(flag, False)  # of Gemma's: values are the keys' projection
+    # Of DFlash 2; where it is of another kind, 0 taps, 0 tokens and so on
+    conv_kernel_size: int = 0  # taps
+    conv_group_size: int = 1  # neighbouring channels that share a delta
+    selector_rank: int = 0  # of the codebooks
+    selector_top_k: int = 0  # tokens that a position offers
+    selector_vocab_size: int | None = None  # tokens that it may offer, the first ones; None for all
+    # Of DSpark
+    markov_rank: int = 0
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False  # whether that head knows the token before
+    # Of Domino
+    emb_dim: int = 0  # between W_1 and W_2
+    gru_hidden_dim: int = 0
+    pure_draft_prefix_len: int = 0  # positions that stay as they are
 
     def problems(self) -> dict[str, Any]:
         width, own, vocabulary = self.hidden_size, self.draft_vocab_size, self.vocab_size
-        conv, selector = self.convolution or ConvolutionConfig(0, 1), self.selector
-        read, top_k = self.aux_layers, 0 if selector is None else selector.top_k
-        drafts = None if selector is None else selector.vocab_size
+        taps, group, top_k = self.conv_kernel_size, self.conv_group_size, self.selector_top_k
+        state, pure = self.gru_hidden_dim, self.pure_draft_prefix_len
+        read, offered = self.aux_layers, self.selector_vocab_size
+        drafts = max(0, self.block_size - 1)
         layers = self.num_target_layers or max(*read, 0, 0) + 1
-        groups = max(1, width // conv.group_size)
-        domino, drafts_of_block = self.domino or DominoConfig(0, 0), max(0, self.block_size - 1)
+        groups = max(1, width // group)
         products = {
             f"{len(read)} tapped layers of hidden_size {width}": len(read) * width,
-            f"two convolutions of conv_kernel_size {conv.kernel_size} over {groups} groups":
-                2 * conv.kernel_size * groups,
-            f"three gates of gru_hidden_dim {domino.state}": 3 * domino.state,
-            f"hidden_size {width} and gru_hidden_dim {domino.state}": width + domino.state,
-        }  # fmt: skip
+            f"two convolutions of conv_kernel_size {taps} over {groups} groups": 2 * taps * groups,
+            f"three gates of gru_hidden_dim {state}": 3 * state,
+            f"hidden_size {width} and gru_hidden_dim {state}": width + state,
+        }
         return {
             **super().problems(),
             **self.block_problems(self.mask_token_id, extra=int(self.sample_from_anchor)),
@@ -150,19 +144,18 @@ class NetworkConfig(DraftConfig):
             f"draft_vocab_size is {own}, but own_head is false":
                 own is not None and not self.own_head,
             f"draft_vocab_size is {own}, but the selector needs the vocabulary of {vocabulary}":
-                own is not None and selector is not None,
+                own is not None and self.selector_rank,
             f"draft_vocab_size is {own}, but Domino's head needs the vocabulary of {vocabulary}":
-                own is not None and self.domino is not None,
-            f"pure_draft_prefix_len is {domino.pure}, more than the {drafts_of_block} drafts of a "
-            "block": domino.pure > drafts_of_block,
-            f"hidden_size {width} does not divide by conv_group_size {conv.group_size}":
-                width % conv.group_size,
-            f"conv_kernel_size is {conv.kernel_size}, more than the block_size {self.block_size}":
-                conv.kernel_size > self.block_size,
+                own is not None and state,
+            f"pure_draft_prefix_len is {pure}, more than the {drafts} drafts of a block":
+                pure > drafts,
+            f"hidden_size {width} does not divide by conv_group_size {group}": width % group,
+            f"conv_kernel_size is {taps}, more than the block_size {self.block_size}":
+                taps > self.block_size,
             f"selector_top_k is {top_k}, more than the vocabulary of {vocabulary}":
                 top_k > vocabulary,
-            f"selector_vocab_size is {drafts}, not from {top_k} to the vocabulary of {vocabulary}":
-                drafts is not None and not top_k <= drafts <= vocabulary,
+            f"selector_vocab_size is {offered}, not from {top_k} to the vocabulary of {vocabulary}":
+                offered is not None and not top_k <= offered <= vocabulary,
             **too_large(products),
         }  # fmt: skip
 
@@ -175,9 +168,8 @@ class ConvolvedLayer(Layer):
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
-        assert config.convolution is not None
-        self.attention_conv = DynamicConvolution(config.hidden_size, config.convolution)
-        self.mlp_conv = DynamicConvolution(config.hidden_size, config.convolution)
+        sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv, self.mlp_conv = DynamicConvolution(*sizes), DynamicConvolution(*sizes)
 
     def __call__(self, x: mx.array, mask: mx.array | str | None, cache: LayerCache) -> mx.array:
         """[1, n, d] -> [1, n, d]."""
@@ -191,7 +183,7 @@ class ConvolvedLayer(Layer):
 def _layer(config: NetworkConfig) -> nn.Module:
     if config.gemma_layers:
         return GemmaLayer(config, GemmaAttention(config, config.attention_k_eq_v))
-    return Layer(config) if config.convolution is None else ConvolvedLayer(config)
+    return ConvolvedLayer(config) if config.conv_kernel_size else Layer(config)
 
 
 class Network(DraftNetwork):
@@ -207,16 +199,19 @@ class Network(DraftNetwork):
         self.hidden_norm = nn.RMSNorm(d, config.rms_norm_eps)
         self.layers = [_layer(config) for _ in config.layer_windows]
         self._causal = config.layer_causal
-        if config.selector is not None:
-            self.candidate_selector = CandidateSelector(config.vocab_size, d, config.selector)
-        if (markov := config.markov) is not None:
-            self.markov_head = MarkovHead(config.vocab_size, config.drafted, markov)
-            if markov.confidence:
-                self.confidence_head = ConfidenceHead(d, markov)
-        if (domino := config.domino) is not None:
-            self.prefix_gru = PrefixGRU(d, domino.state)
-            self.embed_proj = correction(d, config.vocab_size, domino)
-            self._pure = domino.pure
+        if config.selector_rank:
+            codebooks = config.vocab_size, d, config.selector_rank
+            offers = config.selector_top_k, config.selector_vocab_size
+            self.candidate_selector = CandidateSelector(*codebooks, *offers)
+        if rank := config.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.drafted, rank)
+            if config.enable_confidence_head:
+                known = rank * config.confidence_head_with_markov
+                self.confidence_head = ConfidenceHead(d + known)
+        if state := config.gru_hidden_dim:
+            self.prefix_gru = PrefixGRU(d, state)
+            self.embed_proj = correction(d + state, config.emb_dim, config.vocab_size)
+            self._pure = config.pure_draft_prefix_len
 
     def links(self, embed: Callable[[mx.array], mx.array]) -> Links | None:
         """What knows the token before each position, None where nothing does.

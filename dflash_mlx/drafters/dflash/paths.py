@@ -87,24 +87,21 @@ def behind(anchor: mx.array, tokens: mx.array) -> mx.array:
     return mx.concatenate([anchor, tokens[:-1].astype(anchor.dtype)])
 
 
-@dataclass(frozen=True)
-class SelectorConfig:
-    """Of DFlash 2, `selector_*` in files."""
-
-    rank: int  # of the codebooks
-    top_k: int  # tokens that a position offers
-    vocab_size: int | None = None  # tokens that it may offer, the first ones; None for all
-
-
 class CandidateSelector(nn.Module):
-    """The codebooks [V, rank] and the projection H, d -> rank."""
+    """The codebooks [V, rank] and the projection H, d -> rank.
 
-    def __init__(self, vocabulary: int, d: int, config: SelectorConfig) -> None:
+    top_k: tokens that a position offers. offered: those that it may offer, the first ones, None for
+    all.
+    """
+
+    def __init__(
+        self, vocabulary: int, d: int, rank: int, top_k: int, offered: int | None = None
+    ) -> None:
         super().__init__()
-        self._top_k, self._offered = config.top_k, config.vocab_size
-        self.predecessor_codebook = mx.zeros((vocabulary, config.rank))
-        self.successor_codebook = mx.zeros((vocabulary, config.rank))
-        self.hidden_projection = nn.Linear(d, config.rank, bias=False)
+        self._top_k, self._offered = top_k, offered
+        self.predecessor_codebook = mx.zeros((vocabulary, rank))
+        self.successor_codebook = mx.zeros((vocabulary, rank))
+        self.hidden_projection = nn.Linear(d, rank, bias=False)
 
     @property
     def top_k(self) -> int:
@@ -146,30 +143,21 @@ class CandidateSelector(nn.Module):
         return context.astype(mx.float32) @ successors
 
 
-@dataclass(frozen=True)
-class MarkovConfig:
-    """Of DSpark."""
-
-    rank: int  # of A and B; `markov_rank` in files
-    confidence: bool = True  # whether there is a second head; `enable_confidence_head`
-    reads_token: bool = True  # whether that has a; `confidence_head_with_markov`
-
-
 class MarkovHead(nn.Module):
     """A [V, rank] of the target's vocabulary, and B [v, rank] of what the drafter's head knows."""
 
-    def __init__(self, vocabulary: int, drafted: int, config: MarkovConfig) -> None:
+    def __init__(self, vocabulary: int, drafted: int, rank: int) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocabulary, config.rank)
-        self.markov_w2 = nn.Linear(config.rank, drafted, bias=False)
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, drafted, bias=False)
 
 
 class ConfidenceHead(nn.Module):
-    """The weights w and w_0."""
+    """The weights w, for [h_t; A[a]] or h_t alone, and w_0."""
 
-    def __init__(self, d: int, config: MarkovConfig) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.proj = nn.Linear(d + config.rank * config.reads_token, 1)
+        self.proj = nn.Linear(width, 1)
 
 
 class MarkovLinks:

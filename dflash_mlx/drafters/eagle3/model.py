@@ -206,6 +206,11 @@ class EagleModel(PairedModel):
     family = "eagle3"
     scales_embeddings = False  # the norm behind them undoes any scale
 
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        if len(self.config.layer_windows) > 1:
+            self.context = StackedContext
+
     @property
     def is_parallel(self) -> bool:
         return self.config.mask_token_id is not None
@@ -214,10 +219,6 @@ class EagleModel(PairedModel):
     def _masked(self) -> mx.array:
         """H [1, d] of rows without features."""
         return self.module.fuse(self.module.mask_hidden.reshape(1, -1))  # type: ignore[no-any-return]
-
-    def context(self, *parts: Any) -> PairedContext:
-        stacked = len(self.config.layer_windows) > 1
-        return (StackedContext if stacked else PairedContext)(self.embed, *parts)
 
     def begin(self, state: State) -> Draft:
         if not self.is_parallel:

@@ -51,10 +51,6 @@ class LanguageConfig:
 class LanguageContext(TokenContext):
     """The language model's own caches of committed tokens."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__(model.module, model.own.new_cache())
-        self._model = model
-
     def read(self, tokens: mx.array) -> None:
         self._model.forward(tokens, self._cache, Block(tokens.size, last_only=True))
         self._cache.commit(range(tokens.size))
@@ -94,7 +90,7 @@ class LanguageModel:
         return self.config.block_size
 
     def new_context(self) -> LanguageContext:
-        return LanguageContext(self)
+        return LanguageContext(self, self.own.new_cache())
 
     def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
         """Its head is its own, so it drafts all of them."""

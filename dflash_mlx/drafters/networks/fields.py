@@ -72,6 +72,11 @@ def size_or_none(raw: Fields, name: str) -> int | None:
     return None if raw.get(name) is None else size(raw, name)
 
 
+def head_dim(raw: Fields, name: str = "head_dim") -> int:
+    """Numbers of a head; where a file does not say, what the width has for each."""
+    return size(raw, name, size(raw, "hidden_size") // size(raw, "num_attention_heads"))
+
+
 def factor(raw: Fields, name: str) -> float:
     """A number above 0, 1 where the field is absent."""
     return number(raw, name, 1.0, above=0)

@@ -23,6 +23,7 @@ from dflash_mlx.core.text import read_json_file
 from dflash_mlx.drafters.networks.fields import (
     Fields,
     flag,
+    head_dim,
     layer_windows,
     listed,
     number,
@@ -98,11 +99,7 @@ class DraftConfig:
     num_key_value_heads: int = stored(
         lambda raw, name: size(raw, name, size(raw, "num_attention_heads"))
     )
-    head_dim: int = stored(
-        lambda raw, name: size(
-            raw, name, size(raw, "hidden_size") // size(raw, "num_attention_heads")
-        )
-    )
+    head_dim: int = stored(head_dim)
     rms_norm_eps: float = stored(number, above=0)
     rope: dict[str, Any] = stored(rope)
     max_position_embeddings: int = stored(size)

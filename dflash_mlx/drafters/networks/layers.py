@@ -24,14 +24,13 @@ def limit_windows(windows: Iterable[int | None], most: int | None) -> tuple[int 
 
 
 def _rope(config: DraftConfig) -> nn.Module:
-    base = config.rope["rope_theta"]
+    dims, base = config.rotary_dims or config.head_dim, config.rope["rope_theta"]
     neighbours = config.rope.get("interleaved", False)  # turn together, as in LFM2
     if config.rope.get("type", config.rope["rope_type"]) == "default":
-        return nn.RoPE(config.rotary_dims or config.head_dim, neighbours, base)
+        return nn.RoPE(dims, neighbours, base)
     from mlx_lm.models.rope_utils import initialize_rope  # takes a second
 
     most = config.max_position_embeddings
-    dims = config.rotary_dims or config.head_dim
     rope: nn.Module = initialize_rope(dims, base, neighbours, config.rope, most)
     return rope
 

@@ -114,19 +114,7 @@ class DraftHead:
         # [v] which token each row of the head is for, None where row i is token i
         self._ids = None if d2t is None else np.array(mx.arange(d2t.size) + d2t)
         self._softcap, self._scale = softcap, scale  # of logits, and of final states
-        self._partial: PartialHead | None = None
-
-    def limit(self, target: Target, tokens: Array, size: int) -> None:
-        """Know only the first `size` of all `tokens` [V], and those that a conversation has.
-
-        Only of a target's head.
-        """
-        if size < len(tokens):
-            self._partial = PartialHead(target, tokens, size)
-
-    def new_active(self) -> ActiveVocabulary | None:
-        """Of a conversation that begins; None where it makes no difference."""
-        return None if self._partial is None else ActiveVocabulary(self._partial)
+        self.partial: PartialHead | None = None  # of a target's head, where drafts need no more
 
     def logits(
         self, states: mx.array, words: ActiveVocabulary | None
@@ -139,7 +127,7 @@ class DraftHead:
     ) -> list[tuple[mx.array, Array | None]]:
         """As `logits`, of several conversations; what is common to them is computed at once."""
         scaled = [part * self._scale for part in states]
-        head = self._head if self._partial is None or words[0] is None else self._partial.head
+        head = self._head if self.partial is None or words[0] is None else self.partial.head
         ends = [*accumulate(part.shape[0] for part in states)]
         whole = head(mx.concatenate(scaled) if len(scaled) > 1 else scaled[0])
         common = mx.split(whole, ends[:-1]) if len(scaled) > 1 else [whole]
@@ -184,16 +172,10 @@ def embedding_scale(target: Target) -> float:
 
     As z-lab's MLX module does: families that multiply in their forward pass have no such attribute.
     """
-    embedding: Any = target.embedding()
-    beside = (
-        module
-        for module in target.model.modules()
-        if any(child is embedding for child in module.values())
-    )
-    for holder in (embedding, next(beside, embedding)):
-        if (scale := getattr(holder, "embed_scale", None)) is not None:
-            return float(scale)
-    return 1.0
+    embedding, modules = target.embedding(), target.model.modules()
+    beside = [each for each in modules if any(child is embedding for child in each.values())]
+    scales = (getattr(holder, "embed_scale", None) for holder in (embedding, *beside))
+    return float(next((scale for scale in scales if scale is not None), 1.0))
 
 
 def last_norm(target: Target) -> Head:
@@ -216,10 +198,10 @@ class DraftContext:
     """
 
     def __init__(
-        self, network: Any, cache: SequenceCache, words: ActiveVocabulary | None = None
+        self, model: Any, cache: SequenceCache, words: ActiveVocabulary | None = None
     ) -> None:
         self.words = words  # the conversation's, where its drafter has a partial head
-        self._network, self._cache = network, cache
+        self._model, self._network, self._cache = model, model.module, cache
         self._waiting: list[tuple[mx.array, mx.array]] = []  # tokens [n], features [n, m*d]
 
     @abstractmethod
@@ -298,6 +280,7 @@ class BoundModel(Generic[_Context]):
     scales_embeddings: ClassVar[bool] = True  # as its target does, with the target's embedding
     least_vocabulary = 1  # tokens that its drafts need
     takes_trees, prefers_chains = True, False  # where it goes token by token
+    context: Callable[..., _Context]  # of the model, its empty caches, and the active vocabulary
 
     def __init__(self, network: Any, config: Any, target: Target) -> None:
         self.module, self.config = network, config
@@ -328,22 +311,20 @@ class BoundModel(Generic[_Context]):
     def block_size(self) -> int:
         return self.config.block_size  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def context(self, *parts: Any) -> _Context:
-        """A context of these parts: the network, its empty caches, and the active vocabulary."""
-
     def new_context(self) -> _Context:
         windows = self.config.layer_windows
         layers = [LayerCache(window, self.kernels, self._kv_bits) for window in windows]
-        return self.context(self.module, SequenceCache(layers), self.head.new_active())
+        words = self.head.partial and ActiveVocabulary(self.head.partial)
+        return self.context(self, SequenceCache(layers), words)
 
     def limit_vocabulary(self, target: Target, tokens: Array, size: int) -> None:
         """Draft only the first `size` of all `tokens` [V], and those that a conversation has.
 
         Not with a head of its own.
         """
-        if not self.config.own_head:
-            self.head.limit(target, tokens, max(size, self.least_vocabulary))
+        size = max(size, self.least_vocabulary)
+        if not self.config.own_head and size < len(tokens):
+            self.head.partial = PartialHead(target, tokens, size)
 
     def try_out(self, context: Context) -> mx.array:
         """Logits of a whole draft; tokens that it does not know or score have 0."""

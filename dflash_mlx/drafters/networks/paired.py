@@ -7,7 +7,6 @@ target's features; a drafted token has none, so there h is what the network made
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -42,9 +41,8 @@ class PairedContext(DraftContext):
     sequence is cut, the last row left has to wait again, and its features are gone.
     """
 
-    def __init__(self, embed: Callable[[mx.array], mx.array], *parts: Any) -> None:
+    def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._embed = embed  # tokens [n] to [n, d]
         self._states: list[mx.array] = []  # h of consecutive tokens, [n, d] each
 
     @property
@@ -91,7 +89,7 @@ class PairedContext(DraftContext):
         else:
             rows, tokens = states[:-1], tokens[1:]
         if len(rows):
-            self._network.append(self._embed(tokens), rows, self._cache)
+            self._network.append(self._model.embed(tokens), rows, self._cache)
         self._states.append(states)
         while len(self._states) > 1 and len(self._states[-2]) <= len(self._states[-1]):
             self._states[-2:] = [mx.concatenate(self._states[-2:])]  # so that few arrays are many
@@ -100,8 +98,7 @@ class PairedContext(DraftContext):
 class PairedModel(BoundModel[PairedContext]):
     """Such a network bound to its target."""
 
-    def context(self, *parts: Any) -> PairedContext:
-        return PairedContext(self.embed, *parts)
+    context = PairedContext
 
     def tried(self, context: PairedContext) -> mx.array:
         return PairedDraft(self, context).logits(mx.zeros(1, mx.int32), [-1])

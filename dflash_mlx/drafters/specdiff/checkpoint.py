@@ -1,12 +1,7 @@
 """The files of masked diffusion models: ours, and published ones told in our words.
 
-Ours has the fields of Llama, Qwen2 and Qwen3, with `mask_token_id`, `block_size`, `head_norms` and
-`logits_shifted`; `own_embedding` and `own_head` where the folder brings these.
-
-Published models bring both. They are autoregressive ones that were trained on, so their layers are
-plain; what distinguishes them is known by the name of their class: which token the mask is, where
-their config.json leaves that to a tokenizer, and whether a row's logits are for the next position,
-as they were before the training.
+The fields of ours, and what the names of published classes say, are on the page of formats
+(docs/formats.md).
 """
 
 from __future__ import annotations

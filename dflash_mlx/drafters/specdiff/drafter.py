@@ -25,24 +25,35 @@ Known = dict[int, int]  # tokens of a block that are fixed, by their places
 Look = Callable[[Known, list[int]], Ranked]  # what a pass says of the places that are masked
 Grow = Callable[[Ranked, int], Tree]  # a tree of what is drafted behind so many tokens
 
+IN_ORDER, THRESHOLD = "left-to-right", "threshold"
+SCHEDULES = ("confidence", IN_ORDER, THRESHOLD)
+SURE = 0.9  # probability from which on the threshold schedule fixes a token
+
 
 @dataclass(frozen=True)
 class Denoising:
-    """A block in several passes, each of which fixes its share of the tokens, the first ones."""
+    """A block in passes, each of which fixes the first tokens, the surest, or all that are sure."""
 
     steps: int = 1  # passes over a block, at most
+    schedule: str = IN_ORDER
 
     @property
     def in_order(self) -> bool:
         """Whether no token is fixed before one that precedes it."""
-        return True
+        return self.steps == 1 or self.schedule == IN_ORDER
 
     def fixed(self, confidences: Array, left: int) -> list[int]:
         """Which of the masked positions are fixed, in order, where `left` passes are to come.
 
         confidences: [n] probability of the likeliest token at each.
         """
-        return list(range(share(len(confidences), left)))
+        count = share(len(confidences), left)
+        if self.in_order:
+            return list(range(count))
+        if self.schedule == THRESHOLD:
+            count = max(1, int((confidences >= SURE).sum()))
+        surest = np.argsort(-confidences, kind="stable")
+        return sorted(surest[:count].tolist())
 
 
 def share(masked: int, left: int) -> int:

@@ -94,35 +94,25 @@ class Network(DraftNetwork):
 class TextContext(TokenContext):
     """Keys and values of committed tokens."""
 
-    def __init__(self, embed: Embed, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._embed = embed  # tokens [n] to [n, d]
-
     def read(self, tokens: mx.array) -> None:
-        self._network.read(self._embed(tokens)[None], self._cache)
+        self._network.read(self._model.embed(tokens)[None], self._cache)
 
     def run(self, block: mx.array) -> mx.array:
         """Final states [b, d] of a block [b] behind all tokens; what waited is then committed."""
         text = self.take_waiting()
         rows = mx.concatenate([text, block])
-        return self._network(self._embed(rows)[None], self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
+        x = self._model.embed(rows)[None]
+        return self._network(x, self._cache, text.size)[0, text.size :]  # type: ignore[no-any-return]
 
     def way_back(self, length: int) -> int:
         length = min(length, self._cache.length)
         if self._cache.refill_from(length) == length:
             return length
-        return self._reached_from(length)
-
-    def _reached_from(self, length: int) -> int:
-        """The first token that rows at `length` see anything of, through all layers.
-
-        Each window reaches a little further back. A layer without one sees all tokens, and what
-        these are in it comes of the windows before it, from the first token on.
-        """
+        # The first token that rows at `length` see anything of, through all layers: each window
+        # reaches a little further back. A layer without one sees all tokens, and what these are in
+        # it comes of the windows before it, from the first token on.
         windows = [layer.window for layer in self._cache.layers]
-        if None in windows:
-            return 0
-        return max(0, length - int(sum(windows) - len(windows)))
+        return 0 if None in windows else max(0, length - sum(windows) + len(windows))
 
 
 class MaskedModel(BoundModel[TextContext]):
@@ -132,6 +122,7 @@ class MaskedModel(BoundModel[TextContext]):
     """
 
     family = "specdiff"
+    context = TextContext
 
     def own_head(self, network: Any) -> Embed:
         return network.embed_tokens.as_linear if self.config.tied else super().own_head(network)
@@ -139,9 +130,6 @@ class MaskedModel(BoundModel[TextContext]):
     @property
     def mask(self) -> int:
         return self.config.mask_token_id  # type: ignore[no-any-return]
-
-    def context(self, *parts: Any) -> TextContext:
-        return TextContext(self.embed, *parts)
 
     def tried(self, context: TextContext) -> mx.array:
         masks = mx.full(self.block_size, self.mask, mx.int32)
