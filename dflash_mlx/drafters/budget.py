@@ -55,9 +55,6 @@ class Scope:
     chains: bool = False  # nothing else is verified
 
 
-Cutting = Callable[[Sequence[Proposal], float], Cut]  # of proposals that took so many seconds
-
-
 @dataclass(frozen=True, eq=False)
 class _Asked:
     """A round that was proposed."""
@@ -120,12 +117,11 @@ class BatchBudget:
         if all(state.last is None for state in states):
             self._begin_answer(known, states)
         arm, rates, again = known.choose()
-        cutting = partial(self._cut, known, states, budget)
         if one == 1 and states[0].constraint is None and self._goes_blind(arm):
-            cut = cutting([Proposal(Tree.chain())], 0.0)
+            cut = self._cut(known, states, budget, [Proposal(Tree.chain())], 0.0)
         else:
             self._blind = self._blind if one == 1 else 0
-            cut = self._draft(known, arm, states, budget // len(states), cutting)
+            cut = self._draft(known, arm, states, budget)
         trees = zip(states, (part.tree for part in cut.parts), strict=True)
         asked = _Asked(known, arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
         self._asked.update((state, asked) for state in states)
@@ -164,10 +160,9 @@ class BatchBudget:
         if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
-    def _draft(
-        self, known: Experience, arm: Arm, states: Sequence[State], share: int, cutting: Cutting
-    ) -> Cut:
+    def _draft(self, known: Experience, arm: Arm, states: Sequence[State], budget: int) -> Cut:
         """The best part of what the arm proposes, with lookups and a second pass that pays."""
+        share, cutting = budget // len(states), partial(self._cut, known, states, budget)
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         rate, second, further = known.best.rate, known.second, 0.0
         if arm.name != _PLAIN:
