@@ -7,10 +7,10 @@ others are passed over. How matrices are packed the tensors tell, one by one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import mlx.core as mx
@@ -169,7 +169,7 @@ class MTPFiles(FileFormat):
             quantization=None,
         )
         packed = self._packed(names, config)
-        usual = next(iter(Counter(packed.values()).most_common(1)), (None, 0))[0]
+        usual = mode(packed.values()) if packed else None
         return replace(config, packed=packed, quantization=usual)
 
     def _packed(self, names: Collection[str], config: HeadConfig) -> dict[str, Quantization]:
@@ -206,13 +206,9 @@ class MTPFiles(FileFormat):
     def build(self, config: Any, source: str) -> Network:
         with loading(f"the layer that {source} describes", DOWNLOAD_AGAIN):
             network = Network(config)
-
-        def how(path: str, module: Any) -> bool | dict[str, int]:
-            own = config.packed.get(path)
-            return asdict(own) if own else False
-
         if config.packed:
-            nn.quantize(network, class_predicate=how)
+            packed = {path: asdict(how) for path, how in config.packed.items()}
+            nn.quantize(network, class_predicate=lambda path, _: packed.get(path, False))
         return network
 
     def check_tensors(
