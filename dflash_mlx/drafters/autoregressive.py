@@ -42,11 +42,6 @@ BRANCHES = 8  # tokens that continue a path, and paths that are continued at a t
 Another = Callable[[float, int], bool]
 
 
-def always(chance: float, steps: int) -> bool:
-    """As many steps as a block has rows."""
-    return True
-
-
 class StepModel(DraftModel, Protocol):
     """A draft model that goes token by token."""
 
@@ -60,7 +55,7 @@ class StepModel(DraftModel, Protocol):
 class StepByStep(BlockDrafter[StepModel]):
     """A drafter that can be asked after each step whether it makes one more."""
 
-    another: Another = staticmethod(always)
+    another: Another = staticmethod(lambda chance, steps: True)  # as many as a block has rows
 
     def __init__(self, model: StepModel, block_size: int | None = None) -> None:
         super().__init__(model, block_size)

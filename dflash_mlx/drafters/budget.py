@@ -20,7 +20,6 @@ from dflash_mlx.drafters.experience import (
     Average,
     Cut,
     Experience,
-    Instead,
     RoundTimes,
     of_further_steps,
 )
@@ -54,9 +53,6 @@ class Scope:
     drafts: bool = True  # the drafter is run; otherwise lookups alone
     looks_up: bool = True  # n-gram continuations join every tree, and a plain round, at no cost
     chains: bool = False  # nothing else is verified
-
-
-Cutting = Callable[[Sequence[Proposal], float], Cut]  # of proposals that took so many seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,26 +117,23 @@ class BatchBudget:
         if all(state.last is None for state in states):
             self._begin_answer(known, states)
         arm, rates, again = known.choose()
-        cutting = partial(self._cut, known, states, budget)
         if one == 1 and states[0].constraint is None and self._goes_blind(arm):
-            cut = cutting([Proposal(Tree.chain())], 0.0)
+            cut = self._cut(known, states, budget, [Proposal(Tree.chain())], 0.0)
         else:
             self._blind = self._blind if one == 1 else 0
-            cut = self._draft(known, arm, states, budget // len(states), cutting)
+            cut = self._draft(known, arm, states, budget)
         trees = zip(states, (part.tree for part in cut.parts), strict=True)
         asked = _Asked(known, arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
         self._asked.update((state, asked) for state in states)
-        why = Reason(arm is not known.arms[0], cut.drafts, again, rates, cut.instead is not None)
+        why = Reason(arm is not known.arms[0], cut.drafts, again, rates, bool(cut.without))
         plain = known.times.plain_now(one, _contexts(states))
         return [replace(part, why=why, plain_seconds=plain) for part in cut.parts]
 
     def _known(self, count: int) -> Experience:
         """What so many sequences have taught; they begin with what those nearest have, or one."""
         own = self.experience if count == 1 else self._together.get(count)
-        if own is not None and (count == 1 or own.rounds >= _TAUGHT):
-            return own
         taught = [n for n, each in self._together.items() if each.rounds >= _TAUGHT]
-        if own is not None and not taught:
+        if own is not None and (count == 1 or count in taught or not taught):
             return own
         one, near = self.experience, min(taught, key=lambda n: abs(n - count), default=1)
         base, times = self._together.get(near, one), RoundTimes(one.times.timed)
@@ -167,10 +160,9 @@ class BatchBudget:
         if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
-    def _draft(
-        self, known: Experience, arm: Arm, states: Sequence[State], share: int, cutting: Cutting
-    ) -> Cut:
+    def _draft(self, known: Experience, arm: Arm, states: Sequence[State], budget: int) -> Cut:
         """The best part of what the arm proposes, with lookups and a second pass that pays."""
+        share, cutting = budget // len(states), partial(self._cut, known, states, budget)
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         rate, second, further = known.best.rate, known.second, 0.0
         if arm.name != _PLAIN:
@@ -180,7 +172,7 @@ class BatchBudget:
         best = cutting(drafts, before)
         best = usual = replace(best, sizes=best.sizes.dearer(further))
         begun = [draft for draft in drafts if isinstance(draft, FirstDraft)]
-        counts, tried = second.branches(begun, rate)
+        counts, mass, tried = second.branches(begun, rate)
         if isinstance(drafter, TwoPass) and any(counts):
             start = self.clock()
             more = drafter.go_on(states, begun, counts)
@@ -189,9 +181,13 @@ class BatchBudget:
             second.times.took(self.clock() - start, sum(counts))
             spent = float(second.times.of(sum(counts)))
             both = cutting(self._looked_up(more, states, share), before + spent)
-            trees, dearer = [part.tree for part in best.parts], both.seconds - spent - best.seconds
-            instead = Instead.of(trees, begun, counts, rate * dearer)
-            best = replace(both, sizes=both.sizes.dearer(spent), instead=instead)
+            best = replace(
+                both,
+                sizes=both.sizes.dearer(spent),
+                without=[part.tree for part in best.parts],
+                mass=mass,
+                further_rows=rate * (both.seconds - spent - best.seconds),
+            )
             usual = usual if tried else best
         arm.expect(usual.tokens, usual.seconds, usual.sizes)
         return best
@@ -289,8 +285,8 @@ class BatchBudget:
             return
         last, cut, known = rounds[0], rounds[0].cut, rounds[0].known
         accepted = [state.last for state in last.trees if state.last is not None]
-        if cut.instead is not None:
-            known.second.learn(cut.instead.gain(accepted) - cut.instead.rows, cut.instead.mass)
+        if cut.without:
+            known.second.learn(cut.gain(accepted), cut.mass)
         if mass := sum(sum(part.steps) for part in cut.parts):
             known.further.learn(sum(map(of_further_steps, accepted)), mass)
         if last.timed is known.times.timed and not any(state.delayed for state in states):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_mlx.core.tree import Accepted, Tree
+from dflash_mlx.core.tree import Accepted, Tree, accept
 from dflash_mlx.drafters.growth.grow import FIRST
 from dflash_mlx.drafters.growth.reliability import Reliability, Sizes
 from dflash_mlx.drafters.method import FirstDraft
@@ -18,7 +18,7 @@ from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.verifier.pass_times import ROWS, PassTimes, size_of
 
 _PROBES = 0.01  # of the time may go into rounds that try what looks slower
-_GAIN = 0.5  # tokens that a second pass is first believed to bring where a draft fails
+GAIN = 0.5  # tokens that a second pass is first believed to bring where a draft fails
 _NEXT = 0.7  # ... that one step more is, where all so far is right
 _PAIRED = 64  # second passes that are remembered: most bring nothing, some a whole branch
 GUESSED_ROWS = 8  # of a drafter that has not drafted yet
@@ -103,6 +103,7 @@ class RoundTimes:
         self.timed = self.given = timed  # what a round tells in place of None is `timed` alone
         self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
         self._plain = deque[float](maxlen=_RECENT)  # seconds beyond the pass
+        self._of_plain: float | None = None  # their median, where there are enough
         self._drafted = deque[tuple[int, float]](maxlen=_DRAFTED)  # sizes, and the same
         self._usual, self._beyond = 0.0, dict[int, float]()  # their medians: of all, by size
 
@@ -116,7 +117,7 @@ class RoundTimes:
     def plain(self, rows: int, contexts: Sequence[float]) -> float:
         """Of a plain round of so many sequences, on a machine that does nothing else."""
         one = float((self.timed or GUESS).of(rows, contexts))
-        return max(one + (median(self._plain) if self._has_plain else 0.0), _LEAST)
+        return max(one + (self._of_plain or 0.0), _LEAST)
 
     def plain_now(self, rows: int, contexts: Sequence[float]) -> float | None:
         """Seconds of a plain round on the machine as busy as it is; None where nothing tells.
@@ -127,7 +128,9 @@ class RoundTimes:
         if self.timed is None:
             return None
         machine = self.machine.mean
-        return self.plain(rows, contexts) * (machine if self._has_plain else min(machine, 1.0))
+        if self._of_plain is None:
+            machine = min(machine, 1.0)
+        return self.plain(rows, contexts) * machine
 
     def learn(self, rows: int, drafted: bool, before: float, took: float, planned: float) -> float:
         """Take in a round, and return the seconds that it counts for.
@@ -151,7 +154,8 @@ class RoundTimes:
             self._drafted.append((size, unplanned + self._beyond.get(size, self._usual)))
             self._sum_up()
         else:
-            self._plain.append(unplanned + (median(self._plain) if self._has_plain else 0.0))
+            self._plain.append(unplanned + (self._of_plain or 0.0))
+            self._of_plain = median(self._plain) if len(self._plain) >= _ENOUGH else None
         return seconds
 
     def _sum_up(self) -> None:
@@ -163,32 +167,6 @@ class RoundTimes:
         }
         self._usual = max(median(beyond for _, beyond in [*self._drafted][-_RECENT:]), 0.0)
 
-    @property
-    def _has_plain(self) -> bool:
-        return len(self._plain) >= _ENOUGH
-
-
-@dataclass(frozen=True)
-class Instead:
-    """What would have been verified without the second pass that was made."""
-
-    trees: Sequence[Tree]  # of each sequence
-    mass: float  # the posterior of failing where the pass went on
-    rows: float  # tokens that its tree's further rows, if any, cost in time
-
-    @classmethod
-    def of(
-        cls, trees: Sequence[Tree], drafts: Sequence[FirstDraft], counts: Sequence[int], rows: float
-    ) -> Instead:
-        pairs = zip(drafts, counts, strict=True)
-        mass = sum(sum([*draft.branches.values()][:count]) for draft, count in pairs)
-        return cls(trees, mass, rows)
-
-    def gain(self, accepted: Sequence[Accepted]) -> float:
-        """Tokens that were accepted beyond those of these trees, as far as the text is known."""
-        pairs = zip(self.trees, accepted, strict=True)
-        return sum(len(each.tokens) - brought(tree, each.tokens) for tree, each in pairs)
-
 
 def of_further_steps(accepted: Accepted) -> int:
     """Accepted tokens of a draft model that its first step could not have drafted."""
@@ -198,18 +176,16 @@ def of_further_steps(accepted: Accepted) -> int:
 
 def brought(tree: Tree, text: Sequence[int]) -> int:
     """Tokens of a round that verifies a tree where the target says `text`, of what is known."""
-    node: int | None = 0
-    for count, token in enumerate(text):
-        assert node is not None
-        if (node := tree.child(node, token)) is None:
-            return count + 1
-    return len(text) + 1
+    known = (*text, -1)
+    return len(accept(tree, lambda path: known[len(path) - 1]).path)
 
 
 class Continued:
-    """What going on with a draft has brought, by the probability that it would.
+    """What going on with drafts has brought, by the probability that it would.
 
-    guess: tokens that it is first believed to bring at probability 1.
+    Of a second pass counts what it brought beyond the first draft in the same text, as luck is the
+    same for both trees, and its probabilities are posteriors of failing where it goes on. guess:
+    tokens that it is first believed to bring at probability 1.
     """
 
     def __init__(self, guess: float) -> None:
@@ -233,35 +209,25 @@ class Continued:
         self.gain.add(gain)
         self.mass.add(mass)
 
-
-class SecondPass(Continued):
-    """What a second draft pass has brought, and whether it pays behind a first draft.
-
-    What was brought counts here, as luck is the same for both trees. Probabilities are posteriors
-    of failing where it goes on.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_GAIN)
-
-    def branches(self, drafts: Sequence[FirstDraft], rate: float) -> tuple[list[int], bool]:
+    def branches(self, drafts: Sequence[FirstDraft], rate: float) -> tuple[list[int], float, bool]:
         """How many of each draft's branches to go on with, 0 where that is not worth its time.
 
-        Those where the drafts are likeliest to fail, as many as save most seconds. Where none saves
-        any, or nobody knows, it is only tried; that is the second value. rate: tokens per second
-        that time brings otherwise.
+        Those where the drafts are likeliest to fail, as many as save most seconds; and how likely
+        they are to fail in one of these places. Where none saves any, or nobody knows, it is only
+        tried; that is the last value. rate: tokens per second that time brings otherwise.
         """
         posteriors = [(r, i) for i, draft in enumerate(drafts) for r in draft.branches.values()]
         found = sorted(posteriors, reverse=True)
-        chosen, tried = [], not self.times.known
+        chosen, likely, tried = [], 0.0, not self.times.known
         if found:
             mass = np.cumsum([posterior for posterior, _ in found])
             seconds = self.times.of(np.arange(1, len(found) + 1))
             saved = self.saved(mass, rate, seconds)
             most = int(saved.argmax())
             if self.goes_on(saved[most]):
-                chosen, tried = [i for _, i in found[: most + 1]], tried or bool(saved[most] <= 0)
-        return [chosen.count(i) for i in range(len(drafts))], tried
+                chosen, likely = [i for _, i in found[: most + 1]], float(mass[most])
+                tried = tried or bool(saved[most] <= 0)
+        return [chosen.count(i) for i in range(len(drafts))], likely, tried
 
 
 class Arm:
@@ -313,8 +279,12 @@ class Cut:
     before: float  # seconds of their drafts
     seconds: float  # that the round should take
     sizes: Sizes  # what other numbers of nodes promise
-    instead: Instead | None = None  # without the second pass, where there was one
     beside: int = 0  # rows of others that share the pass
+    # Where a second pass was made: what would have been verified without it, how likely that was to
+    # fail where the pass went on, and the tokens that further rows, if any, cost in time
+    without: Sequence[Tree] = ()
+    mass: float = 0.0
+    further_rows: float = 0.0
 
     @property
     def drafts(self) -> bool:
@@ -324,6 +294,12 @@ class Cut:
     def rows(self) -> int:
         return sum(len(part.tree) for part in self.parts) + self.beside
 
+    def gain(self, accepted: Sequence[Accepted]) -> float:
+        """Tokens that a second pass brought, less those that its further rows cost."""
+        pairs = zip(self.without, accepted, strict=True)
+        more = sum(len(each.tokens) - brought(tree, each.tokens) for tree, each in pairs)
+        return more - self.further_rows
+
 
 @dataclass
 class Experience:
@@ -332,7 +308,7 @@ class Experience:
     arms: list[Arm]  # plain decoding first
     reliability: Reliability
     times: RoundTimes
-    second: SecondPass = field(default_factory=SecondPass)
+    second: Continued = field(default_factory=lambda: Continued(GAIN))
     # Of drafts made step by step: what further steps brought, by the chances of what they continue
     further: Continued = field(default_factory=lambda: Continued(_NEXT))
     rounds: int = 0  # that it has learned from, with those of what it began with

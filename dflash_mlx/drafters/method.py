@@ -143,14 +143,7 @@ class BlockDrafter(EachAlone, Generic[Model]):
 
 def branches_option(help: str, label: str = "") -> Any:
     """The option `branches` of a method."""
-    return option(
-        None,
-        help,
-        label=label,
-        least=1,
-        most=MOST_BRANCHES,
-        type=int,
-    )
+    return option(None, help, label=label, least=1, most=MOST_BRANCHES, type=int)
 
 
 def check_block_size(block_size: int | None, most: int, option: str = "block_size") -> None:

@@ -9,7 +9,6 @@ a context keeps of it, see `networks/paired.py`.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -176,14 +175,6 @@ class HeadTrainee(PairedTrainee):
             norm = trainee.network.pre_fc_norm_hidden
             norm.weight = norm.weight * _size_of_states(target)  # those that its layer is used to
         return trainee
-
-    @classmethod
-    def read(cls, folder: Path, target: Target) -> HeadTrainee:
-        found = super().read(folder, target)
-        if not found.config.attends_drafts:
-            what = f"{folder} holds a head that sees no drafted tokens"
-            raise DFlashError(what, START_FROM)
-        return found
 
 
 def _size_of_states(target: Target) -> mx.array:

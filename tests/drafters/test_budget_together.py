@@ -12,7 +12,8 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.dual_diffusion import DualDiffusion, JointGrowth
-from dflash_mlx.drafters.experience import Average, Experience, Instead, SecondPass
+from dflash_mlx.drafters.experience import GAIN, Average, Continued, Cut, Experience
+from dflash_mlx.drafters.growth.reliability import Sizes
 from dflash_mlx.drafters.method import FirstDraft
 from dflash_mlx.drafters.none import NoContext, NoDraft
 from dflash_mlx.drafters.paper import AblatedDual, PaperGrowth
@@ -122,27 +123,30 @@ def drafts_of(*posteriors):
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize("by_branch", [0.0, 0.02, 0.1])
 def test_of_all_drafts_branches_those_are_drafted_on_that_save_most_time(rate, by_branch):
-    second, drafts = SecondPass(), drafts_of([0.5, 0.3, 0.01], [0.05, 0.04], [])
+    second, drafts = Continued(GAIN), drafts_of([0.5, 0.3, 0.01], [0.05, 0.04], [])
     timed_seconds(second, PassTimes((1, 5), (0.1 + by_branch, 0.1 + 5 * by_branch)))
     second.gain, second.mass = Average(0.8), Average(1.0)
 
+    def mass(counts):
+        return sum(sum([*d.branches.values()][:n]) for d, n in zip(drafts, counts, strict=True))
+
     def saved(counts):
-        mass = sum(sum([*d.branches.values()][:n]) for d, n in zip(drafts, counts, strict=True))
-        return 0.8 * mass / rate - float(second.times.of(sum(counts))) if any(counts) else 0.0
+        seconds = float(second.times.of(sum(counts)))
+        return 0.8 * mass(counts) / rate - seconds if any(counts) else 0.0
 
     best = max(saved(counts) for counts in product(range(4), range(3), range(1)))
-    found, tried = second.branches(drafts, rate)
-    assert saved(found) == pytest.approx(best)
+    found, likely, tried = second.branches(drafts, rate)
+    assert (saved(found), likely) == pytest.approx((best, mass(found)))
     assert any(found) == (best > 0) and not tried
 
 
 def test_a_second_pass_is_tried_now_and_then_where_it_has_not_paid():
-    second, drafts = SecondPass(), drafts_of([0.5])
+    second, drafts = Continued(GAIN), drafts_of([0.5])
     timed_seconds(second, PassTimes((1,), (1.0,)))
     second.gain = Average(0.0)
     for waited, expected in ((0.0, [0]), (99.0, [0]), (101.0, [1])):
         second.waited = waited
-        counts, tried = second.branches(drafts, 1.0)
+        counts, _, tried = second.branches(drafts, 1.0)
         assert counts == expected and tried == any(counts)
     assert second.branches(drafts, 1.0)[0] == [0]
 
@@ -155,11 +159,11 @@ def test_what_a_second_pass_brought_is_told_from_the_same_text():
         Accepted(Tree.chain(drafts), tuple(range(len(drafts) + 1)), token)
         for drafts, token in texts
     ]
-    instead = Instead.of(trees, drafts_of([0.5, 0.3], [0.2], [0.1]), [1, 1, 0], 0.25)
-    assert instead.gain(accepted) == (4 - 2) + (2 - 3) + (1 - 1)
-    second = SecondPass()
+    cut = Cut([], 0.0, 0.0, 0.0, Sizes.of([np.ones(1)], 1), without=trees, further_rows=0.25)
+    assert cut.gain(accepted) == (4 - 2) + (2 - 3) + (1 - 1) - 0.25
+    second = Continued(GAIN)
     for _ in range(500):
-        second.learn(instead.gain(accepted) - instead.rows, instead.mass)
+        second.learn(cut.gain(accepted), 0.7)
     assert (second.gain.mean, second.mass.mean) == pytest.approx((0.75, 0.7), rel=0.02)
 
 

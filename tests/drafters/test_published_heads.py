@@ -31,7 +31,7 @@ from support.published_heads import (
 from support.published_layouts import as_split, in_eight_bits, write_eight_bits
 from support.reference_dflash import Array, write_drafter_folder
 
-VARIANTS = ("hidden_normed", "hidden_first", "feeds_normed", "attends_drafts")
+VARIANTS = ("hidden_normed", "hidden_first", "feeds_normed")
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ HEADS: dict[str, Head] = {
 # Rows of the table of published configurations: what is read of each, or why it is refused
 
 _READ: dict[str, Any] = {
-    **{"hidden_normed": True, "hidden_first": False, "feeds_normed": True, "attends_drafts": True},
+    **{"hidden_normed": True, "hidden_first": False, "feeds_normed": True},
     **{"block_size": 8, "own_embedding": False, "own_head": False, "notes": ""},
 }
 _TURNED = {"hidden_normed": False, "hidden_first": True, "feeds_normed": False, "block_size": 2}

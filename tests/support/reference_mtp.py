@@ -27,12 +27,7 @@ from support.reference_dflash import (
     softmax,
 )
 
-USUAL = {
-    "hidden_normed": True,
-    "hidden_first": False,
-    "feeds_normed": True,
-    "attends_drafts": True,
-}
+USUAL = {"hidden_normed": True, "hidden_first": False, "feeds_normed": True}
 ENDS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")  # of names of norms
 
 
@@ -68,7 +63,7 @@ def logits(
     h = states[-1]
     for depth, token in enumerate(path):
         row = pair(token, h)
-        seen = [*committed, *(drafted if told["attends_drafts"] else []), row]
+        seen = [*committed, *drafted, row]
         places = np.array([*range(len(seen) - 1), len(committed) + depth])
         near = slice(-told.get("sliding_window", len(seen)), None)
         y = decoder_layer(layer, text, np.stack(seen)[near], places[near])

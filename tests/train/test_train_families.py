@@ -332,7 +332,6 @@ def test_a_second_version_without_real_convolutions_is_read_and_becomes_a_first(
 
 OTHERS = {**FORMATS, **masked_formats.FORMATS}
 OTHERS["convolutions"] = tiny_config(), random_tensors(tiny_config())
-OTHERS["head, apart"] = reference_mtp.FORMATS["ours, attends_drafts"]
 OTHERS["head, own tables"] = reference_mtp.FORMATS["ours, own tables"]
 
 
@@ -345,7 +344,6 @@ OTHERS["head, own tables"] = reference_mtp.FORMATS["ours, own tables"]
         ("raw, own embedding", "an embedding of its own and a head of its own"),
         ("a2d-qwen3", "an embedding of its own"),
         ("ours, shifted", "shifted logits"),
-        ("head, apart", "sees no drafted tokens"),
         ("head, own tables", "an embedding of its own and a head of its own"),
     ],
 )

@@ -40,6 +40,7 @@ _CLASSES = {
 }
 _TEXT = "text_config"
 _BY_LAYER = "per_layer_config"  # what newer files of transformers have for full attention
+_OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 _ACTIVATION = "gelu_pytorch_tanh"
 _TOKENS = frozenset({  # of the target's vocabulary, with no meaning here
     "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index",
@@ -79,7 +80,6 @@ _IN_TEXT = Part(
     },
 )  # fmt: skip
 _ORDERING = "masked_embedding.token_ordering"
-_TARGETS = "gemma4"  # what the model_type of a target begins with
 
 
 class AssistantFiles(FileFormat):
@@ -140,7 +140,7 @@ class AssistantFiles(FileFormat):
     ) -> Iterator[Finding]:
         yield from super().misfits(config, target, name, drafter)
         who = f"the assistant {drafter}".rstrip()
-        if not str(kind := target.get("model_type")).startswith(_TARGETS):
+        if not str(kind := target.get("model_type")).startswith("gemma4"):
             what = f"{who} is for targets of Gemma 4, but {name} is of {str(kind)[:80]}"
             yield Finding("error", what, CHOOSE_ANOTHER)
             return
@@ -190,14 +190,10 @@ def _sizes(target: Mapping[str, Any], kind: str) -> tuple[Any, Any]:
 def _of_full_layers(text: Fields, types: tuple[Any, ...]) -> Fields:
     """`text` with the sizes of full attention beside the others, where the file lists layers."""
     listed = part(text, _BY_LAYER)
-    found: set[tuple[tuple[str, Any], ...]] = set()
-    for layer, own in listed.items():
-        sizes, full = dict(own), (str(i) for i, kind in enumerate(types) if kind == FULL)
-        if layer not in full or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
-            raise ValueError(f"{_BY_LAYER} is {listed!r}, not of sizes of full attention alone")
-        found.add(tuple(sorted(sizes.items())))
-    if len(found) > 1:
-        raise ValueError(f"{_BY_LAYER} is {listed!r}, of layers that differ")
-    sizes = dict(next(iter(found), ()))
-    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    return {**text, **{names[name]: size for name, size in sizes.items()}}
+    full = {str(i) for i, kind in enumerate(types) if kind == FULL}
+    sizes = dict(next(iter(listed.values()), {}))
+    alike = all(own == sizes for own in listed.values())
+    if not alike or not listed.keys() <= full or not sizes.keys() <= _OF_FULL.keys():
+        what = f"{_BY_LAYER} is {listed!r}, not the same sizes for layers of full attention alone"
+        raise ValueError(what)
+    return {**text, **{_OF_FULL[name]: size for name, size in sizes.items()}}

@@ -153,11 +153,8 @@ class OrderedHead(DraftHead):
     def __init__(self, network: Network, config: AssistantConfig, kernels: Kernels) -> None:
         embedding = network.model.embed_tokens
         super().__init__(embedding.as_linear, config.vocab_size, kernels)
-        self._embed, self._ordering, self._chosen = (
-            embedding,
-            network.masked_embedding,
-            config.chosen,
-        )
+        self._embed, self._chosen = embedding, config.chosen
+        self._ordering = network.masked_embedding
 
     def scored(self, states: mx.array) -> tuple[mx.array, mx.array]:
         """[n, v] from final states [n, d], and the tokens [n, v] that they are for."""

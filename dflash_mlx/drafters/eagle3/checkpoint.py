@@ -59,7 +59,6 @@ _ALIASES = {  # classes of the same network, and whether theirs norm queries and
     "LlamaEagle3DraftModel": False,
     _P_EAGLE: False,
 }
-_NORM = "self_attn.q_norm.weight"
 _METHOD = "eagle_config"
 LAYERS_READ = "eagle_aux_hidden_state_layer_ids"
 _DEEPSPEC = "target_layer_ids"
@@ -87,16 +86,9 @@ _IN_METHOD = Part(
     refused=_REFUSED,
 )
 _AROUND = Part(noted=(*COPIED, "partial_rotary_factor"), refused=_REFUSED, is_open=True)
-_IN_SPECULATORS = Part(
-    read={*SPECULATORS_READ, _METHOD, LAYERS_READ, *_NORMS, *_OF_PARALLEL},
-    silent=SPECULATORS_SILENT,
-    refused=_REFUSED,
-)
-_TOLD = (  # what speculators has beside the layer, by the same names
-    "draft_vocab_size", "target_hidden_size", "num_target_layers", "tie_word_embeddings",
-    *_NORMS, LAYERS_READ, _METHOD, _PARALLEL, _DEPTHS, *_MASKS, "quantization",
-    "quantization_config",
-)  # fmt: skip
+_BESIDE = SPECULATORS_READ | {_METHOD, LAYERS_READ, *_NORMS, *_OF_PARALLEL}  # the layer
+_IN_SPECULATORS = Part(read=_BESIDE, silent=SPECULATORS_SILENT, refused=_REFUSED)
+_TOLD = _BESIDE - {SPECULATORS, "transformer_layer_config", "notes"}  # by the same names in ours
 
 
 class EagleFiles(FileFormat):
@@ -119,7 +111,7 @@ class EagleFiles(FileFormat):
         if SPECULATORS not in raw:
             return _named(raw, names)
         layer = layers_of_speculators(raw)
-        told = {name: raw[name] for name in _TOLD if raw.get(name) is not None}
+        told = {name: v for name, v in raw.items() if name in _TOLD and v is not None}
         kind = layer.get("model_type", "qwen3")  # as the library has it
         if raw[SPECULATORS] == "peagle":
             told[_PARALLEL], tokens = True, proposed_tokens(raw)
@@ -128,28 +120,30 @@ class EagleFiles(FileFormat):
 
     def read_fields(self, told: Fields, names: Collection[str]) -> EagleConfig:
         method = part(told, _METHOD)
-        parallel = _is_parallel({**method, **told}, names)
+        both = {**method, **told}
+        parallel = _is_parallel(both, names)
         _check_kind(told, method, names, parallel)
         aux_layers, notes = _aux_layers(told, method)
         vocabulary, width = size(told, "vocab_size"), size(told, "hidden_size")
         drafted = size(told, "draft_vocab_size", vocabulary)
         target_width = size(told, "target_hidden_size", width)
         narrower, unknown, ours = target_width != width, not names, {*map(_renamed, names)}
+        drafts = whole(both, _DEPTHS, default=0) or DEFAULT_BLOCK - 1  # as deep as was trained
         layers = size(told, "num_hidden_layers")
         kinds = (told.get("layer_types") or [])[:layers]  # some have those of a target
         return EagleConfig.read(
-            {**method, **told},
-            block_size=size(told, "block_size", _drafted({**method, **told}) + 1),
+            both,
+            block_size=size(told, "block_size", drafts + 1),
             target_hidden_size=target_width,
             aux_layers=aux_layers,
             num_target_layers=size_or_none(told, "num_target_layers"),
             layer_windows=layer_windows({**told, "layer_types": kinds}),
             head_norms=flag(told, "qk_norm"),
-            norm_output=flag({**method, **told}, "norm_output", flag(method, _POST_NORM)),
+            norm_output=flag(both, "norm_output", flag(method, _POST_NORM)),
             draft_vocab_size=None if drafted == vocabulary else drafted,
             own_embedding="embed_tokens.weight" in ours or (unknown and narrower),
             own_head="lm_head.weight" in ours or (unknown and (narrower or drafted != vocabulary)),
-            **(_masks({**method, **told}, names, target_width, aux_layers) if parallel else {}),
+            **(_masks(both, names, target_width, aux_layers) if parallel else {}),
             notes=(*listed(told.get("notes") or [], "notes", str), *notes),
         )
 
@@ -174,7 +168,7 @@ def _named(raw: Fields, names: Collection[str]) -> Fields:
     """
     if (kind := architecture(raw)) not in _ALIASES:
         return raw
-    normed = any(name.endswith(_NORM) for name in names) if names else _ALIASES[kind]
+    normed = any(name.endswith(".q_norm.weight") for name in names) if names else _ALIASES[kind]
     told = {"architectures": [RAW], "qk_norm": flag(raw, "qk_norm", normed)}
     return {**raw, **told, **({_PARALLEL: True} if kind == _P_EAGLE else {})}
 
@@ -182,11 +176,6 @@ def _named(raw: Fields, names: Collection[str]) -> Fields:
 def _renamed(name: str) -> str:
     """Our name of a tensor. NVIDIA's are below `model.`; some count the first layer."""
     return name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
-
-
-def _drafted(fields: Fields) -> int:
-    """How many tokens a draft has where no block size is given: as deep as P-EAGLE was trained."""
-    return whole(fields, _DEPTHS, default=0) or DEFAULT_BLOCK - 1
 
 
 def _masks(

@@ -166,16 +166,13 @@ class Network(DraftNetwork):
         Nobody asks what a committed row says of the next token: its keys and values are enough.
         """
         cache.begin(Block(len(h)))
-        x, h, first = x.astype(h.dtype)[None], h[None], cache.layers[0]
-        if more := self.layers[1:]:
-            y = self.midlayer(x, h, first.make_mask(h.shape[1]), first)
-            *before, (last, last_cache) = zip(more, cache.layers[1:], strict=True)
-            for layer, layer_cache in before:
-                y = layer(y, layer_cache.make_mask(h.shape[1]), layer_cache)
-            last.self_attn.remember(last.input_layernorm(y), last_cache)
+        *before, last = cache.layers
+        if before:
+            y, layer = self._through(x, h, before), self.layers[len(before)]
+            layer.self_attn.remember(layer.input_layernorm(y), last)
         else:
-            self.remember(x, h, first)
-        cache.commit(range(h.shape[1]))
+            self.remember(x[None], h[None], last)
+        cache.commit(range(len(h)))
 
     def remember(self, x: mx.array, h: mx.array, cache: LayerCache) -> None:
         """Write the keys and values of rows [B, n, d] into `cache`."""
@@ -188,12 +185,16 @@ class Network(DraftNetwork):
         return self._final(self.midlayer(x.astype(h.dtype), h, mask, cache))
 
     def step(self, x: mx.array, h: mx.array, cache: SequenceCache) -> tuple[mx.array, mx.array]:
-        first, *others = cache.layers
-        y = self.midlayer(x.astype(h.dtype)[None], h[None], first.make_mask(len(x)), first)
-        for layer, layer_cache in zip(self.layers[1:], others, strict=True):
-            y = layer(y, layer_cache.make_mask(len(x)), layer_cache)
-        final, states = self._final(y)
+        final, states = self._final(self._through(x, h, cache.layers))
         return final[0], states[0]
+
+    def _through(self, x: mx.array, h: mx.array, caches: Sequence[LayerCache]) -> mx.array:
+        """[1, n, d] behind the layers of these caches, from rows [n, d]."""
+        first, *others = caches
+        y = self.midlayer(x.astype(h.dtype)[None], h[None], first.make_mask(len(x)), first)
+        for layer, cache in zip(self.layers[1:], others, strict=False):
+            y = layer(y, cache.make_mask(len(x)), cache)
+        return y
 
     def _final(self, y: mx.array) -> tuple[mx.array, mx.array]:
         final = self.norm(y)

@@ -7,10 +7,10 @@ others are passed over. How matrices are packed the tensors tell, one by one.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +29,7 @@ from dflash_mlx.drafters.networks.fields import (
     Unsupported,
     architecture,
     flag,
+    number,
     size,
 )
 from dflash_mlx.drafters.networks.files import (
@@ -36,7 +37,6 @@ from dflash_mlx.drafters.networks.files import (
     DOWNLOAD_AGAIN,
     GROUP_SIZES,
     Arrays,
-    DraftConfig,
     Quantization,
     in_words,
     parameters_of,
@@ -55,7 +55,6 @@ _DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8,
     "I32": mx.int32, "I64": mx.int64, "F8_E4M3": mx.uint8,
 }  # fmt: skip
-_FP8 = "_scale_inv"  # ends the names of scales
 _PACKING = ("quantization", "quantization_config")  # of the target; the head's its tensors tell
 _IN_SPLIT = Part(
     read={"text_config", "tie_word_embeddings", *_PACKING},
@@ -64,7 +63,7 @@ _IN_SPLIT = Part(
 _IN_OURS = Part(
     read={
         "text_config", "block_size", "hidden_normed", "hidden_first", "feeds_normed",
-        "attends_drafts", "own_embedding", "own_head", "notes", *_PACKING,
+        "own_embedding", "own_head", "notes", *_PACKING,
     },
     silent=LIBRARY,
 )  # fmt: skip
@@ -79,7 +78,6 @@ _IN_TARGET = Part(  # what a target's configuration says of its head, by names t
         "mtp_use_hidden_state_from_layer": Refused("but only the last layer's states are read"),
     },
 )  # fmt: skip
-_ABOUT = "mtp_"
 __all__ = ["CLASS", "FILES", "MTPFiles", "our_config", "published"]
 
 
@@ -123,7 +121,7 @@ class MTPFiles(FileFormat):
         return {k: v for k, v in text.items() if k not in ("num_hidden_layers", *_PACKING)}
 
     def review(self, raw: Fields, names: Collection[str]) -> Iterator[str]:
-        said = {name: v for name, v in text_of(raw).items() if name.startswith(_ABOUT)}
+        said = {name: v for name, v in text_of(raw).items() if name.startswith("mtp_")}
         yield from _IN_TARGET.review(said, names=names)
         if architecture(raw) == CLASS:
             yield from _IN_OURS.review(raw, names=names)
@@ -157,12 +155,13 @@ class MTPFiles(FileFormat):
         if not isinstance(text := told.get("text_config"), dict):
             raise ValueError(f"text_config is {text!r}")
         kind = kind_of(text)
+        eps = next((name for name in kind.eps if text.get(name) is not None), kind.eps[0])
         config = HeadConfig.read(
             {**text, **told},
             text=text,
             intermediate_size=1,  # mlx-lm's layer reads what its kind has of these
             rope={},
-            rms_norm_eps=_eps(text, kind.eps),
+            rms_norm_eps=number(text, eps, above=0),
             attention_bias=False,
             layer_windows=(None,),
             block_size=size(told, "block_size"),
@@ -170,7 +169,7 @@ class MTPFiles(FileFormat):
             quantization=None,
         )
         packed = self._packed(names, config)
-        usual = next(iter(Counter(packed.values()).most_common(1)), (None, 0))[0]
+        usual = mode(packed.values()) if packed else None
         return replace(config, packed=packed, quantization=usual)
 
     def _packed(self, names: Collection[str], config: HeadConfig) -> dict[str, Quantization]:
@@ -195,32 +194,26 @@ class MTPFiles(FileFormat):
         return tensors if config.layout == OURS else config.kind.arranged(tensors, config.text)
 
     def misfits(
-        self, config: DraftConfig, target: Mapping[str, Any], name: str, drafter: str = ""
+        self, config: Any, target: Mapping[str, Any], name: str, drafter: str = ""
     ) -> Iterator[Finding]:
         yield from super().misfits(config, target, name, drafter)
-        assert isinstance(config, HeadConfig)
         made_for, has = model_type(config.text), str(target.get("model_type", ""))
         if has and made_for != has.removesuffix("_text"):
             what = f"the drafter {drafter}".rstrip()
             what += f" was made for a target with model_type {made_for}, but {name} has {has[:80]}"
             yield Finding("error", what, CHOOSE_ANOTHER)
 
-    def build(self, config: HeadConfig, source: str) -> Network:  # type: ignore[override]
+    def build(self, config: Any, source: str) -> Network:
         with loading(f"the layer that {source} describes", DOWNLOAD_AGAIN):
             network = Network(config)
-
-        def how(path: str, module: Any) -> bool | dict[str, int]:
-            own = config.packed.get(path)
-            return bool(own) and {"group_size": own.group_size, "bits": own.bits}  # type: ignore[union-attr]
-
         if config.packed:
-            nn.quantize(network, class_predicate=how)
+            packed = {path: asdict(how) for path, how in config.packed.items()}
+            nn.quantize(network, class_predicate=lambda path, _: packed.get(path, False))
         return network
 
     def check_tensors(
-        self, tensors: Mapping[str, TensorHeader], config: DraftConfig, source: str
+        self, tensors: Mapping[str, TensorHeader], config: Any, source: str
     ) -> Iterator[Finding]:
-        assert isinstance(config, HeadConfig)
         needed = parameters_of(self.build(config, source))
         try:
             ours = self._as_ours({n: _blank(t) for n, t in tensors.items()}, config)
@@ -232,15 +225,14 @@ class MTPFiles(FileFormat):
             what += f"{config.kind.count} is {config.kind.heads(config.text)}"
             yield Finding("error", what, TAKE_OUT)
             return
-        if any(name.endswith(_FP8) for name in ours):
+        if any(name.endswith("_scale_inv") for name in ours):
             what = f"the head of {source} is stored in blocks of FP8, which are not read"
             yield Finding("error", what, "take it out of the model's checkpoint in bfloat16")
             return
-        found = {name: in_words(_kind(array), array.shape) for name, array in ours.items()}
+        found = {name: in_words(array.dtype, array.shape) for name, array in ours.items()}
         yield from differences(needed, found, source)
 
-    def read_tensors(self, folder: Path, config: DraftConfig) -> Arrays:
-        assert isinstance(config, HeadConfig)
+    def read_tensors(self, folder: Path, config: Any) -> Arrays:
         try:
             ours = self._as_ours(self.checked_arrays(folder, config), config)
             return ours if config.layout == OURS else config.kind.finished(ours, config.text)
@@ -252,21 +244,9 @@ class MTPFiles(FileFormat):
 FILES = MTPFiles()
 
 
-def _eps(text: Fields, names: Collection[str]) -> float:
-    given = next((text[name] for name in names if text.get(name) is not None), None)
-    if not isinstance(given, float | int) or not 0 < given < 1:
-        raise ValueError(f"{next(iter(names))} is {given!r}, not a number from 0 to 1")
-    return float(given)
-
-
 def _blank(tensor: TensorHeader) -> mx.array:
     """An array like one that a file has; it is never evaluated."""
     return mx.zeros(tensor.shape, _DTYPES.get(tensor.dtype, mx.complex64))
-
-
-def _kind(array: mx.array) -> mx.Dtype:
-    """One for all numbers with a fraction, which are cast anyway."""
-    return mx.float32 if mx.issubdtype(array.dtype, mx.floating) else array.dtype
 
 
 def _packing(

@@ -14,11 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.drafters.networks.fields import OTHER_DRAFTER, Fields, named
+from dflash_mlx.drafters.networks.fields import OTHER_DRAFTER, Fields, named, whole
 from dflash_mlx.drafters.networks.files import Arrays
 from dflash_mlx.verifier.cache import LayerCache
-
-_TEXT = "_text"  # ends the model_type of a model's part for text
 
 
 class Kind:
@@ -68,23 +66,20 @@ class Kind:
 
     def remember(self, layer: Any, x: mx.array, cache: LayerCache) -> None:
         """Write keys and values of rows x [1, n, d] into `cache`, which has begun the pass."""
-        mask = self.mask(x, cache)
+        mask = self.mask(x.shape[1], cache)
         if "input_layernorm" in layer and "self_attn" in layer:
             layer.self_attn(layer.input_layernorm(x), mask, cache)
         else:
             layer(x, mask, cache)
 
-    def mask(self, x: mx.array, cache: LayerCache) -> mx.array | str | None:
-        return cache.make_mask(x.shape[1], return_array=self.array_masks and x.shape[1] > 1)
+    def mask(self, rows: int, cache: LayerCache) -> mx.array | str | None:
+        return cache.make_mask(rows, return_array=self.array_masks and rows > 1)
 
     # In published checkpoints
 
     def heads(self, text: Fields) -> int:
         """How many a configuration says that there are."""
-        count = text.get(self.count) if self.count else 0
-        if count is not None and (type(count) is not int or count < 0):
-            raise ValueError(f"{self.count} is {count!r}, not a whole number from 0 on")
-        return count or 0
+        return whole(text, self.count, default=0, least=0) if self.count else 0
 
     def refusal(self, text: Fields) -> str:
         """Why heads that a configuration tells of are not read, "" where they are."""
@@ -114,7 +109,7 @@ def model_type(text: Fields) -> str:
     name = text.get("model_type")
     if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
         raise ValueError(f"model_type is {name!r}")
-    return name.removesuffix(_TEXT)
+    return name.removesuffix("_text")
 
 
 def text_of(raw: Mapping[str, Any]) -> Fields:

@@ -16,8 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-import numpy.typing as npt
 
 from dflash_mlx.core.config import MOST_ROWS
 from dflash_mlx.drafters.mtp.kinds import Kind, kind_of
@@ -52,8 +50,6 @@ class HeadConfig(DraftConfig):
     hidden_first: bool = stored(flag, False)
     # Whether the next step gets the state behind the head's own last norm
     feeds_normed: bool = stored(_true, True)
-    # Whether a drafted row sees the drafted rows that it continues, or committed ones and itself
-    attends_drafts: bool = stored(_true, True)
     layout: str = field(  # of its files
         default=OURS, compare=False, metadata={"read": lambda raw, name: raw.get(name, OURS)}
     )
@@ -70,17 +66,6 @@ class HeadConfig(DraftConfig):
         return {**super().problems(), **self.block_problems(most=MOST_ROWS)}
 
 
-@dataclass(frozen=True)
-class _Apart(Block):
-    """Rows of a draft that see what is committed and themselves."""
-
-    is_run = False  # so that nobody takes them for a causal one
-
-    @property
-    def visible(self) -> npt.NDArray[np.bool_]:
-        return np.eye(self.rows, self.before + self.rows, self.before, dtype=np.bool_)
-
-
 class Network(DraftNetwork):
     """Its parameters have the names of the tensors in our folders, and in split ones of Qwen3.5."""
 
@@ -93,7 +78,7 @@ class Network(DraftNetwork):
         self._kind = config.kind
         self.layers = self._kind.make_layers(config.text)
         self._hidden_first, self._feeds_normed = config.hidden_first, config.feeds_normed
-        self._apart, self._hidden_normed = not config.attends_drafts, config.hidden_normed
+        self._hidden_normed = config.hidden_normed
         self._last_norm: Callable[[mx.array], mx.array] | None = None  # the target's
         for module in self.modules():
             if isinstance(rope := module.get("rope"), nn.Module):
@@ -133,29 +118,19 @@ class Network(DraftNetwork):
         self._kind.remember(self.layers[0], self.pair(x, h), cache)
 
     def step(self, x: mx.array, h: mx.array, cache: SequenceCache) -> tuple[mx.array, mx.array]:
-        if self._apart:
-            block: Block = cache.layers[0].block
-            cache.begin(_Apart(block.rows, block.tree, before=block.before))
-        out = self._through(self.pair(x, h)[None], cache)[0]
-        final = self.norm(out)
-        return final, final if self._feeds_normed else out
+        own = cache.layers[0]
+        final, states = self(x[None], h[None], self._kind.mask(len(x), own), own)
+        return final[0], states[0]
 
     def __call__(
         self, x: mx.array, h: mx.array, mask: mx.array | str | None, cache: Any
     ) -> tuple[mx.array, mx.array]:
-        """Final states of rows [B, n, d] and their h, behind a cache of all layers: in training."""
+        """Final states of rows [B, n, d], and their h; `cache` is of the layers that keep one."""
         rows = self.pair(x, h)
         for layer in self.layers:
-            rows = layer(rows, mask, cache)
+            rows = layer(rows, *((mask, cache) if self._kind.keeps(layer) else (None, None)))
         final = self.norm(rows)
         return final, final if self._feeds_normed else rows
-
-    def _through(self, rows: mx.array, cache: SequenceCache) -> mx.array:
-        own: LayerCache = cache.layers[0]
-        for layer in self.layers:
-            keeps = self._kind.keeps(layer)
-            rows = layer(rows, *((self._kind.mask(rows, own), own) if keeps else (None, None)))
-        return rows
 
 
 class HeadModel(PairedModel):

@@ -122,15 +122,13 @@ class Arranged(Kind):
     place: ClassVar[str] = "model."  # of the layers in a model of the family
     around: ClassVar[tuple[str, ...]]  # what is named as in `_OURS` here, in that order
     left: ClassVar[str] = r"rotary_emb\.inv_freq"  # what nobody reads
-    starts: ClassVar[tuple[str, ...]] = ("mtp.",)  # how the names of a head's tensors begin
+    # How the names of a head's tensors begin; {} is the number of the target's layers
+    starts: ClassVar[tuple[str, ...]] = ("mtp.",)
     layer: ClassVar[str] = ""  # what ours have before the name of one in a layer
 
-    def prefixes(self, text: Fields) -> tuple[str, ...]:
-        """What the names of a head's tensors begin with."""
-        return self.starts
-
     def our_name(self, name: str, text: Fields) -> str | None:
-        prefix = next((p for p in self.prefixes(text) if name.startswith(p)), None)
+        starts = (start.format(text.get("num_hidden_layers")) for start in self.starts)
+        prefix = next(filter(name.startswith, starts), None)
         if prefix is None or re.search(self.left, name):
             return None
         module, _, tensor = (rest := name.removeprefix(prefix)).rpartition(".")
@@ -165,23 +163,19 @@ class Glm(Arranged):
     around = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     layer = "layers.0."
     left = rf"{Arranged.left}|\.embed_tokens\.|\.shared_head\.head\."
-
-    def prefixes(self, text: Fields) -> tuple[str, ...]:
-        return (f"model.layers.{text.get('num_hidden_layers')}.",)
+    starts: ClassVar[tuple[str, ...]] = ("model.layers.{}.",)
 
 
 class DeepSeek(Glm):
     """DeepSeek V3, and GLM-4-MoE-lite: as GLM's, with latent keys and values."""
 
     model_types = ("deepseek_v3", "glm4_moe_lite")
+    starts = (*Glm.starts, "model.mtp_block.")
     array_masks = True
     split: ClassVar[Mapping[str, str]] = {  # names in mlx-vlm's folders, `glm4_moe_lite_mtp`
         **{f"model.{name}": ours for name, ours in zip(Glm.around[:3], _OURS[:3], strict=True)},
         "model.shared_head_norm": _OURS[3],
     }
-
-    def prefixes(self, text: Fields) -> tuple[str, ...]:
-        return (*super().prefixes(text), "model.mtp_block.")
 
     def our_name(self, name: str, text: Fields) -> str | None:
         module, _, tensor = name.rpartition(".")

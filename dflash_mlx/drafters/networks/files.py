@@ -39,6 +39,7 @@ FLOATING, WHOLE, PACKED, FLAGS = "numbers", "whole numbers", "packed numbers", "
 _KINDS: dict[str | mx.Dtype, str] = {  # of dtypes, as files name them and as MLX has them
     "F32": FLOATING, "F16": FLOATING, "BF16": FLOATING, "I32": WHOLE, "I64": WHOLE, "U32": PACKED,
     "BOOL": FLAGS, mx.int64: WHOLE, mx.uint32: PACKED, mx.float32: FLOATING,
+    mx.float16: FLOATING, mx.bfloat16: FLOATING,
 }  # fmt: skip
 
 Arrays = dict[str, mx.array]
