@@ -146,17 +146,14 @@ class Collection:
         fitting = [prompt for prompt in asked if len(prompt.prompt) < room]
         self._skipped = len(asked) - len(fitting)
         if not fitting:
-            raise DFlashError(
-                f"none of the {len(asked)} prompts fits the model's context of {room} tokens",
-                "give shorter ones",
-            )
+            what = f"none of the {len(asked)} prompts fits the model's context of {room} tokens"
+            raise DFlashError(what, "give shorter ones")
         done = {row.id: row.prompt for row in self._file.rows}
         for prompt in fitting:
             if done.get(prompt.id, prompt.prompt) != prompt.prompt:
-                raise DFlashError(
-                    f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}",
-                    "give prompts ids of their own, or name another file with --out",
-                )
+                at = f"{self._file.path} has an answer to another prompt with the id {prompt.id!r}"
+                step = "give prompts ids of their own, or name another file with --out"
+                raise DFlashError(at, step)
         return [prompt for prompt in fitting if prompt.id not in done]
 
     def run(self) -> Iterator[int]:

@@ -137,16 +137,13 @@ class RaceResult:
 def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
     """Both sides in turn, always the one that has had less time, from the same seed."""
     if request.config.method == PLAIN:
-        raise DFlashError(
-            "the method is none, so both sides would decode plainly", "choose another --method"
-        )
+        what = "the method is none, so both sides would decode plainly"
+        raise DFlashError(what, "choose another --method")
     sampling = request.config.sampling.with_seed()
     config = settle(replace(request.config, sampling=sampling), pair.capabilities)
     if draws_drafts(config):
-        raise DFlashError(
-            "answers drawn by rejection differ from plain ones, by design",
-            "leave out --acceptance to compare them token by token",
-        )
+        what = "answers drawn by rejection differ from plain ones, by design"
+        raise DFlashError(what, "leave out --acceptance to compare them token by token")
     tokens = prompt_tokens(pair.tokenizer, request.messages, request.system, template=pair.template)
     plain = Lane("plain", Session(pair, replace(config, method=PLAIN)).stream(tokens))
     drafted = Lane("drafted", Session(pair, config).stream(tokens))

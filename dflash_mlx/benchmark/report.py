@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,8 @@ def save(file: Path, report: Report, runs: Sequence[Run] | None = None) -> None:
     runs: of the prompts that are finished, where others are not; a later run reads them.
     """
     raw = {} if runs is None else {RUNS: [_packed(run) for run in runs]}
-    text = json.dumps({**report, FINISHED: runs is None, **raw}, indent=None if raw else 1)
-    write_report(file, text + "\n")
+    whole, indent = {**report, FINISHED: runs is None, **raw}, None if raw else 1
+    write_report(file, json.dumps(whole, indent=indent, default=asdict) + "\n")
 
 
 def read_report(file: Path) -> Report:
@@ -111,9 +111,8 @@ def finished_runs(
     for key in now:
         if changed := next(_changes(before.get(key), now[key], key), None):
             name, was, is_now = changed
-            raise DFlashError(
-                f"{file} was measured with {name} {was}, and now it is {is_now}", _ANEW
-            )
+            what = f"{file} was measured with {name} {was}, and now it is {is_now}"
+            raise DFlashError(what, _ANEW)
     try:
         each = len(report["settings"]["methods"])  # runs of a prompt, one after the other
         runs = [_unpacked(raw, asked[i // each]) for i, raw in enumerate(before.get(RUNS, ()))]
@@ -134,14 +133,12 @@ def _changes(was: Any, now: Any, name: str) -> Iterator[tuple[str, str, str]]:
 
 def _packed(run: Run) -> Report:
     """As JSON; the prompt goes by the place in the list, and the plain answer by its own run."""
-    told = {field.name: getattr(run.statistics, field.name) for field in fields(Statistics)}
-    told |= {name: sorted(told[name].items()) for name in _COUNTERS}
-    ties, apart = told["near_ties"], run.difference
+    counts = {name: sorted(getattr(run.statistics, name).items()) for name in _COUNTERS}
     return {
         "method": run.method,
         "seconds": dict(run.seconds),
-        "difference": None if apart is None else asdict(apart),
-        "statistics": told | {"near_ties": None if ties is None else asdict(ties)},
+        "difference": run.difference,
+        "statistics": vars(run.statistics) | counts,
         "rounds": run.rounds,
     }
 
@@ -151,9 +148,8 @@ def _unpacked(raw: Report, question: BenchmarkPrompt) -> Run:
     told, apart = dict(raw["statistics"]), raw["difference"]
     told |= {name: Counter(dict(told[name])) for name in _COUNTERS}
     told["near_ties"] = told["near_ties"] and NearTies(**told["near_ties"])
-    rounds = tuple(RoundSize(*round_) for round_ in raw["rounds"])
-    statistics = Statistics(**told)
-    difference = None if apart is None else Difference(**apart)
+    rounds, statistics = tuple(RoundSize(*each) for each in raw["rounds"]), Statistics(**told)
+    difference = apart and Difference(**apart)
     return Run(question, raw["method"], statistics, raw["seconds"], rounds, statistics, difference)
 
 

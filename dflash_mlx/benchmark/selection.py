@@ -11,7 +11,7 @@ from typing import Any
 from dflash_mlx.cli.prompts import Row
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import Given, Options, number_or_auto, values_given
+from dflash_mlx.core.option import Given, Options, number_or_auto, require, values_given
 from dflash_mlx.drafters.methods import (
     METHODS,
     check_given,
@@ -38,8 +38,8 @@ def read_contexts(text: str | None) -> list[int]:
     """Lengths in tokens from comma-separated text; DFlashError for anything else."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     for part in parts:
-        if not part.isdecimal() or int(part) < 1:
-            raise DFlashError(f"the context is {part!r}", "give whole numbers of tokens, 1 or more")
+        counts = part.isdecimal() and int(part) > 0
+        require(counts, "context", part, "whole numbers of tokens, 1 or more")
     return [int(part) for part in parts]
 
 
@@ -154,11 +154,6 @@ def settle_all(
     }
 
 
-def _details(name: str) -> list[tuple[str, str]]:
-    parts = (part.partition("=") for part in name.split(":")[1:])
-    return [(key, value) if equals else (_BLOCK, key) for key, equals, value in parts]
-
-
 def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
     config = replace(config, method=name.partition(":")[0])
     try:
@@ -185,24 +180,22 @@ def _read_method(name: str, config: DecodeConfig, knobs: Knobs) -> DecodeConfig:
 
 def _given(name: str, method: str, own: Mapping[str, Field[Any]], knobs: Knobs) -> dict[str, Any]:
     """What a name sets, by setting; DFlashError for what the method does not have."""
-    known, given = {**_all_own(knobs), **_SHARED, **own}, dict[str, Any]()
-    for key, value in _details(name):
+    kinds = [*(method.options for method in METHODS.values()), *knobs.values()]
+    known = {field.name: field for kind in kinds for field in fields(kind)} | _SHARED | {**own}
+    given: dict[str, Any] = {}
+    for part in name.split(":")[1:]:
+        key, equals, value = part.partition("=")
+        key, value = (key, value) if equals else (_BLOCK, key)
         if (setting := known.get(key)) is None:
             raise DFlashError(f"{name!r} sets {key!r}", f"choose from {', '.join(known)}")
         owners = (AUTO, *takers(setting.name))
         if key not in own and method not in owners and (key not in _SHARED or owners[1:]):
-            raise DFlashError(
-                f"{name!r} sets {key!r}, which {method} does not have", "leave it out"
-            )
+            what = f"{name!r} sets {key!r}, which {method} does not have"
+            raise DFlashError(what, "leave it out")
         if setting.name in given:
             raise DFlashError(f"{name!r} sets the {key} twice", "give it once")
         given[setting.name] = _read_value(name, key, setting, value)
     return given
-
-
-def _all_own(knobs: Knobs) -> dict[str, Field[Any]]:
-    kinds = [*(method.options for method in METHODS.values()), *knobs.values()]
-    return {field.name: field for kind in kinds for field in fields(kind)}
 
 
 def _read_value(source: str, key: str, setting: Field[Any], value: str) -> Any:

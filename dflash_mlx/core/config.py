@@ -13,6 +13,7 @@ from dflash_mlx.core.option import (
     ABOVE_0,
     Given,
     Options,
+    Settings,
     check_values,
     file_text,
     number_or_auto,
@@ -106,11 +107,9 @@ class PairConfig:
                 arguments[key] = parse_json(value)
             except ValueError:
                 key = ""
-            step = "choose KEY=VALUE, the value as JSON"
-            if key in RESERVED:
-                step = "choose an argument of the model's template"
-            if not key.isidentifier() or key in RESERVED:
-                raise DFlashError(f"template is {text[:200]!r}", step, "template")
+            shown, own = text[:200], "an argument of the model's template"
+            require(key.isidentifier(), "template", shown, "KEY=VALUE, the value as JSON")
+            require(key not in RESERVED, "template", shown, own)
         return arguments
 
 
@@ -118,7 +117,7 @@ ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")
 
 
 @dataclass(frozen=True)
-class PrefixConfig:
+class PrefixConfig(Settings):
     """How much is kept of what the model has read, for conversations that begin alike."""
 
     prefix_gb: float | None = option(
@@ -134,9 +133,6 @@ class PrefixConfig:
         "and only you can read them; 0 keeps nothing there",
         least=0,
     )
-
-    def __post_init__(self) -> None:
-        check_values(self)
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,18 @@ def label_in_words(option: Field[Any]) -> str:
     return str(option.metadata.get("label") or in_words)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one method, beside the settings that hold for every method."""
-
-    cuts: ClassVar[bool] = True  # whether a budget cuts what is drafted
+class Settings:
+    """Whose values are checked when it is made."""
 
     def __post_init__(self) -> None:
         check_values(self)
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """The options of one method, beside the settings that hold for every method."""
+
+    cuts: ClassVar[bool] = True  # whether a budget cuts what is drafted
 
     def check(self, config: Any) -> None:
         """Raise DFlashError for a `DecodeConfig` whose other settings do not go with these."""

@@ -14,15 +14,14 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import SamplingConfig
 
-Ends = Collection[int]  # tokens, any of which is an answer's last
 DRAW, KEEP = 1, 2  # streams of randomness beside the target's own
 
 
 class Sampler:
     """Draws tokens for one answer."""
 
-    def __init__(self, config: SamplingConfig, start: int = 0, ends: Ends = ()) -> None:
-        """start: tokens of the prompt. ends: tokens that end the answer."""
+    def __init__(self, config: SamplingConfig, start: int = 0, ends: Collection[int] = ()) -> None:
+        """start: tokens of the prompt. ends: tokens, any of which ends the answer."""
         self.config, self.start, self.ends = config.with_seed(), start, ends
         counts = config.presence_penalty or config.frequency_penalty or config.min_tokens
         # Whether a draw depends on the tokens before it, beyond the logits.
@@ -47,10 +46,30 @@ class Sampler:
         return mx.softmax(tempered(self.adjusted(logits, history), self.config), axis=-1)
 
     def adjusted(self, logits: mx.array, history: Sequence[int]) -> mx.array:
-        """See the function of this name."""
+        """Logits [V] behind `history`, with bias and penalties; [..., V] for bias alone.
+
+        In this order: the bias; recent tokens less likely, the prompt's too (arXiv 1909.05858,
+        equation 2); OpenAI's penalties, presence + frequency * count for each token of the answer;
+        and no end before the answer has `min_tokens`, unless no other token is left.
+        """
         if not self.adjusts:
             return logits
-        return adjusted(logits, self.config, history, self.start, self.ends)
+        config = self.config
+        logits = _plus(logits.astype(mx.float32), dict(config.logit_bias))
+        recent = history[max(0, len(history) - config.repetition_context) :]
+        if config.repetition_penalty != 1.0 and recent:
+            from mlx_lm.sample_utils import make_repetition_penalty
+
+            process = make_repetition_penalty(config.repetition_penalty, len(recent))
+            logits = process(list(recent), logits[None])[0]
+        answer, presence = Counter(history[self.start :]), config.presence_penalty
+        if presence or config.frequency_penalty:
+            less = {t: -presence - config.frequency_penalty * n for t, n in answer.items()}
+            logits = _plus(logits, less)
+        if answer.total() < config.min_tokens:
+            longer = _plus(logits, dict.fromkeys(self.ends, -math.inf))
+            logits = mx.where((longer > -mx.inf).any(), longer, logits)
+        return logits
 
     def known(self, history: Sequence[int], best: Callable[[], int]) -> int | None:
         """The token that `sample` would draw, where that is known without a draw.
@@ -63,32 +82,6 @@ class Sampler:
         """Randomness for one draw at `position`; the target's own draws are stream 0."""
         assert self.config.seed is not None
         return mx.random.key((self.config.seed << 32) | (stream << 28) | position)
-
-
-def adjusted(
-    logits: mx.array, config: SamplingConfig, history: Sequence[int], start: int, ends: Ends
-) -> mx.array:
-    """Logits [V] of the token behind `history`, with bias and penalties; [..., V] for bias alone.
-
-    In this order: the bias; recent tokens less likely, the prompt's too (arXiv 1909.05858, equation
-    2); OpenAI's penalties, presence + frequency * count for each token of the answer, which is
-    history[start:]; and none of `ends` before the answer has `min_tokens`, unless no other is left.
-    """
-    logits = _plus(logits.astype(mx.float32), dict(config.logit_bias))
-    recent = history[max(0, len(history) - config.repetition_context) :]
-    if config.repetition_penalty != 1.0 and recent:
-        from mlx_lm.sample_utils import make_repetition_penalty
-
-        process = make_repetition_penalty(config.repetition_penalty, len(recent))
-        logits = process(list(recent), logits[None])[0]
-    answer, presence = Counter(history[start:]), config.presence_penalty
-    if presence or config.frequency_penalty:
-        less = {t: -presence - config.frequency_penalty * n for t, n in answer.items()}
-        logits = _plus(logits, less)
-    if answer.total() < config.min_tokens:
-        longer = _plus(logits, dict.fromkeys(ends, -math.inf))
-        logits = mx.where((longer > -mx.inf).any(), longer, logits)
-    return logits
 
 
 def _plus(logits: mx.array, more: Mapping[int, float]) -> mx.array:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
 from dflash_mlx.models.names import resolve_folder
@@ -69,10 +69,9 @@ def begin(config: TrainConfig, pair: Pair) -> Trainee:
     else:
         trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
     trainee = trainee.prepared(config.mode, config.block_size)
-    most = trainee.config.block_size - 2
-    if config.mode == "variable-prefix" and config.least_prefix > most:
-        what = f"least_prefix is {config.least_prefix}, which leaves nothing to draft in blocks of "
-        raise DFlashError(what + str(most + 2), f"choose up to {most}", "least_prefix")
+    size, least = trainee.config.block_size, config.least_prefix
+    fits = config.mode != "variable-prefix" or least <= size - 2
+    require(fits, "least_prefix", least, f"up to {size - 2}, to draft any of blocks of {size}")
     return trainee
 
 

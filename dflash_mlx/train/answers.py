@@ -150,11 +150,9 @@ class TurnWriter:
     def start(self, turns: int) -> list[Job]:
         """Jobs for the next user turns. Raises DFlashError where hardly any turn was any good."""
         if self.rejected > _PATIENCE * (len(self._seen) + 1):
-            raise DFlashError(
-                f"of {self.rejected + len(self._seen)} user turns that the model wrote, "
-                f"{self.rejected} were empty, too long or had been there before",
-                "give more openings, or ask for fewer with --self-prompt",
-            )
+            what = f"of {self.rejected + len(self._seen)} user turns that the model wrote, "
+            what += f"{self.rejected} were empty, too long or had been there before"
+            raise DFlashError(what, "give more openings, or ask for fewer with --self-prompt")
         return [self._job(n) for n in islice(self._numbers, turns)]
 
     def prompt(self, done: Job) -> CorpusRow | None:
@@ -211,10 +209,8 @@ class TurnTemplate:
         try:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         except TemplateError as error:
-            raise DFlashError(
-                f"the model's chat template refuses the conversation ({error})",
-                "leave --system out, or " + next_step,
-            ) from None
+            what = f"the model's chat template refuses the conversation ({error})"
+            raise DFlashError(what, "leave --system out, or " + next_step) from None
         self._before, mark, behind = text.partition(_MARK)
         if not mark:
             raise DFlashError("the model's chat template changes the user's text", next_step)

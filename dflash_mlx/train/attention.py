@@ -53,7 +53,7 @@ class BlockCache(TextCache):
         self._shape, self._text = anchors.shape, context
 
     def attend(
-        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array
+        self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: mx.array, **_: Any
     ) -> mx.array:
         """[S*A, H, B, D] for queries of that shape; mask: of `block_mask`."""
         (S, A), (keys, values) = self._shape, self._text

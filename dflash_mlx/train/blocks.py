@@ -128,13 +128,10 @@ class BlockSampler:
     def _by_length(self, order: Array, rng: np.random.Generator) -> Array:
         """`order` with steps of like length: less of a step is padding."""
         lengths = np.array([len(text.tokens) for text in self.texts])[self._groups]
-        whole = len(order) // self._sequences * self._sequences
-        parts = np.split(
-            order[:whole], range(_WINDOW * self._sequences, whole, _WINDOW * self._sequences)
-        )
-        parts = [part[np.argsort(lengths[part], kind="stable")] for part in parts]
-        steps = np.concatenate(parts).reshape(-1, self._sequences)
-        return np.concatenate([rng.permutation(steps).reshape(-1), order[whole:]])
+        order, rest = np.split(order, [len(order) // self._sequences * self._sequences])
+        windows = np.arange(len(order)) // (_WINDOW * self._sequences)
+        steps = order[np.lexsort((lengths[order], windows))].reshape(-1, self._sequences)
+        return np.concatenate([rng.permutation(steps).reshape(-1), rest])
 
 
 class RoundStartSampler(BlockSampler):

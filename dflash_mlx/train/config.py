@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_mlx.core.config import AUTO, HOTTEST, MOST_ROWS
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import ABOVE_0, check_values, option
+from dflash_mlx.core.option import ABOVE_0, Settings, option
 
 ENDLESS = float("inf")
 TRAIN_MODES = ("dflash", "variable-prefix", "specdiff", "eagle3", "mtp")
@@ -26,13 +26,8 @@ def _share(default: float, help: str) -> Any:
     return option(default, help + ", 0 to 1", type=float, least=0, most=1)
 
 
-class _Checked:
-    def __post_init__(self) -> None:
-        check_values(self)
-
-
 @dataclass(frozen=True)
-class StepConfig(_Checked):
+class StepConfig(Settings):
     """What all trainings have in common: their length, their blocks, and AdamW."""
 
     weight_decay: float = option(0.01, "AdamW's decay of the weights", type=float, least=0)
@@ -107,7 +102,7 @@ class SelectorTraining(StepConfig):
 
 
 @dataclass(frozen=True)
-class DataConfig(_Checked):
+class DataConfig(Settings):
     """Where texts and features are."""
 
     corpus: tuple[Path, ...] = option(
@@ -122,7 +117,7 @@ class DataConfig(_Checked):
 
 
 @dataclass(frozen=True)
-class CorpusConfig(_Checked):
+class CorpusConfig(Settings):
     """How the target's own answers are collected, as training data for drafters."""
 
     greedy_share: float = _share(0.5, "share of prompts answered greedily")

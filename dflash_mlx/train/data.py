@@ -25,7 +25,6 @@ import platformdirs
 from tqdm import tqdm
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.option import require
 from dflash_mlx.drafters.growth.grow import Ranked, rank
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import weights_digest
@@ -102,21 +101,18 @@ class Texts:
             row[: len(tokens)] = tokens
         return result
 
-    def greedy(self) -> Texts:
-        return replace(self, texts=[text for text in self.texts if text.row.temperature == 0])
-
     def split(self, held_out: int) -> tuple[Texts, Texts]:
         """What to train on, and what to measure with: rows 0, held_out, ... of every file.
 
         Only the greedy ones among these, if there are any, measure: of the others only the first
         draft could be judged. Raises DFlashError when nothing is left to train on.
         """
-        require(held_out >= 2, "held_out", held_out, "2 or more")
-        train = replace(self, texts=[text for text in self.texts if text.number % held_out])
-        kept = replace(self, texts=[text for text in self.texts if not text.number % held_out])
-        if not len(train):
+        train = [text for text in self.texts if text.number % held_out]
+        kept = [text for text in self.texts if not text.number % held_out]
+        if not train:
             raise DFlashError("the corpora have one row in all", "make a larger corpus")
-        return train, kept.greedy() if len(kept.greedy()) else kept
+        greedy = [text for text in kept if text.row.temperature == 0]
+        return replace(self, texts=train), replace(self, texts=greedy or kept)
 
 
 def read_texts(config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:
@@ -139,10 +135,8 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     rows = read_rows(path, vocab_size, pair.tokenizer)
     usable = [(i, r) for i, r in enumerate(rows) if len(r.prompt) + len(r.answer) <= context]
     if not usable:
-        raise DFlashError(
-            f"no row of {path} fits the context of {context} tokens",
-            "make the corpus again with shorter prompts",
-        )
+        what = f"no row of {path} fits the context of {context} tokens"
+        raise DFlashError(what, "make the corpus again with shorter prompts")
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     if not aux_layers:
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
@@ -184,16 +178,10 @@ class FeatureCache:
         bytes_each = len(aux_layers) * hidden_width(target) * _BYTES
         self._sequences = sequences[: int((ends * bytes_each <= limit).sum())]
         if not len(self):
-            raise DFlashError(
-                f"{limit} bytes have no room for the features of the first sequence",
-                "give more with --cache-gb",
-            )
-        identity = (
-            _VERSION,
-            weights_digest(target.parameters()),
-            aux_layers,
-            list(map(list, sequences)),
-        )
+            what = f"{limit} bytes have no room for the features of the first sequence"
+            raise DFlashError(what, "give more with --cache-gb")
+        weights, tokens = weights_digest(target.parameters()), [*map(list, sequences)]
+        identity = (_VERSION, weights, aux_layers, tokens)
         digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
         self.folder = place.with_name(f"{place.name}-{digest}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,46 +18,31 @@ _custom: Any = mx.custom_function  # whose result mypy takes for a plain object
 
 
 @_custom  # type: ignore[untyped-decorator]
-def _cpu_cross_entropy(
-    hidden: mx.array, head: mx.array, labels: mx.array, shares: mx.array
-) -> tuple[mx.array, mx.array]:
-    q = cpu_math.softmax((hidden @ head.T).astype(mx.float32))
+def _losses(logits: mx.array, labels: mx.array, shares: mx.array) -> tuple[mx.array, mx.array]:
+    q = cpu_math.softmax(logits)
     picked = mx.take_along_axis(q, labels, axis=-1)
     return -(shares * mx.log(picked + 1e-30)).sum(axis=-1), q
 
 
-@_cpu_cross_entropy.vjp  # type: ignore[untyped-decorator]
-def _cpu_cross_entropy_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
+@_losses.vjp  # type: ignore[untyped-decorator]
+def _losses_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
     # D loss / d logits = q - shares, without passes over [N, V'] beyond these two.
-    (_, head, labels, shares), (cotangent, _), (_, q) = primals, cotangents, outputs
-    weights = np.asarray(cotangent)[:, None]
-    gradient = np.asarray(q) * weights
-    rows = np.arange(len(weights))[:, None]
-    np.subtract.at(gradient, (rows, np.asarray(labels)), np.asarray(shares) * weights)
-    zeros = (mx.zeros_like(a) for a in (head, labels, shares))
-    return mx.array(gradient) @ head, *zeros
+    (_, labels, shares), (cotangent, _), (_, q) = primals, cotangents, outputs
+    weights = cotangent[:, None]
+    _, (wanted,) = mx.vjp(partial(mx.take_along_axis, indices=labels, axis=-1), [q], [shares])
+    return (q - wanted) * weights, mx.zeros_like(labels), mx.zeros_like(shares)
 
 
 def cross_entropy(
-    hidden: mx.array,
-    head: mx.array,
-    labels: mx.array,
-    shares: mx.array,
-    softcap: float | None = None,
+    logits: mx.array, labels: mx.array, shares: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """-sum over k of share k * log q(label k), per row [N], and q(label 0); the head is frozen.
+    """-sum over k of share k * log q(label k), per row [N], and q(label 0).
 
-    hidden: [N, d]. head: [V', d], the output head's rows of the draft vocabulary. labels:
-    [N, K] indices into it. shares: [N, K], what the drafter should give them, 1 in all. softcap: of
-    the logits. No gradient flows through q(label 0).
+    logits: [N, V'] of the draft vocabulary. labels: [N, K] indices into it. shares: [N, K], what
+    the drafter should give them, 1 in all. No gradient flows through q(label 0).
     """
-    if cpu_math.applies() and softcap is None:
-        losses, q = _cpu_cross_entropy(hidden, head, labels, shares)
-        return losses, mx.stop_gradient(mx.take_along_axis(q, labels[:, :1], axis=-1)[:, 0])
-    logits = capped((hidden @ mx.stop_gradient(head).T).astype(mx.float32), softcap)
-    picked = mx.take_along_axis(logits, labels, axis=-1)
-    picked = picked - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return -(shares * picked).sum(axis=-1), mx.stop_gradient(mx.exp(picked[:, 0]))
+    losses, q = _losses(logits, labels, shares)
+    return losses, mx.stop_gradient(mx.take_along_axis(q, labels[:, :1], axis=-1)[:, 0])
 
 
 def soft_shares(shares: Array, usable: Array, soft: float) -> Array:
@@ -104,29 +90,22 @@ class DraftVocabulary:
         self.tokens = by_frequency[: draft_size(size, config.vocab_size)]  # [V']
         self.index = np.full(config.vocab_size, -1)  # [V], where in `tokens` each is, -1 nowhere
         self.index[self.tokens] = np.arange(len(self.tokens))
-        head, width = trainee.target.head(), config.hidden_size
+        head, ids, width = trainee.target.head(), mx.array(self.tokens), config.hidden_size
         bias = head(mx.zeros((1, width)))
         weights = head(mx.eye(width)) - bias
-        parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
-        rows = mx.concatenate(parts).T[mx.array(self.tokens)]
-        self.head = mx.contiguous(rows.astype(mx.float32))  # [V', d], with a bias [V', d + 1]
-        self.softcap, self._multiplier = config.final_logit_softcapping, config.output_multiplier
+        self._head = mx.contiguous(weights.T[ids].astype(mx.float32))  # [V', d]
+        self._bias = bias[:, ids].astype(mx.float32)
+        self._softcap, self._multiplier = config.final_logit_softcapping, config.output_multiplier
         self._covered = float((self.index[answers] >= 0).mean())
-        mx.eval(self.head)
+        mx.eval(self._head, self._bias)
 
     def describe(self) -> str:
         return f"the draft vocabulary covers {self._covered:.1%} of the answers"
 
-    def head_inputs(self, states: mx.array) -> mx.array:
-        """What `head` takes, [N, d] or [N, d + 1], from final states [N, d]."""
-        rows: mx.array = states * self._multiplier
-        if self.head.shape[1] == rows.shape[1]:
-            return rows
-        return mx.concatenate([rows, mx.ones((rows.shape[0], 1))], axis=-1)
-
     def logits(self, states: mx.array) -> mx.array:
         """[N, V'] from final states [N, d]."""
-        return capped(self.head_inputs(states) @ self.head.T, self.softcap)
+        logits = mx.addmm(self._bias, states * self._multiplier, self._head.T)
+        return capped(logits, self._softcap)
 
 
 def draft_size(size: int | None, vocab_size: int) -> int:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.drafters.eagle3 import checkpoint as eagle3
 from dflash_mlx.drafters.eagle3.model import USUAL_TAPS, EagleConfig, increase, usual_layers
 from dflash_mlx.drafters.mtp import checkpoint as mtp
@@ -101,9 +102,6 @@ class _StepCache(BlockCache):
         self.offset = self.offset + 1
         return mx.concatenate(self._keys, axis=2), mx.concatenate(self._values, axis=2)
 
-    def attend(self, *parts: mx.array, sinks: Any = None, **how: Any) -> mx.array:
-        return super().attend(*parts, **how)
-
 
 @dataclass(frozen=True)
 class EagleTrainee(PairedTrainee):
@@ -115,10 +113,8 @@ class EagleTrainee(PairedTrainee):
     @classmethod
     def new(cls, config: TrainConfig, pair: Pair) -> EagleTrainee:
         """One layer, the target's last or noise, behind the last tap, and deaf to the token."""
-        if config.layers not in (1, None):
-            what = f"layers is {config.layers}, but an EAGLE-3 drafter has one"
-            raise DFlashError(what, "leave it out", "layers")
-        target = pair.target
+        alone, target = config.layers in (1, None), pair.target
+        require(alone, "layers", config.layers, "1, as an EAGLE-3 drafter has one")
         raw = {
             **like_target(target, 1, config),
             "architectures": [eagle3.RAW],
@@ -157,9 +153,8 @@ class HeadTrainee(PairedTrainee):
     def new(cls, config: TrainConfig, pair: Pair) -> HeadTrainee:
         """The target's last layer or noise, behind its last states, and deaf to the token."""
         for name in ("layers", "taps"):
-            if (given := getattr(config, name)) not in (1, None):
-                what = f"{name} is {given}, but a head for multi-token prediction has one"
-                raise DFlashError(what, "leave it out", name)
+            given, said = getattr(config, name), "1, as a head for multi-token prediction has one"
+            require(given in (1, None), name, given, said)
         target = pair.target
         args: Any = getattr(target.model, "args", None)
         if args is None:

@@ -131,9 +131,8 @@ def parse(
 
 def _header(path: Path, values: dict[str, Any]) -> CorpusHeader:
     if (given := {key: values.get(key) for key in _FORMAT}) != _FORMAT:
-        raise DFlashError(
-            f"{path} has {given}, not {_FORMAT}", "update dflash-chat, or " + _MAKE_ANEW
-        )
+        what = f"{path} has {given}, not {_FORMAT}"
+        raise DFlashError(what, "update dflash-chat, or " + _MAKE_ANEW)
     return _checked(CorpusHeader, path, 1, values)
 
 
@@ -142,10 +141,8 @@ def _row(path: Path, i: int, values: Any, vocab_size: int | None) -> CorpusRow:
         raise _damaged(f"line {i} of {path} is not a row")
     row = _checked(CorpusRow, path, i, {"id": f"line-{i}", **values})
     if vocab_size is not None and (largest := max(row.prompt + row.answer)) >= vocab_size:
-        raise DFlashError(
-            f"line {i} of {path} holds the token {largest}, but the model has only {vocab_size}",
-            "use the corpus with the model that made it, or " + _MAKE_ANEW,
-        )
+        what = f"line {i} of {path} holds the token {largest}, but the model has only {vocab_size}"
+        raise DFlashError(what, "use the corpus with the model that made it, or " + _MAKE_ANEW)
     return row
 
 
@@ -179,10 +176,8 @@ def _check_tokenizer(
         difference = "has other tokens than this model's"
     else:
         return
-    raise DFlashError(
-        f"{path} was made with {header.model}, whose vocabulary {difference}",
-        f"use it with {header.model}, or {_MAKE_ANEW}",
-    )
+    what = f"{path} was made with {header.model}, whose vocabulary {difference}"
+    raise DFlashError(what, f"use it with {header.model}, or {_MAKE_ANEW}")
 
 
 @contextmanager
@@ -202,9 +197,8 @@ def open_corpus(path: Path) -> Iterator[CorpusFile]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise DFlashError(
-                f"another process is writing {path}", f"wait for it, or {_ANOTHER}"
-            ) from None
+            what = f"another process is writing {path}"
+            raise DFlashError(what, f"wait for it, or {_ANOTHER}") from None
         file.seek(0)
         contents = file.read()
         if not _BEGIN.startswith(contents[: len(_BEGIN)]):
@@ -227,10 +221,8 @@ class CorpusFile:
     def begin(self, header: CorpusHeader) -> None:
         """Write a new file's header and cut off half a line; DFlashError for another header."""
         if self.header not in (None, header):
-            raise DFlashError(
-                f"{self.path} was made with {_difference(self.header, header)}",
-                f"run with the settings it was made with, or {_ANOTHER}",
-            )
+            what = f"{self.path} was made with {_difference(self.header, header)}"
+            raise DFlashError(what, f"run with the settings it was made with, or {_ANOTHER}")
         self._file.truncate(self._size)
         if self.header is None:
             self._write(header.as_line())

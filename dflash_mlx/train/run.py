@@ -108,9 +108,8 @@ def check_out(folder: Path) -> None:
     history = folder / HISTORY  # made first; empty until the first state is complete
     stopped_early = history.exists() and not history.read_text(encoding="utf-8")
     if not folder.is_dir() or (any(folder.iterdir()) and not stopped_early):
-        raise DFlashError(
-            f"{folder} exists and holds no run to continue", "choose another folder with --out"
-        )
+        what = f"{folder} exists and holds no run to continue"
+        raise DFlashError(what, "choose another folder with --out")
 
 
 def read_history(file: Path, step: int) -> list[Record]:
@@ -119,10 +118,9 @@ def read_history(file: Path, step: int) -> list[Record]:
         lines = file.read_text(encoding="utf-8").splitlines()
         records = [Record(**json.loads(line)) for line in lines if line.endswith("}")]
     except (ValueError, TypeError) as error:
-        raise DFlashError(
-            f"{file} cannot be read ({error})",
-            "correct it, or continue in another folder with --init",
-        ) from None
+        what = f"{file} cannot be read ({error})"
+        instead = "correct it, or continue in another folder with --init"
+        raise DFlashError(what, instead) from None
     return [record for record in records if record.step <= step]
 
 
@@ -157,15 +155,11 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     own = {name: array.shape for name, array in _arrays(trainer).items()}
     if own != {name: array.shape for name, array in arrays.items()}:
         raise DFlashError(f"the drafter in {file} has other shapes than this one", _NEXT_STEP)
-    _put(trainer, arrays)
-    trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
-
-
-def _put(trainer: Trainer, arrays: dict[str, mx.array]) -> None:
     trees: Any = tree_unflatten(list(arrays.items()))
     trainer.trainee.network.update(trees["network"])
     trainer.optimizer.state = trees["optimizer"]
     mx.eval(trainer.trainee.network.parameters(), trainer.optimizer.state)
+    trainer.step, trainer.seconds, trainer.tokens = step, seconds, tokens
 
 
 def identity(trainer: Trainer, data: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.drafters.dflash.fields import VERSION_2
 from dflash_mlx.drafters.dflash.paths import CandidateSelector
 from dflash_mlx.drafters.networks.files import parameters_of
@@ -161,12 +162,8 @@ def main(argv: Sequence[str]) -> None:
     folder = resolve_folder(arguments.drafter, "drafter")
     trainee = DFlashTrainee.read(folder, pair.target).without_selector()
     most = draft_size(config.draft_vocabulary, trainee.config.vocab_size)
-    if config.top_k > most:
-        raise DFlashError(
-            f"top_k is {config.top_k}, more than the {most} tokens of the draft vocabulary",
-            "choose fewer with --top-k, or more with --draft-vocabulary",
-            "top_k",
-        )
+    allowed = f"up to {most}, or a --draft-vocabulary of more than {most} tokens"
+    require(config.top_k <= most, "top_k", config.top_k, allowed)
     texts = read_texts(data, pair, trainee.aux_layers)
     train, held_out = texts.split(config.held_out)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.drafters.networks.files import parameters_of, save_network
 from dflash_mlx.drafters.networks.model import capped
 from dflash_mlx.engine.pair import Pair
@@ -151,10 +150,8 @@ def mask_token(tokenizer: Any) -> int:
         in_use |= set(tokenizer.apply_chat_template(turns, add_generation_prompt=True))
     unused = sorted(set(tokenizer.all_special_ids) - in_use)
     if not unused:
-        raise DFlashError(
-            "the tokenizer has no special token to spare for the mask",
-            "start from a drafter that names one, with --init",
-        )
+        what = "the tokenizer has no special token to spare for the mask"
+        raise DFlashError(what, "start from a drafter that names one, with --init")
     return int(unused[-1])
 
 
@@ -165,9 +162,8 @@ def spread_aux_layers(target: Target, asked: int | None, usual: int) -> tuple[in
     """
     first, last = min(1, target.num_layers - 1), max(target.num_layers - 3, 0)
     readable, count = max(last - first + 1, 1), asked or usual
-    if asked is not None and asked > readable:
-        what = f"taps is {asked}, but {target.name} has only {readable} layers to read"
-        raise DFlashError(what, f"choose 1 to {readable}", "taps")
+    fits = asked is None or asked <= readable
+    require(fits, "taps", asked, f"1 to {readable}, as many layers as can be read of the target")
     if count == 1 or last <= first:
         return (max(first, last),)
     return tuple(sorted({round(x) for x in np.linspace(first, last, count).tolist()}))
@@ -178,16 +174,13 @@ def like_target(target: Target, layers: int, config: TrainConfig) -> dict[str, A
 
     Raises DFlashError for a target that does not say what they are, or has fewer layers.
     """
-    if layers > target.num_layers:
-        what = f"layers is {layers}, but {target.name} itself has only {target.num_layers}"
-        raise DFlashError(what, f"choose 1 to {target.num_layers}", "layers")
+    most = target.num_layers
+    require(layers <= most, "layers", layers, f"1 to {most}, as many as {target.name} itself has")
     args = getattr(target.model, "args", None)
     names = ("num_attention_heads", "intermediate_size", "rms_norm_eps")
     if args is None or any(getattr(args, name, None) is None for name in names):
-        raise DFlashError(
-            f"{target.name} does not say how wide its layers are",
-            "start from a drafter that fits it, with --init",
-        )
+        what = f"{target.name} does not say how wide its layers are"
+        raise DFlashError(what, "start from a drafter that fits it, with --init")
     width, heads = hidden_width(target), args.num_attention_heads
     return {
         "attention_bias": False,
@@ -210,7 +203,9 @@ def like_target(target: Target, layers: int, config: TrainConfig) -> dict[str, A
 
 
 def take_layers(
-    trainee: Trainee, chosen: Sequence[int], called: Callable[[int, str], str] | None = None
+    trainee: Trainee,
+    chosen: Sequence[int],
+    called: Callable[[int, str], str] = "layers.{}.{}".format,
 ) -> None:
     """Take over these layers of the target, and its final norm; pass the last tap through `fc`.
 
@@ -219,11 +214,11 @@ def take_layers(
     Raises DFlashError for a target whose layers are built otherwise.
     """
     network, target = trainee.network, trainee.target
-    called = called or "layers.{}.{}".format
     norm = getattr(getattr(target.model, "model", None), "norm", None)
     given = {} if norm is None else {"norm.weight": norm.weight}
     for i, place in enumerate(chosen):
-        given |= {called(i, name): a for name, a in dense(target.model.layers[place]).items()}
+        layer = parameters_of(dequantize_model(deepcopy(target.model.layers[place])))
+        given |= {called(i, name): array for name, array in layer.items()}
     if "fc" in network:
         given["fc.weight"] = mx.eye(trainee.config.hidden_size)
     taken = []
@@ -235,13 +230,7 @@ def take_layers(
                 kept = own[..., : -theirs.shape[-1]]
                 taken.append((name, mx.concatenate([kept, theirs.astype(mx.float32)], axis=-1)))
     if not any(name.endswith("down_proj.weight") for name, _ in taken):
-        raise DFlashError(
-            f"the layers of {target.name} are not built like a drafter's", "use --start random"
-        )
+        what = f"the layers of {target.name} are not built like a drafter's"
+        raise DFlashError(what, "use --start random")
     network.load_weights(taken, strict=False)
     mx.eval(network.parameters())
-
-
-def dense(layer: nn.Module) -> dict[str, mx.array]:
-    """Arrays by name; a quantised matrix is given by the numbers it stands for."""
-    return dict(tree_flatten(dequantize_model(deepcopy(layer)).parameters()))

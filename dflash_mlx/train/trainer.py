@@ -140,11 +140,9 @@ class Trainer(Training):
         the drafter should give them; [N] weights of the decay loss.
         """
         *inputs, places, labels, shares, weights = batch
-        states, vocabulary = self.trainee.states(*inputs), self.vocabulary
-        rows = vocabulary.head_inputs(states.flatten(0, 2)[places])
-        losses, confidences = cross_entropy(
-            rows, vocabulary.head, labels, shares, vocabulary.softcap
-        )
+        states = self.trainee.states(*inputs)
+        logits = self.vocabulary.logits(states.flatten(0, 2)[places])
+        losses, confidences = cross_entropy(logits, labels, shares)
         if self.config.loss == "dpace":
             shape, zeros = states.shape[:-1], mx.zeros(math.prod(states.shape[:-1]))
             dense = zeros.at[places].add(confidences).reshape(shape)

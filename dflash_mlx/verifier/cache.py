@@ -342,11 +342,9 @@ def pack(rows: mx.array, bits: int) -> list[mx.array]:
     for size in _GROUPS:
         if width % size == 0:
             return list(mx.quantize(rows, group_size=size, bits=bits))
-    raise DFlashError(
-        f"keys or values of this model are {width} numbers wide, which is no multiple of "
-        f"{_GROUPS[-1]}, so they cannot be quantised",
-        "leave out --kv-bits",
-    )
+    what = f"keys or values of this model are {width} numbers wide, which is no multiple of "
+    what += f"{_GROUPS[-1]}, so they cannot be quantised"
+    raise DFlashError(what, "leave out --kv-bits")
 
 
 def unpack(stored: Sequence[mx.array], bits: int) -> mx.array:

@@ -148,8 +148,7 @@ def normed_attention(stock: Call, plans: Plans, group: Group | None) -> Call:
             chosen = plans.kernels.chosen(NORM_ROPE, given)
             return None if chosen is None else turning(queries, keys, how)
 
-        key = x.shape[:-1], x.dtype
-        turn = plans.find(key, settle)
+        turn = plans.find((x.shape[:-1], x.dtype), settle)
         if turn is None:
             return stock(self, x, mask, cache)
         given, keys, values = made[0] if made else products()

@@ -252,8 +252,7 @@ def _few_rows(
         def settle() -> Step | None:
             return settled(kernels, [(x, *arrays_of(m), packing) for m in (self, *alike)])
 
-        key = x.shape[:-1], x.dtype
-        multiply = plans.find(key, settle)
+        multiply = plans.find((x.shape[:-1], x.dtype), settle)
         if multiply is None:
             return stock(self, x)
         y: mx.array = multiply(x)

@@ -296,10 +296,8 @@ class Target:
         for name, module in self._named:
             if name in _EMBEDDINGS:
                 return module
-        raise DFlashError(
-            f"{self.name} has no module called {' or '.join(_EMBEDDINGS)}",
-            "use --method none, or a model of another family",
-        )
+        what = f"{self.name} has no module called {' or '.join(_EMBEDDINGS)}"
+        raise DFlashError(what, "use --method none, or a model of another family")
 
     @property
     def _named(self) -> list[tuple[str, nn.Module]]:

@@ -104,24 +104,23 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
     cache.commit(range(CONTEXTS[0]))
     contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
     dearer = target.is_recurrent and target.takes_trees
-    passes = [(c, n, False) for c in contexts for n in (ROWS if c == CONTEXTS[0] else DEEP_ROWS)]
+    trees, found = target.takes_trees and not dearer, list[PassTimes]()
+    tables = [(c, ROWS if c == CONTEXTS[0] else DEEP_ROWS, trees) for c in contexts]
     if dearer:  # behind the shortest context alone
-        passes = [(CONTEXTS[0], n, True) for n in DEEP_ROWS] + passes
-    found: dict[tuple[int, bool], list[float]] = {}
-    for context, rows, extra in passes:
+        tables.insert(0, (CONTEXTS[0], DEEP_ROWS, True))
+    passes = (_REPEATS + 1) * sum(len(sizes) for _, sizes, _ in tables)
+    for context, sizes, tree in tables:
         cache.lengthen(context - cache.length)
-        tree = extra or (target.takes_trees and not dearer)
-        block, times = _tree_of(rows) if tree else Block(rows), []
-        for _ in range(_REPEATS + 1):  # the first may build what the others use
-            times.append(_time_pass(target, cache, block))
-            yield len(passes) * (_REPEATS + 1)
-        found.setdefault((context, extra), []).append(min(times[1:]))
-    dear = PassTimes(DEEP_ROWS, tuple(found.pop((CONTEXTS[0], True)))) if dearer else None
-    first, *deeper = (
-        PassTimes(ROWS if context == CONTEXTS[0] else DEEP_ROWS, tuple(seconds), context)
-        for (context, _), seconds in found.items()
-    )
-    return replace(first, deeper=tuple(deeper), trees=dear)
+        seconds = []
+        for rows in sizes:
+            block, times = _tree_of(rows) if tree else Block(rows), []
+            for _ in range(_REPEATS + 1):  # the first may build what the others use
+                times.append(_time_pass(target, cache, block))
+                yield passes
+            seconds.append(min(times[1:]))
+        found.append(PassTimes(sizes, tuple(seconds), context))
+    first, *deeper = found[dearer:]
+    return replace(first, deeper=tuple(deeper), trees=found[0] if dearer else None)
 
 
 def _tree_of(rows: int) -> Block:

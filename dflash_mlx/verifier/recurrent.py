@@ -384,16 +384,10 @@ def _mixers(model: Any, name: str) -> list[nn.Module]:
     for i, cache in enumerate(caches):
         parts = getattr(cache, "caches", (cache,))
         if any(isinstance(part, ArraysCache) and part not in known for part in parts):
-            raise DFlashError(
-                f"layer {i} of {name} gives its recurrent state to no module of its own, "
-                "so a draft cannot be taken back",
-                "choose a model of another family",
-            )
-    mixers: list[nn.Module] = []
-    for module, _ in found:
-        if not any(module is other for other in mixers):
-            mixers.append(module)
-    return mixers
+            what = f"layer {i} of {name} gives its recurrent state to no module of its own"
+            step = "choose a model of another family"
+            raise DFlashError(what + ", so a draft cannot be taken back", step)
+    return [*{id(module): module for module, _ in found}.values()]
 
 
 def _state_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArraysCache | None:

@@ -145,11 +145,9 @@ def new_sequence(
             return recurrent[-1]
         if type(cache) is CacheList and any(isinstance(c, ArraysCache) for c in cache.caches):
             return tuple(ours(inner, i) for inner in cache.caches)
-        raise DFlashError(
-            f"layer {i} of {name} keeps its state in a {type(cache).__name__}, "
-            "which cannot take a draft back",
-            "choose a model of another family",
-        )
+        what = f"layer {i} of {name} keeps its state in a {type(cache).__name__}"
+        step = "choose a model of another family"
+        raise DFlashError(what + ", which cannot take a draft back", step)
 
     layers = [ours(cache, i) for i, cache in enumerate(make_prompt_cache(model))]
     parts: list[Cache] = [RecurrentStates(recurrent)] if recurrent else []

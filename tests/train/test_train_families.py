@@ -193,7 +193,7 @@ def test_taps_of_a_new_eagle_are_the_usual_ones_or_as_many_as_asked_for():
 
     assert [aux_layers(layers) for layers in (3, 5, 6, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 3, 4)]
     assert aux_layers(8, taps=2) == (1, 5) and aux_layers(8, taps=4) == (1, 2, 4, 5)
-    with pytest.raises(DFlashError, match="taps is 2, but it has only 1 layers to read"):
+    with pytest.raises(DFlashError, match="taps is 2; choose 1 to 1,"):
         aux_layers(4, taps=2)
 
 

@@ -295,8 +295,8 @@ def test_a_drafter_of_speculators_gets_a_selector(place, tiny_model):
 
 
 BAD = [
-    ("top_k", "98", "top_k is 98, .* 97 tokens"),
-    ("draft_vocabulary", "96", "top_k is 97, .* 96 tokens"),
+    ("top_k", "98", "top_k is 98; .* 97 tokens"),
+    ("draft_vocabulary", "96", "top_k is 97; .* 96 tokens"),
     ("out", "corpus.jsonl", "already exists"),
     ("drafter", "convolved", "convolutions"),
 ]
