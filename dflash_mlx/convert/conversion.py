@@ -99,15 +99,15 @@ def plan(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
 
 def plan_drafter(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
     """A drafter's conversion."""
-    assert facts.format is not None and facts.source is not None
-    bits = settings.bits
+    source, bits = facts.source, settings.bits
+    assert facts.format is not None and source is not None
     if bits is not None and facts.weights.quantisation:
         what = f"{facts.name} is already quantised to {facts.weights.quantisation}"
         raise DFlashError(what, "leave the bits out, or convert the drafter that it was made from")
     dtype = None if settings.dtype is None else getattr(mx, settings.dtype)
     form = dtype, bits, settings.group_size
-    folder = facts.source.folder
-    drafter = described(facts) if folder is None else facts.format.read_drafter(folder)
+    here = source.folder
+    drafter = described(facts) if here is None else facts.format.read_drafter(here)
     weights, config = drafter.converted(*form)
     floating = (a.dtype for a in weights.values() if mx.issubdtype(a.dtype, mx.floating))
     config["dtype"] = str(next(floating)).removeprefix("mlx.core.")
@@ -122,7 +122,7 @@ def plan_drafter(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
         folder.mkdir()
         mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
         save_config(dict(config), folder / CONFIG)
-        if (likely := facts.path / LIKELY_TOKENS).is_file():
+        if (likely := source.here / LIKELY_TOKENS).is_file():
             shutil.copyfile(likely, folder / likely.name)
 
     return Conversion(facts, description, size, RUNTIME + 2 * size, write)
@@ -146,14 +146,14 @@ def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
     """A target's conversion by mlx-lm; DFlashError without a tokenizer, or for packed weights."""
     from mlx_lm.utils import load_tokenizer
 
-    assert facts.source is not None
-    config, files = facts.config, facts.source.files
-    if not any(fnmatch(file, kind) for file in files for kind in _TOKENIZERS):
+    source, config = facts.source, facts.config
+    assert source is not None
+    if not any(fnmatch(file, kind) for file in source.files for kind in _TOKENIZERS):
         what = f"{facts.name} cannot be loaded, it has no tokenizer ({', '.join(_TOKENIZERS)})"
         raise DFlashError(what, "choose a complete model folder")
-    if facts.is_here:
+    if source.folder is not None:
         with loading(facts.name):
-            load_tokenizer(facts.path, {"trust_remote_code": False}, config.get("eos_token_id"))
+            load_tokenizer(source.folder, {"trust_remote_code": False}, config.get("eos_token_id"))
     stored, _ = quantisation(config)
     if settings.bits is not None and stored:
         step = "leave the bits out, or undo that first with mlx_lm.convert --dequantize"
@@ -170,17 +170,17 @@ def plan_target(facts: ModelFacts, settings: ConvertConfig) -> Conversion:
         from mlx_lm.convert import convert
 
         convert(
-            str(facts.path),
+            str(source.here),
             str(folder),
             quantize=settings.bits is not None,
             q_bits=settings.bits,
             q_group_size=settings.group_size,
             dtype=settings.dtype,
         )
-        for name in files:
+        for name in source.files:
             kept = any(fnmatch(name, pattern) for pattern in (*BESIDE, *LICENCES))
             if kept and name not in _REPLACED:
-                shutil.copyfile(facts.path / name, folder / name)
+                shutil.copyfile(source.here / name, folder / name)
 
     description = f"{config.get('model_type', '')} in {numbers}"
     return Conversion(facts, description, size, RUNTIME + read + size, write)

@@ -11,22 +11,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
 from dflash_mlx.convert.conversion import Conversion, ConvertConfig, plan
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import format_of
 from dflash_mlx.models.check import ModelFacts, check_drafter, check_target, fetched
 from dflash_mlx.models.downloads import check_space, disk_of_cache
-from dflash_mlx.models.names import existing, whole_copy
+from dflash_mlx.models.names import existing, local_folder, whole_copy
 from dflash_mlx.models.parts import is_drafter, read_config
-from dflash_mlx.models.source import DRAFTER, MODEL, Source
+from dflash_mlx.models.source import DRAFTER, MODEL, PICKLED, Source
 from dflash_mlx.system.files import locked
 
 MARGIN = 16_000_000  # bytes left free beside what is written
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FREE = "free some space or choose another disk"
 _GIVE_WHOLE = "give the model as its authors published it, by its Hugging Face id or folder"
 _GIVE = "give a Hugging Face id like owner/name or a local folder"
@@ -75,7 +72,8 @@ def find_part(name: str, head: bool = False) -> ModelFacts:
     path = existing(name)
     if path is not None and path.is_file():
         raise _refused_file(path)
-    source = _on_hub(name, head) if path is None else _of_folder(path)
+    folder = local_folder(name)
+    source = _on_hub(name, head) if folder is None else _of_folder(folder)
     if head and not is_drafter(source):
         what = f"{source.name} holds no head for multi-token prediction that is known"
         raise DFlashError(what, f"{_GIVE_WHOLE}; conversions often drop its head")
@@ -98,12 +96,6 @@ def _on_hub(name: str, head: bool) -> Source:
     head: of a target's repository only the files with its head, where it has one.
     """
     try:
-        if name.endswith(".gguf"):
-            raise ValueError(name)
-        validate_repo_id(name)
-    except ValueError:
-        raise DFlashError(f"there is no file or folder {name[:300]!r}", _GIVE) from None
-    try:
         source = Source(name)
         as_drafter = is_drafter(source) if head else format_of(read_config(source))
         source.option = DRAFTER if as_drafter else MODEL
@@ -117,7 +109,7 @@ def _on_hub(name: str, head: bool) -> Source:
 def _refused_file(path: Path) -> DFlashError:
     if path.suffix == ".gguf":
         return DFlashError(f"{path} is not converted", _AS_IT_IS)
-    if path.suffix in _PICKLES:
+    if any(path.match(kind) for kind in PICKLED):
         problem = f"{path} is not read, because files of its kind can run any program"
         return DFlashError(problem, "give the folder of the same model with .safetensors files")
     return DFlashError(f"{path} is a file", _GIVE)

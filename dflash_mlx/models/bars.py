@@ -11,13 +11,6 @@ from tqdm.auto import tqdm
 _FORM = "{desc}, {n_fmt}B of {total_fmt}B: {percentage:3.0f}%|{bar}|"
 
 
-class NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """Shows nothing."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **{**keywords, "disable": True})
-
-
 def naming(name: str) -> type:
     """Bars that say what comes and how much of it; the hub's own say no total."""
 
@@ -33,7 +26,10 @@ def naming(name: str) -> type:
 def telling(advance: Callable[[float], None]) -> type:
     """Bars that show nothing and tell `advance` of bytes; what it raises ends the download."""
 
-    class Bar(NoBar):
+    class Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **{**keywords, "disable": True})
+
         def update(self, count: float | None = 1) -> None:
             advance(count or 0)
 

@@ -67,16 +67,6 @@ class ModelFacts(Checked):
     def context_length(self) -> int:
         return context_length(self.config)
 
-    @property
-    def path(self) -> Path:
-        """Its folder, or its GGUF file, once it is on this machine."""
-        return self.file or cast(Source, self.source).here
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is no repository whose weights have to be fetched."""
-        return self.source is None or self.source.folder is not None
-
 
 @dataclass(frozen=True)
 class Report(Checked):
@@ -174,7 +164,7 @@ def _misplaced(source: Source, raw: Mapping[str, Any], as_drafter: bool) -> Find
 
 def fetched(facts: ModelFacts) -> ModelFacts:
     """Facts of a model whose weights are here; what was downloaded for that is checked again."""
-    if facts.source is None or facts.is_here:
+    if facts.source is None or facts.source.folder is not None:
         return facts
     check = check_target if facts.format is None else check_drafter
     again = check(facts.source.fetch(), facts.name)

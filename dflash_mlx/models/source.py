@@ -29,7 +29,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError,
 
 from dflash_mlx.core.errors import Collector, DFlashError, Finding, in_one_line
 from dflash_mlx.core.text import parse_json
-from dflash_mlx.models.bars import NoBar, naming
+from dflash_mlx.models.bars import naming, telling
 from dflash_mlx.system.safetensors_header import TensorHeader, judge, read_header
 
 BESIDE = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")  # what is not weights
@@ -45,7 +45,7 @@ COMPLETE = "choose a complete model folder in Hugging Face format"
 
 HEADROOM = 1.15  # caches and temporary arrays, as a share of the weights
 
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 BY_LAYER = "intermediate_size"  # gemma3n has a list of them, one for each layer
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -134,14 +134,14 @@ class Source:
         """The tensors of a .safetensors file, from its head alone; DFlashError where damaged."""
         if self.folder is not None:
             return read_header(self.folder / file, next_step)
-        place = self.place(file)
+        damaged = (SafetensorsParsingError, AttributeError, TypeError, ValueError, RecursionError)
         try:
             with self._asking():
                 head = HfApi().parse_safetensors_file_metadata(self.name, file, timeout=_SECONDS)
-        except (SafetensorsParsingError, AttributeError, TypeError, RecursionError) as error:
-            raise DFlashError(f"{place} is damaged ({in_one_line(error)})", next_step) from None
-        entries = {name: vars(tensor) for name, tensor in head.tensors.items()}
-        return judge(entries, self.files.get(file, 0), next_step, place)
+            return judge(head.tensors, self.files.get(file, 0))
+        except damaged as error:
+            what = f"{self.place(file)} is damaged ({in_one_line(error)})"
+            raise DFlashError(what, next_step) from None
 
     def cached(self) -> Source | None:
         """What the Hugging Face cache has of the repository; None where files are known to lack."""
@@ -168,7 +168,7 @@ class Source:
             return {}
         wanted = [*LICENCES, CARD, *self._wanted]
         with self._asking():
-            files = self._snapshot(wanted, dry_run=True, tqdm_class=NoBar)
+            files = self._snapshot(wanted, dry_run=True, tqdm_class=telling(lambda count: None))
         sizes = {file.filename: file.file_size or 0 for file in files if file.will_download}
         return dict(sorted(sizes.items(), key=lambda item: item[1]))
 
@@ -343,7 +343,7 @@ def is_whole(source: Source) -> bool:
 
 
 def _no_weights(source: Source, next_step: str, other: str | None) -> Finding:
-    pickled = [name for name in source.files if any(fnmatch(name, p) for p in _PICKLED)]
+    pickled = [name for name in source.files if any(fnmatch(name, p) for p in PICKLED)]
     if pickled:
         what = f"{source.name} has no .safetensors files, and files like {pickled[0]} can run code"
         step = "choose a folder or a revision with .safetensors files"

@@ -50,12 +50,9 @@ class Ranks:
         own = mx.array(data) if self.rank == root else mx.zeros(length, mx.uint8)
         return json.loads(bytes(np.array(self._sum(own))))
 
-    def gather(self, value: Any) -> list[Any]:
-        return [self.share(value, root) for root in range(self.size)]
-
     def check_alike(self, own: Mapping[str, Any]) -> None:
         """RanksDiffer, on all, where one rank has something else than the first."""
-        first, *others = every = self.gather(own)
+        first, *others = every = [self.share(own, root) for root in range(self.size)]
         for rank, its in enumerate(every):
             if problem := its.get(PROBLEM):
                 raise RanksDiffer(f"rank {rank} of {self.size}: {problem[0]}", problem[1])

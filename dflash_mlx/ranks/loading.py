@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import mlx.core as mx
 
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError, in_one_line
+from dflash_mlx.models import default_model
 from dflash_mlx.models.check import ModelFacts, fetched
 from dflash_mlx.models.names import target_names
 from dflash_mlx.models.read import TargetReader, read_target, target_facts
@@ -48,7 +48,13 @@ def take_part(
         if mode is RankMode.ALONE:
             check_alone(program)
         try:
-            _work(ranks, main, argv)
+            versions = describe_versions()
+            ranks.check_alike({package: versions.get(package) for package in _PACKAGES})
+            if ranks.rank:
+                follow(ranks)
+            else:
+                main(argv, SplitTarget(ranks))
+                ranks.end()
         except RanksDiffer:
             raise
         except BaseException as error:
@@ -60,16 +66,6 @@ def take_part(
     return work
 
 
-def _work(ranks: Ranks, main: Callable[..., None], argv: Sequence[str]) -> None:
-    versions = describe_versions()
-    ranks.check_alike({package: versions.get(package) for package in _PACKAGES})
-    if ranks.rank:
-        follow(ranks)
-    else:
-        main(argv, SplitTarget(ranks))
-        ranks.end()
-
-
 def _be_silent() -> None:
     """The first rank speaks for all, and ends the others when it is interrupted."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -78,19 +74,18 @@ def _be_silent() -> None:
 
 def _tell_failure(ranks: Ranks, error: BaseException) -> None:
     """Let the others know: by an order where they wait for one, by a sentence where they do not."""
-    if ranks.rank:
-        if isinstance(error, Exception):
-            what = f"rank {ranks.rank} of {ranks.size} failed: {in_one_line(error)}"
-            print(what, file=sys.__stderr__, flush=True)
-    else:
+    if not ranks.rank:
         ranks.end()
+    elif isinstance(error, Exception):
+        what = f"rank {ranks.rank} of {ranks.size} failed: {in_one_line(error)}"
+        print(what, file=sys.__stderr__, flush=True)
 
 
 def check_ranks(facts: ModelFacts, size: int) -> None:
     """DFlashError for a target that so many ranks cannot share; no weight is read."""
     from mlx_lm.utils import _get_classes  # takes seconds
 
-    config, name = _config_of(facts), facts.name
+    config, name = facts.config, facts.name
     raw = config if facts.source is None else facts.source.read_json(CONFIG)
     model, _ = _get_classes(dict(raw))
     if not hasattr(model, "shard"):
@@ -106,20 +101,6 @@ def check_ranks(facts: ModelFacts, size: int) -> None:
     step = f"start {' or '.join(would_do)} ranks" if would_do else _ONE_MACHINE
     what = f"{name} cannot be split over {size} ranks, which do not divide its"
     raise DFlashError(f"{what} {' and '.join(uneven)}", step)
-
-
-def _config_of(facts: ModelFacts) -> Mapping[str, Any]:
-    if facts.source is not None:
-        return facts.config  # type: ignore[no-any-return]
-    from dflash_mlx.models.gguf_target import read_config  # takes seconds
-
-    return read_config(_file_of(facts))
-
-
-def _file_of(facts: ModelFacts) -> Path:
-    from dflash_mlx.models.default_model import fetch
-
-    return facts.file or fetch()
 
 
 def _group_of(facts: ModelFacts) -> int:
@@ -152,7 +133,7 @@ def _units(config: Mapping[str, Any], group: int) -> Iterator[tuple[str, tuple[i
 def fingerprint(facts: ModelFacts) -> dict[str, Any]:
     """What tells models apart; of weight files the size and what is at their ends."""
     if facts.source is None:
-        files = [_file_of(facts)]
+        files = [facts.file or default_model.fetch()]
     else:
         folder = facts.source.here
         files = [folder / CONFIG, *sorted(folder.glob(facts.source.weights))]
@@ -178,7 +159,7 @@ class SplitTarget(TargetReader):
         check_ranks(facts, self.parts)
 
     def read(self, facts: ModelFacts, config: PairConfig) -> tuple[Target, Any]:
-        self._ranks.share([["load", asdict(config)]])
+        self._ranks.share([["load", config.model, config.kv_bits]])
         self._ranks.check_alike(fingerprint(facts))
         return _read_part(self._ranks, facts, partial(Leader, ranks=self._ranks))
 
@@ -188,9 +169,9 @@ def follow(ranks: Ranks) -> None:
     ((order, *told),) = ranks.share()
     if order == END:
         return
-    config = PairConfig(**told[0] | {"template": tuple(told[0]["template"])})
+    model, kv_bits = told
     try:
-        facts = target_facts(target_names(config.model))
+        facts = target_facts(target_names(model))
         facts.raise_first()
         facts = fetched(facts)
         own = fingerprint(facts)
@@ -198,7 +179,7 @@ def follow(ranks: Ranks) -> None:
         own = {PROBLEM: [error.what, error.next_step]}
     ranks.check_alike(own)
     target, _ = _read_part(ranks, facts, Target)
-    target.kv_bits = config.kv_bits
+    target.kv_bits = kv_bits
     Follower(target, ranks).replay()
 
 

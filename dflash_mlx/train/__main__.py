@@ -14,7 +14,7 @@ from dflash_mlx.core.config import ALL_BUT_MODEL, PairConfig
 from dflash_mlx.core.option import require
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
-from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.models.names import find_source
 from dflash_mlx.train.config import DataConfig, TrainConfig
 from dflash_mlx.train.data import read_texts
 from dflash_mlx.train.dflash import DFlashTrainee
@@ -67,7 +67,7 @@ def begin(config: TrainConfig, pair: Pair) -> Trainee:
     if config.init is None:
         trainee = kind.new(config, pair)
     else:
-        trainee = kind.read(resolve_folder(config.init, "init"), pair.target)
+        trainee = kind.read(find_source(config.init, "init").fetch().here, pair.target)
     trainee = trainee.prepared(config.mode, config.block_size)
     size, least = trainee.config.block_size, config.least_prefix
     fits = config.mode != "variable-prefix" or least <= size - 2

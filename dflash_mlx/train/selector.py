@@ -25,7 +25,7 @@ from dflash_mlx.drafters.dflash.fields import VERSION_2
 from dflash_mlx.drafters.dflash.paths import CandidateSelector
 from dflash_mlx.drafters.networks.files import parameters_of
 from dflash_mlx.models.load import load_target
-from dflash_mlx.models.names import resolve_folder
+from dflash_mlx.models.names import find_source
 from dflash_mlx.train.acceptance import in_words, measure_drafts
 from dflash_mlx.train.blocks import Blocks
 from dflash_mlx.train.config import DataConfig, SelectorTraining
@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
     if arguments.out.exists() and (arguments.out.is_file() or any(arguments.out.iterdir())):
         raise DFlashError(f"{arguments.out} already exists", "choose another folder with --out")
     pair = load_target(cli.read_pair_config(arguments).model)
-    folder = resolve_folder(arguments.drafter, "drafter")
+    folder = find_source(arguments.drafter, "drafter").fetch().here
     trainee = DFlashTrainee.read(folder, pair.target).without_selector()
     most = draft_size(config.draft_vocabulary, trainee.config.vocab_size)
     allowed = f"up to {most}, or a --draft-vocabulary of more than {most} tokens"

@@ -107,10 +107,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
             ("nowhere --bits 7", "7.*choose one of 2, 3, 4, 5, 6, 8"),  # nothing is looked at
             ("nowhere --group-size 32", "group_size is 32"),
             ("nowhere --dtype int8", "'int8'.*float16"),
-            ("nowhere.gguf", "no file or folder 'nowhere.gguf"),
-            ("a/b/c", "no file or folder 'a/b/c"),
-            ("~nobody-of-this-name/x", "no file or folder '~nobody-of-this-name/x"),
-            ("x" * 300, f"no file or folder '{'x' * 80}"),
+            ("nowhere.gguf", "no folder 'nowhere.gguf"),
+            ("a/b/c", "no folder 'a/b/c"),
+            ("~nobody-of-this-name/x", "no folder '~nobody-of-this-name/x"),
+            ("x" * 300, f"no folder '{'x' * 80}"),
         )
     },
 }

@@ -191,13 +191,13 @@ def test_a_tensor_that_is_missing_is_named(tmp_path):
 
 def headers(head: Head) -> dict[str, TensorHeader]:
     """What the files of a checkpoint say of its head; DeepSeek's matrices have eight bits."""
-    found = {name: TensorHeader("BF16", shape, (0, 0)) for name, shape in head.shapes().items()}
+    found = {name: TensorHeader("BF16", shape) for name, shape in head.shapes().items()}
     if "quantization_config" in head.raw:
-        for name, (_, shape, _) in list(found.items()):
+        for name, (_, shape) in list(found.items()):
             if len(shape) == 2 and ("self_attn" in name or "expert" in name):
                 blocks = tuple(-(-size // 128) for size in shape)
-                found[name] = TensorHeader("F8_E4M3", shape, (0, 0))
-                found[f"{name}_scale_inv"] = TensorHeader("F32", blocks, (0, 0))
+                found[name] = TensorHeader("F8_E4M3", shape)
+                found[f"{name}_scale_inv"] = TensorHeader("F32", blocks)
     return found
 
 

@@ -106,7 +106,6 @@ FAILURES: dict[str, tuple[Any, list[str]]] = {
     ),
     "pip fails": (pip("sys.exit(3)"), ["exit status 3"]),
     "pip does nothing": (pip(""), ["exit status 0"]),
-    "no pip": (pip("sys.exit(sys.argv[0] + ': No module named pip')"), ["ensurepip"]),
 }
 
 

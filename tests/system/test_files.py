@@ -49,7 +49,7 @@ def test_every_tensor_is_read_with_type_shape_and_place(tmp_path):
 
 @pytest.mark.parametrize("dtype", READ_BY_MLX)
 def test_mlx_reads_every_type_that_is_let_through(tmp_path, dtype):
-    size = READ_BY_MLX[dtype] // 8 * 3
+    size = READ_BY_MLX[dtype] * 3
     file = write(tmp_path, {"a": {"dtype": dtype, "shape": [3], "data_offsets": [0, size]}}, size)
     assert read_header(file)["a"].dtype == dtype
     loaded: Any = mx.load(str(file))
@@ -58,12 +58,10 @@ def test_mlx_reads_every_type_that_is_let_through(tmp_path, dtype):
 
 # What is refused: by the safetensors library, some of it, and by us
 
-NAME_TWICE = f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode()
 LONG = {"dtype": "F32", "shape": [0, 1 << 31], "data_offsets": [0, 0]}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "size field over the file": ({}, {"size": 1 << 40}, "26 bytes"),
     "no JSON": (b"{", {}, "line 1"),
-    "a name twice": (NAME_TWICE, {"data": 8}, "'a' twice"),
     "another dtype": ({"a": {**A, "shape": [1], "dtype": "F64"}}, {"data": 8}, "'a' is 'F64'"),
     "a dimension over 31 bits": ({"a": LONG}, {"data": 0}, "'a' is [0, 2147483648], not up to"),
     "too many dimensions": ({"a": {**A, "shape": [1] * 33}}, {}, "shape"),
