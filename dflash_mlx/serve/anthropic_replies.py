@@ -13,11 +13,11 @@ from starlette.responses import Response
 
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, event
 from dflash_mlx.serve.request_queue import TOOLS, Reply
 from dflash_mlx.serve.service import Service, Writer, converse, count, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
 _REASONS = {"length": "max_tokens", "context": "max_tokens", TOOLS: "tool_use"}
 _DELTAS = {  # by the kind of a part: what adds it to its block, and under which key

@@ -12,7 +12,7 @@ from dflash_mlx.engine.delta import END, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
-from dflash_mlx.serve.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
+from dflash_mlx.session.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
 
 Json = dict[str, Any]
 

@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, call_of
 from dflash_mlx.serve.errors import OLLAMA, ApiError, as_json, body_of, encoded
 from dflash_mlx.serve.ollama_requests import ChatRequest, GenerateRequest
 from dflash_mlx.serve.openai_replies import begin
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.service import Service, Writer, answer, converse, figures
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
 
 async def chat(body: ChatRequest, request: Request) -> Response:

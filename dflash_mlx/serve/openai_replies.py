@@ -14,13 +14,13 @@ from starlette.responses import Response
 
 from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded
 from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
 from dflash_mlx.serve.service import Service, Writer, answer, converse, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
 _REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}

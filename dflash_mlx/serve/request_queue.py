@@ -15,11 +15,11 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.engine.delta import Delta, TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import WORDS, Part
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.calls import WORDS, Part
+from dflash_mlx.session.reading import AnswerReader
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
 TOOLS = "tool_calls"  # the reason of an answer that ends with calls

@@ -15,7 +15,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import TOO_LONG, Json
 from dflash_mlx.serve.errors import ApiError, as_json, encoded, event
 from dflash_mlx.serve.kept import Kept
@@ -23,6 +22,7 @@ from dflash_mlx.serve.openai_replies import told_logprobs
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.responses_requests import INPUT, ITEMS, KNOWN, ResponsesRequest
 from dflash_mlx.serve.service import Service, Writer, converse, count, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
 _CUT = ("length", "context")  # reasons of an answer that is not complete
 _SUMMARY, _CUSTOM = "summary", "custom"  # a thought and a call, where a request has asked so

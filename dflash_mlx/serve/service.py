@@ -20,18 +20,18 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
-from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
+from dflash_mlx.session.calls import Part
+from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.models import Models
+from dflash_mlx.session.reading import AnswerReader
 
 T = TypeVar("T")
 

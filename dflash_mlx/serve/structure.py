@@ -17,10 +17,10 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.grammar import AS_JSON, check_structure, left_out
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import constraint_of
-from dflash_mlx.serve.calls import kinds_of, resolved
 from dflash_mlx.serve.chat import Chat, check_text
 from dflash_mlx.serve.errors import of_settings, refusal
-from dflash_mlx.serve.forms import Form, Json, form_of
+from dflash_mlx.session.calls import kinds_of, resolved
+from dflash_mlx.session.forms import Form, Json, form_of
 
 _MESSAGE = ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")
 _LIMITS = re.compile(r"'(minLength|maxLength|pattern|format|enum|const|\$ref)'")

@@ -17,8 +17,8 @@ from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.openai_replies import ChatWriter, TextWriter
 from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
-from dflash_mlx.serve.reading import WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
+from dflash_mlx.session.reading import WORDS, Part
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import drafter_folder

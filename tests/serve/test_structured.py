@@ -13,9 +13,9 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.forms import FORMS
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import _tools, structure_of
+from dflash_mlx.session.forms import FORMS
 from support.serving import MODEL, TEMPLATE, actor_pair, ask, said, serving, user
 
 WORDS = "Once upon a time."
