@@ -37,7 +37,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 class LineWriter(Writer):
     """Writes one answer down, a line for each part."""
 
-    def __init__(self, service: Service, body: ChatRequest, replies: Sequence[Reply]) -> None:
+    def __init__(self, body: ChatRequest, replies: Sequence[Reply]) -> None:
         self._body, (self._reply,) = body, replies
 
     @property
@@ -68,7 +68,7 @@ class LineWriter(Writer):
         }
         return {
             "done": True,
-            "done_reason": "length" if reply.reason in ("length", "context") else "stop",
+            "done_reason": "length" if reply.reason == "length" else "stop",
             **{name: max(1, round(each * 1e9)) for name, each in seconds.items()},
             "prompt_eval_count": s.prompt_tokens,
             "eval_count": s.generated_tokens,

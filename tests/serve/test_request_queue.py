@@ -197,3 +197,18 @@ def test_settings_of_no_sense_are_refused():
             assert found.value.setting == setting
     assert ServeConfig(host="0.0.0.0", key="k").key == "k"
     assert ServeConfig(host="::1").key is None
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_an_answer_that_is_over_holds_neither_caches_nor_model_while_it_is_read(pair, path):
+    with serving(pair) as server:
+        pair.target.gate.clear()
+        with server.streaming(path, message_body()) as lines:
+            (reply,) = server.queue._streams
+            assert reply.sequence is not None
+            pair.target.gate.set()
+            server.until(lambda: not len(server.queue))
+            assert reply.sequence is reply.pair is None
+            text = "\n".join(lines)
+        assert '"s"' in text or '"so"' in text
+        assert path == CHAT or '"message_start"' in text
