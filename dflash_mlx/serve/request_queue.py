@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
@@ -139,8 +139,12 @@ class ResponseStream:
     def hear(self, reply: Reply, said: object) -> None:
         if isinstance(said, Begun):
             self._waiting -= 1
-            reply.statistics = reply.sequence.statistics if reply.sequence else reply.statistics
-        elif isinstance(said, (Delta, Exception)):
+            assert reply.sequence is not None
+            reply.statistics = reply.sequence.statistics
+        elif isinstance(said, Delta):  # without rows of the vocabulary, which may wait for long
+            slim = replace(said, proposal=replace(said.proposal, q=None))
+            self._news.append((reply, slim))
+        elif isinstance(said, Exception):
             self._news.append((reply, said))
         self._came.set()
 
