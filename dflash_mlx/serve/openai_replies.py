@@ -14,15 +14,15 @@ from starlette.responses import Response
 
 from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded
+from dflash_mlx.serve.fields import decoding
 from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
-from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
+from dflash_mlx.serve.request_queue import Reply, ResponseStream
 from dflash_mlx.serve.service import Service, Writer, answer, converse, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
-_REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}
 
 
@@ -42,7 +42,8 @@ async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> 
     given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
     async with service.using(body) as pair:
         prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
-        stream = await service.ask(pair, body, [tokens for tokens, _ in prompts], goes_on=True)
+        configs, tokens = decoding(service.usual, body), [tokens for tokens, _ in prompts]
+        stream = await service.ask(pair, configs, tokens, goes_on=True)
     for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
         reply.echo = prompts[reply.index // body.answers][1]
     return stream
@@ -77,7 +78,7 @@ class ChatWriter(Writer):
     first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
     tells_end = False  # whether a stop token has log-probabilities
 
-    def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
+    def __init__(self, body: Completed, replies: Sequence[Reply]) -> None:
         self._tokenizer, self._body, self._replies = replies[0].tokenizer, body, replies
         self._header = {
             "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
@@ -100,7 +101,7 @@ class ChatWriter(Writer):
 
     def end(self, reply: Reply) -> bytes:
         begin = self._begin(reply) if not reply.parts else b""
-        last = self.of(self.choice(reply, self.added(reply, None), _REASONS[reply.reason]))
+        last = self.of(self.choice(reply, self.added(reply, None), reply.reason))
         if not all(each.reason for each in self._replies):
             return begin + _event(last)
         done = begin + _event({**last, "dflash": figures(self._replies)})
@@ -119,7 +120,7 @@ class ChatWriter(Writer):
 
     def whole(self) -> Json:
         best = _best(self._replies, self._body)
-        told = (self.choice(r, self.complete(r), _REASONS[r.reason]) for r in best)
+        told = (self.choice(r, self.complete(r), r.reason) for r in best)
         every = [{**choice, "index": i} for i, choice in enumerate(told)]
         return {**self.of(*every), "usage": self._usage(), "dflash": figures(self._replies)}
 

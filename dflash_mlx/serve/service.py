@@ -20,18 +20,18 @@ from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
-from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
+from dflash_mlx.session.calls import Part
+from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.models import Models
+from dflash_mlx.session.reading import AnswerReader
 
 T = TypeVar("T")
 
@@ -118,7 +118,9 @@ class Service:
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            return chat, structure_of(pair, chat), prompt_of(pair, chat)
+            tokens = prompt_of(pair, chat)
+            opened = opens_thought(pair.tokenizer, tokens)
+            return chat, structure_of(pair, chat, opened), tokens
 
         return await self.prepare(understand)
 
@@ -129,14 +131,12 @@ class Service:
     async def ask(
         self,
         pair: Pair,
-        body: Answered,
+        configs: Sequence[DecodeConfig],
         prompts: Sequence[tuple[int, ...]],
-        structure: StructureConfig | None = None,
         reader: Callable[[], AnswerReader] = AnswerReader,
         goes_on: bool = False,
     ) -> ResponseStream:
-        """Ask for all answers to all prompts, and return when they are taken in."""
-        configs = decoding(self.usual, body, structure)
+        """Ask for an answer of each of these settings to each prompt; all are taken in then."""
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
@@ -173,7 +173,7 @@ class Writer(Protocol):
         """The response as one object, when all is over."""
 
 
-WriterOf = Callable[[Service, Any, Sequence[Reply]], Writer]  # the second is the request's body
+WriterOf = Callable[[Any, Sequence[Reply]], Writer]  # the first is the body of the request
 
 
 async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Response:
@@ -184,14 +184,17 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
         body.check()
         async with service.using(body) as pair:
             chat, structure, tokens = await service.read(pair, body)
+            configs = decoding(service.usual, body, structure, chat.ignored or ())
             reader: Callable[[], AnswerReader] = AnswerReader
-            if chat.schema is None or chat.tools:  # else JSON, taken as it is
+            if structure is None or structure.grammar is not None:  # else JSON, taken as it is
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
                 reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
-            stream = await service.ask(pair, body, [tokens], structure, reader, chat.go_on)
+            stream = await service.ask(pair, configs, [tokens], reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
+        for reply in stream.replies:
+            reply.hides_thoughts = body.include_reasoning is False
         return stream
 
     return await answer(request, body, begin(), writer)
@@ -221,11 +224,10 @@ async def answer(
     request: Request, body: Answered, begin: Awaitable[ResponseStream], make: WriterOf
 ) -> Response:
     """The response to a request: events as the answers grow, or one object in the end."""
-    service: Service = request.app.state.service
     stream = await unless_gone(request, begin)
     first = stream.replies[0]
     first.ignored = _ignored(request, body, first.ignored)
-    writer = make(service, body, stream.replies)
+    writer = make(body, stream.replies)
     stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:
         return EventStream(stream, writer, body.media)
@@ -294,10 +296,10 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
 def progress(body: Answered, reply: Reply) -> dict[str, Any]:
     """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
     sequence, total = reply.sequence, len(reply.tokens)
-    read = 0 if sequence is None else sequence.state.position
+    read = total if sequence is None else sequence.state.position
     if not body.return_progress or read >= total:
         return {}
-    cached = (sequence or reply).statistics.reused_tokens
+    cached = reply.statistics.reused_tokens
     return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 
