@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.config import MOST_ROWS, StructureConfig
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.prompt import shared_length
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Accepted, Tree
 
 FORCED = "forced"  # the source of tokens that the grammar leaves no choice of
 _MOST_KEPT = 32  # compiled grammars
-_LONGEST = 300  # characters of what llguidance says
 # One way to write a text is enough: a weak model finds no way into endless spaces, and what stands
 # between two values is forced. `x-guidance` in a schema may say otherwise.
 AS_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -261,6 +260,5 @@ def _refused(structure: StructureConfig, said: str) -> DFlashError:
 def _in_short(said: str) -> str:
     """What llguidance says, on one line, without the pictures of lines that it adds."""
     lines = [line for line in said.splitlines() if not re.match(r"\s*(\d+ \||\^\s*$)", line)]
-    text = " ".join(" ".join(lines).split())
-    text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    text = in_one_line(" ".join(lines))
+    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
