@@ -42,7 +42,7 @@ class Model:
 
 
 class Models:
-    """Loads one at a time, on a thread of its own while others' answers stream on.
+    """Loads one at a time while others' answers stream on; one that takes very long lets others go.
 
     It takes the place of those that were used least recently, never of one that is answering: if
     all are, it waits, and so do further users of them, or its turn would never come. For one event
