@@ -2,25 +2,13 @@
 
 from dflash_mlx.benchmark.quick import RACE_SIDES, RaceResult, RaceStep, comparing, race
 from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
-from dflash_mlx.core.config import (
-    AUTO,
-    DecodeConfig,
-    PairConfig,
-    PrefixConfig,
-    SamplingConfig,
-)
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, label_in_words, values_given
 from dflash_mlx.core.statistics import Observer, Statistics
 from dflash_mlx.core.text import amount, counted
-from dflash_mlx.drafters.methods import (
-    check_given,
-    family_wanted,
-    find_method,
-    own_options,
-    settle,
-)
+from dflash_mlx.drafters.methods import check_given, family_wanted, find_method, own_options, settle
 from dflash_mlx.drafters.methods import choices as method_choices
 from dflash_mlx.drafters.methods import sources as token_sources
 from dflash_mlx.engine.delta import Delta, SplitText, split_thinking
