@@ -20,7 +20,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import DraftVocabulary, draft_size
-from dflash_mlx.train.run import STATE, restore_state, save_state
+from dflash_mlx.train.run import STATE, identity, restore_state, save_state
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
@@ -77,6 +77,14 @@ def test_time_and_place_go_on_too_and_a_run_may_be_made_longer(stopped, texts, c
     restore_state(stopped, trainer, "corpus")
     assert (trainer.step, trainer.seconds, trainer.tokens) == (5, 12.5, 77)
     assert (trainer.learning_rate() == before.learning_rate()) == (changes == {})
+
+
+def test_a_run_of_an_older_program_goes_on_though_that_called_fields_otherwise(stopped, texts):
+    trainer = trainer_of(texts)
+    run = {k: v for k, v in identity(trainer, "corpus").items() if "selector_" not in k}
+    saved(run={**run, "drafter's selector": None})(stopped / STATE)
+    restore_state(stopped, trainer, "corpus")
+    assert trainer.step == 3
 
 
 @pytest.mark.parametrize("room", [0, 200_000])
