@@ -22,7 +22,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, constraint_of
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.state import Earlier, State
 from dflash_mlx.session.scheduler import Drafters, Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
 from dflash_mlx.system.machine import available_memory
@@ -41,8 +41,10 @@ class Session:
         config: DecodeConfig | None = None,
         prefixes: PrefixCache | None = None,
         drafters: Drafters | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         self.pair = pair
+        self.earlier = earlier  # other conversations that drafts may come from, see `Store`
         # Where turns find and leave their caches; without any, the last turn's are kept.
         self.prefixes = prefixes or PrefixCache()
         # Of every turn, with a method in place of `auto`.
@@ -69,7 +71,7 @@ class Session:
             raise DFlashError(what, "make a Session for each thread, or give the work to a Worker")
         self._thread = thread
         scheduler = self._scheduler(observer)
-        return self._deltas(scheduler, scheduler.submit(tokens, self.config))
+        return self._deltas(scheduler, scheduler.submit(tokens, self.config, None, self.earlier))
 
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
         self.state = sequence.state
@@ -147,16 +149,20 @@ class Responder:
         self._drafters: Drafters = {}
 
     def answer(
-        self, asked: Question, observer: Observer | None = None
+        self,
+        asked: Question,
+        observer: Observer | None = None,
+        earlier: Earlier | None = None,
     ) -> Generator[Delta, None, None]:
         """A delta per round; a thought that the chat template opened is opened in the text.
 
+        earlier: other conversations that drafts may come from, and that this one is added to.
         Where the last message is the model's, it writes on where that ends.
         """
         pair, asked_for = self.pair, [*asked.messages]
         said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
         tokens = prompt_tokens(pair.tokenizer, asked_for, asked.system, template=pair.template)
-        session = Session(pair, asked.config, self.prefixes, self._drafters)
+        session = Session(pair, asked.config, self.prefixes, self._drafters, earlier)
         opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
         if said:  # with its thought, which chat templates take out of messages
             said, opening = said.removeprefix(opening), ""

@@ -14,6 +14,7 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.statistics import Observer
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence, Status
+from dflash_mlx.engine.state import Earlier
 from dflash_mlx.session.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class Request:
     config: DecodeConfig
     pair: Pair | None = field(default=None, repr=False)  # that answers; None for the scheduler's
     sequence: Sequence | None = field(default=None, repr=False)
+    earlier: Earlier | None = field(default=None, repr=False)  # see `Scheduler.submit`
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ class Worker:
     def _submit(self, request: Request) -> None:
         assert self._scheduler is not None
         try:
-            sequence = self._scheduler.submit(request.tokens, request.config, request.pair)
+            given = request.tokens, request.config, request.pair, request.earlier
+            sequence = self._scheduler.submit(*given)
         except Exception as error:  # of any kind: the others go on
             self._post([(request, error)])
             return
