@@ -15,6 +15,7 @@ from dflash_mlx.core.config import DecodeConfig, PrefixConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
+from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
 from dflash_mlx.engine.exact import noise_of
@@ -144,25 +145,26 @@ class Question:
 class Responder:
     """Answers questions of any conversation and with any settings, one after another."""
 
-    def __init__(self, pair: Pair, prefixes: PrefixCache | None = None) -> None:
-        self.pair, self.prefixes = pair, prefixes or PrefixCache()
+    def __init__(
+        self,
+        pair: Pair,
+        prefixes: PrefixCache | None = None,
+        earlier: Earlier | None = None,  # what drafts may come from, and what is said is added to
+    ) -> None:
+        self.pair, self.prefixes, self._earlier = pair, prefixes or PrefixCache(), earlier
         self._drafters: Drafters = {}
 
     def answer(
-        self,
-        asked: Question,
-        observer: Observer | None = None,
-        earlier: Earlier | None = None,
+        self, asked: Question, observer: Observer | None = None
     ) -> Generator[Delta, None, None]:
         """A delta per round; a thought that the chat template opened is opened in the text.
 
-        earlier: other conversations that drafts may come from, and that this one is added to.
         Where the last message is the model's, it writes on where that ends.
         """
         pair, asked_for = self.pair, [*asked.messages]
         said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
         tokens = prompt_tokens(pair.tokenizer, asked_for, asked.system, template=pair.template)
-        session = Session(pair, asked.config, self.prefixes, self._drafters, earlier)
+        session = Session(pair, asked.config, self.prefixes, self._drafters, self._earlier)
         opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
         if said:  # with its thought, which chat templates take out of messages
             said, opening = said.removeprefix(opening), ""
@@ -177,6 +179,14 @@ class Responder:
         if target.pass_times is None:
             return 0.0, ""
         return 1 / float(target.pass_times.of(1)), timing_day(target)
+
+
+def earlier_texts(config: PrefixConfig, on_disk: bool = True, users: int = 1) -> Stores | None:
+    """What drafts may come from beside their own conversation; None for nothing."""
+    if config.lookup_in == "conversation":
+        return None
+    folder = platformdirs.user_cache_path("dflash-chat") / "lookup" if on_disk else None
+    return Stores(folder, int(config.lookup_mb * 1e6) // max(1, users))
 
 
 def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCache:

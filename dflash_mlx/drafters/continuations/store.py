@@ -192,9 +192,11 @@ class Stores:
             self._stores[key] = Store(self._limit, file, owner)
         return self._stores[key]
 
-    def problems(self) -> list[str]:
-        """A sentence for each store whose texts could not be kept or read."""
-        return [store.problem for store in self._stores.values() if store.problem]
+    def finish(self, seconds: float) -> str:
+        """Wait until all is written; a sentence about what could not be kept or read, or ""."""
+        for store in self._stores.values():
+            store.wait(seconds)
+        return next((store.problem for store in self._stores.values() if store.problem), "")
 
     def forget(self) -> None:
         """Remove the texts of all models and users, those of other runs of the program too."""
