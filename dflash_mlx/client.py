@@ -21,6 +21,7 @@ from dflash_mlx.drafters.methods import (
     find_method,
     own_options,
     settle,
+    source_of,
 )
 from dflash_mlx.drafters.methods import choices as method_choices
 from dflash_mlx.drafters.methods import sources as token_sources

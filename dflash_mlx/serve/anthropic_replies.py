@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from dflash_mlx.core.statistics import Statistics
 from dflash_mlx.serve.anthropic_requests import Counted, MessagesRequest
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, event
 from dflash_mlx.serve.request_queue import TOOLS, Reply
-from dflash_mlx.serve.service import Service, Writer, converse, count, figures, progress
+from dflash_mlx.serve.service import Writer, converse, count, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
-_REASONS = {"length": "max_tokens", "context": "max_tokens", TOOLS: "tool_use"}
+_REASONS = {"length": "max_tokens", TOOLS: "tool_use"}
 _DELTAS = {  # by the kind of a part: what adds it to its block, and under which key
     WORDS: ("text_delta", "text"),
     THOUGHT: ("thinking_delta", "thinking"),
@@ -40,7 +40,7 @@ async def count_tokens(body: Counted, request: Request) -> Response:
 class BlockWriter(Writer):
     """Writes one answer down, as blocks."""
 
-    def __init__(self, service: Service, body: MessagesRequest, replies: Sequence[Reply]) -> None:
+    def __init__(self, body: MessagesRequest, replies: Sequence[Reply]) -> None:
         (self._reply,) = replies
         head = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant"}
         self._head = {**head, "model": body.model}
@@ -54,10 +54,10 @@ class BlockWriter(Writer):
 
     def _begin(self) -> bytes:
         """The first event, once: with the first part or ping, what caches hold is known."""
-        if self._begun or (sequence := self._reply.sequence) is None:
+        if self._begun:
             return b""
         self._begun = True
-        usage = {**_usage(sequence.statistics), "output_tokens": 0}
+        usage = {**_usage(self._reply.statistics), "output_tokens": 0}
         empty: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
         return event("message_start", message={**self._head, **empty, "usage": usage})
 

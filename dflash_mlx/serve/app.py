@@ -27,10 +27,10 @@ from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
-from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.lenient import LenientRoute, StrictRoute, unseen
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
+from dflash_mlx.session.forms import form_of
 
 # What programs call the length of a context.
 _LENGTHS = (

@@ -12,13 +12,14 @@ from dflash_mlx.engine.delta import END, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
-from dflash_mlx.serve.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
+from dflash_mlx.session.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
 
 Json = dict[str, Any]
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
-_THOUGHTLESS = {"enable_thinking": False, "reasoning_effort": "none"}  # of a template
+_THINKING = ("enable_thinking", "reasoning_effort")  # arguments of a template
+_SWITCH = "chat_template_kwargs.enable_thinking"
 _TELLING = (
     "You may call these functions:\n{}\n"
     "To call one, answer with just its name and its arguments in this form:\n{}"
@@ -65,6 +66,12 @@ class Chat:
         """Whether the answer has to be of a form that only a grammar can promise."""
         strict = any(tool["function"].get("strict") for tool in self.tools)
         return strict or self.schema is not None or self.required is not None
+
+    @property
+    def wants_thoughts(self) -> bool:
+        """Whether the request says that there are to be thoughts, and the template hears it."""
+        said = {**self.wishes, _SWITCH: self.arguments.get("enable_thinking")}
+        return any(it is True and name not in (self.ignored or ()) for name, it in said.items())
 
     @property
     def told(self) -> list[Json]:
@@ -121,15 +128,14 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
         what = f"are refused by the model's chat template ({said})"
         raise refusal(field, what, "let user and assistant take turns") from None
     tokens = _encoded(pair, text, field, add_special_tokens=False)
-    opened = opens_thought(tokenizer, tokens)
-    if chat.asks and opened:
-        what = f"{name} thinks first, and an answer in a given format has no room"
-        raise ApiError(400, f"{what} for thoughts; leave the format to the model")
     budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
     reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
+    opened = opens_thought(tokenizer, tokens)
     ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
-    for budget in budgets if ends != END else ():  # of thoughts that are not known here, if any
-        chat.ignore(budget, f"limits thoughts, and {name} has none", "leave it out")
+    formed = chat.asks and (opened or chat.wants_thoughts)
+    why = "none before a given format can be cut" if formed else f"{name} has none"
+    for budget in budgets if formed or ends != END else ():  # of thoughts not known here, if any
+        chat.ignore(budget, f"limits thoughts, and {why}", "leave it out")
     return tokens
 
 
@@ -160,23 +166,21 @@ def check_text(text: str, field: str) -> None:
 
 
 def _arguments(pair: Pair, chat: Chat) -> Json:
-    """Arguments of the chat template; where the form of an answer is given, nothing is thought."""
-    unread = {*unread_arguments(pair.tokenizer, [*chat.arguments, *_THOUGHTLESS, "tools"])}
-    for name, value in chat.arguments.items():
+    """Of the chat template; where a form is given, thoughts come only if they are asked for."""
+    unread = {*unread_arguments(pair.tokenizer, [*chat.arguments, *_THINKING, "tools"])}
+    for name in chat.arguments:
         field = f"chat_template_kwargs.{name[:80]}"
         if not name.isidentifier() or name in RESERVED:
             raise refusal(field, "cannot be set by a request", "leave it out")
         if name in unread:
             chat.ignore(field, "is not read by the model's chat template", "leave it out")
-        elif chat.asks and value not in (None, _THOUGHTLESS.get(name, value)):
-            raise _no_room(field)
     if in_prompt := bool(chat.tools) and form_of(pair).in_prompt:
         if chat.ignored is None:
             what = f"are not known to the chat template of {pair.target.name}"
             raise refusal("tools", what, "leave them out, or serve a model that knows tools")
         chat.ignored.append("tools: told in the system prompt, as the template knows none")
-    found = {**_thinking(pair, chat, unread), **chat.arguments}
-    found |= {"enable_thinking": False} if chat.asks else {}
+    found: Json = {"enable_thinking": False} if chat.asks else {}
+    found |= {**_thinking(pair, chat, unread), **chat.arguments}
     found |= {"tools": chat.told} if chat.tools and not in_prompt else {}
     return {name: value for name, value in found.items() if name not in unread}
 
@@ -190,18 +194,12 @@ def _thinking(pair: Pair, chat: Chat, unread: set[str]) -> Json:
         told |= {"enable_thinking": wish is True} if wish in (True, False, "none") else {}
         read = {key: value for key, value in told.items() if key not in unread}
         wants = wish not in (False, "none")
-        if wants and chat.asks and "enable_thinking" in read:
-            raise _no_room(name)
-        read = {} if wants and chat.asks else read
+        if wants and chat.asks and isinstance(wish, str):  # as programs send it unasked
+            read = {}
         found |= read
         if not read and (wants or pair.tokenizer.has_thinking):
             chat.ignore(name, "is not read by the model's chat template", "leave it out")
     return found
-
-
-def _no_room(field: str) -> ApiError:
-    what = "asks for thoughts, and an answer in a given format has no room for them"
-    return refusal(field, what, "turn them off, or leave the format to the model")
 
 
 def _messages(form: Form, chat: Chat) -> list[Json]:

@@ -155,6 +155,7 @@ class Conversation(Asked):
     reasoning_effort: str | None = None
     thinking: ThinkingChoice | None = None
     thinking_budget: Budget | None = None
+    include_reasoning: bool | None = None  # false: thoughts are not told
 
     def chat(self, pair: Pair) -> Chat:
         """The conversation that both APIs share; ApiError for a request that has none."""
@@ -166,15 +167,19 @@ class ChatBody(Conversation, Answered):
 
 
 def decoding(
-    usual: DecodeConfig, body: Answered, structure: StructureConfig | None = None
+    usual: DecodeConfig,
+    body: Answered,
+    structure: StructureConfig | None = None,
+    ignored: Sequence[str] = (),
 ) -> list[DecodeConfig]:
     """The settings of each answer to a prompt: those of the server, with the request's on top.
 
-    Where a seed was given, each has one of its own. ApiError for what does not go together.
+    Where a seed was given, each has one of its own. ignored: fields that are not honoured. ApiError
+    for what does not go together.
     """
     for i, text in enumerate(body.stops):
         check_text(text, f"{body.stop_field}[{i}]")
-    limits = [wish for wish in body.wishes.values() if type(wish) is int]
+    limits = [it for name, it in body.wishes.items() if type(it) is int and name not in ignored]
     asked = body.model_dump(include={*Sampled.model_fields}, exclude_none=True)
     bias = body.logit_bias or {}
     asked["logit_bias"] = tuple((int(token), value) for token, value in bias.items())

@@ -182,8 +182,12 @@ def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:
     value = holder[key]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if problem["type"] == "extra_forbidden":
-        if is_top and key in _SAME and _SAME[key] not in holder:
-            holder[_SAME[key]] = holder.pop(key)
+        if is_top and key in _SAME:
+            other = holder.get(_SAME[key])
+            if None not in (value, other) and value != other:
+                return False  # two values of one field
+            holder[_SAME[key]] = value if other is None else other
+            del holder[key]
             return True
         nothing = value in _NOTHING or (key in _NEUTRAL_AT_1 and is_number and value == 1)
         if (is_top or key == "images") and key in _ASKING and not nothing:

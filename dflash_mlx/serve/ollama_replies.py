@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, call_of
 from dflash_mlx.serve.errors import OLLAMA, ApiError, as_json, body_of, encoded
 from dflash_mlx.serve.ollama_requests import ChatRequest, GenerateRequest
 from dflash_mlx.serve.openai_replies import begin
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.service import Service, Writer, answer, converse, figures
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
 
 async def chat(body: ChatRequest, request: Request) -> Response:
@@ -25,7 +25,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         service.check(body)
         return as_json({**_said(body), "done": True, "done_reason": "load"})
     if isinstance(body, GenerateRequest) and body.raw:
-        return await answer(request, body, begin(service, body), LineWriter)
+        return await answer(request, body, begin(request, body), LineWriter)
     return await converse(request, body, LineWriter)
 
 
@@ -37,7 +37,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
 class LineWriter(Writer):
     """Writes one answer down, a line for each part."""
 
-    def __init__(self, service: Service, body: ChatRequest, replies: Sequence[Reply]) -> None:
+    def __init__(self, body: ChatRequest, replies: Sequence[Reply]) -> None:
         self._body, (self._reply,) = body, replies
 
     @property
@@ -68,7 +68,7 @@ class LineWriter(Writer):
         }
         return {
             "done": True,
-            "done_reason": "length" if reply.reason in ("length", "context") else "stop",
+            "done_reason": "length" if reply.reason == "length" else "stop",
             **{name: max(1, round(each * 1e9)) for name, each in seconds.items()},
             "prompt_eval_count": s.prompt_tokens,
             "eval_count": s.generated_tokens,

@@ -14,15 +14,15 @@ from starlette.responses import Response
 
 from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded
+from dflash_mlx.serve.fields import decoding
 from dflash_mlx.serve.ollama_requests import GenerateRequest
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
-from dflash_mlx.serve.request_queue import TOOLS, Reply, ResponseStream
+from dflash_mlx.serve.request_queue import Reply, ResponseStream
 from dflash_mlx.serve.service import Service, Writer, answer, converse, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
-_REASONS = {"stop": "stop", "length": "length", "context": "length", TOOLS: "tool_calls"}
 _KEYS = {THOUGHT: "reasoning_content", WORDS: "content"}
 
 
@@ -33,19 +33,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request, body), TextWriter)
 
 
-async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+async def begin(request: Request, body: CompletionRequest | GenerateRequest) -> ResponseStream:
     """Ask for answers that go on with texts."""
+    service: Service = request.app.state.service
     body.check()
     given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
     async with service.using(body) as pair:
         prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
-        stream = await service.ask(pair, body, [tokens for tokens, _ in prompts], goes_on=True)
-    for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
-        reply.echo = prompts[reply.index // body.answers][1]
-    return stream
+        configs, tokens = decoding(service.usual, body), [tokens for tokens, _ in prompts]
+        replies = service.replies(request, pair, configs, tokens)
+        for reply in replies:
+            reply.goes_on = True
+            if isinstance(body, CompletionRequest) and body.echo:
+                reply.echo = prompts[reply.index // body.answers][1]
+        return await service.queue.open(replies)
 
 
 def _prompt(pair: Pair, given: str | list[int]) -> tuple[tuple[int, ...], str]:
@@ -77,7 +81,7 @@ class ChatWriter(Writer):
     first: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
     tells_end = False  # whether a stop token has log-probabilities
 
-    def __init__(self, service: Service, body: Completed, replies: Sequence[Reply]) -> None:
+    def __init__(self, body: Completed, replies: Sequence[Reply]) -> None:
         self._tokenizer, self._body, self._replies = replies[0].tokenizer, body, replies
         self._header = {
             "id": f"{self.prefix}-{uuid.uuid4().hex[:24]}",
@@ -100,7 +104,7 @@ class ChatWriter(Writer):
 
     def end(self, reply: Reply) -> bytes:
         begin = self._begin(reply) if not reply.parts else b""
-        last = self.of(self.choice(reply, self.added(reply, None), _REASONS[reply.reason]))
+        last = self.of(self.choice(reply, self.added(reply, None), reply.reason))
         if not all(each.reason for each in self._replies):
             return begin + _event(last)
         done = begin + _event({**last, "dflash": figures(self._replies)})
@@ -119,7 +123,7 @@ class ChatWriter(Writer):
 
     def whole(self) -> Json:
         best = _best(self._replies, self._body)
-        told = (self.choice(r, self.complete(r), _REASONS[r.reason]) for r in best)
+        told = (self.choice(r, self.complete(r), r.reason) for r in best)
         every = [{**choice, "index": i} for i, choice in enumerate(told)]
         return {**self.of(*every), "usage": self._usage(), "dflash": figures(self._replies)}
 

@@ -16,7 +16,7 @@ _FORM = "response_format"
 FIELDS = Fields(_FORM, f"{_FORM}.json_schema.schema", "tools[{}].function.", "parameters")
 _TOLD = {"role", "name", "tool_call_id", "reasoning_content"}  # of a message, as it is
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Several = Field(min_length=1, max_length=MOST_ANSWERS)
 _THOUGHT = Field(validation_alias=AliasChoices("reasoning_content", "reasoning"))
 Tops = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters.methods import source_of
 from dflash_mlx.engine.delta import Delta, TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import WORDS, Part
 from dflash_mlx.serve.errors import ApiError, of_settings
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.calls import THOUGHT, WORDS, Part
+from dflash_mlx.session.reading import AnswerReader
 from dflash_mlx.session.worker import Begun, News, Request, Worker
 
 TOOLS = "tool_calls"  # the reason of an answer that ends with calls
@@ -35,41 +36,50 @@ class Reply(Request):
     index: int = 0  # among the answers of its HTTP request
     behind: Reply | None = None  # another with the same prompt, which counts once
     reader: AnswerReader = field(default_factory=AnswerReader)
+    hides_thoughts: bool = False  # they are made and counted, but not told
     ignored: Sequence[str] = ()  # fields of its request that changed nothing
     goes_on: bool = False  # with a text; a space is cut off at the beginning of others
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
+    until: list[int] = field(default_factory=list)  # how many there were with each of the parts
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
-    reason: str = ""  # why it ended: "stop", "length", "context" or TOOLS; "" before
+    reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
+    sources: Counter[str] = field(default_factory=Counter)  # of accepted drafted tokens
+    said: float = 0.0  # Unix seconds of the latest earlier text that some are from; 0 for none
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
     parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
     since: float = field(default_factory=time.monotonic)
     _lead: str | None = None  # space before the first text
 
-    @property
-    def tokenizer(self) -> Any:
-        """Of the model that answers."""
-        assert self.pair is not None
-        return self.pair.tokenizer
+    def __post_init__(self) -> None:
+        """Know the tokenizer of the model that answers, also when the answer is over."""
+        self.tokenizer: Any = self.pair and self.pair.tokenizer
 
     def take(self, delta: Delta) -> list[Part]:
         """What a delta adds."""
         if delta.proposal.mode == "plain":
             self.parked = delta.proposal.why
+        tree = delta.accepted.tree
+        for node in delta.accepted.path[1:]:
+            self.sources[source_of(tree, node, delta.statistics.method)] += 1
+            self.said = max(self.said, tree.said[node] if tree.said else 0.0)
         parts = self.reader.feed(self._text(delta), delta.tokens)
+        is_cut = delta.finish_reason in ("length", "context")
         if delta.finish_reason is not None:
-            parts += self.reader.finish(delta.finish_reason in ("length", "context"))
+            parts += self.reader.finish(is_cut)
         if delta.finish_reason is not None or self.reader.is_over:
-            reason = delta.finish_reason or "stop"
-            self.reason = TOOLS if self.reader.called and reason == "stop" else reason
+            self.reason = "length" if is_cut else TOOLS if self.reader.called else "stop"
+        if self.hides_thoughts:
+            parts = [part for part in parts if part.kind != THOUGHT]
         if self.echo is not None and not self.parts:  # the first
             parts.insert(0, Part(WORDS, self.echo))
             self.prompt_logprobs = delta.prompt_logprobs
             self.logprobs += (self.behind or self).prompt_logprobs
         self.parts += parts
         self.logprobs += delta.logprobs
+        self.until += [len(self.logprobs)] * len(parts)
         self.stop_text, self.statistics = delta.stop_text, delta.statistics
         return parts
 
@@ -136,7 +146,12 @@ class ResponseStream:
     def hear(self, reply: Reply, said: object) -> None:
         if isinstance(said, Begun):
             self._waiting -= 1
-        elif isinstance(said, (Delta, Exception)):
+            assert reply.sequence is not None
+            reply.statistics = reply.sequence.statistics
+        elif isinstance(said, Delta):  # without rows of the vocabulary, which may wait for long
+            slim = replace(said, proposal=replace(said.proposal, q=None))
+            self._news.append((reply, slim))
+        elif isinstance(said, Exception):
             self._news.append((reply, said))
         self._came.set()
 
@@ -247,14 +262,19 @@ class RequestQueue:
                 continue
             if isinstance(said, Exception):
                 self.metrics.ended("failed")
-                del self._streams[reply]
+                self._forget(reply)
             elif isinstance(said, Delta):
                 self.metrics.told(said)
                 if said.finish_reason is not None:
                     self._usual += 0.2 * (time.monotonic() - reply.since - self._usual)
-                    del self._streams[reply]
+                    self._forget(reply)
             stream.hear(reply, said)
         self._count()
+
+    def _forget(self, reply: Reply) -> None:
+        """What holds memory of an answer that is over, however slowly it is read from here on."""
+        del self._streams[reply]
+        reply.sequence = reply.pair = None
 
     def _count(self) -> None:
         self.metrics.busy(len(self) - self.waiting, self.waiting)

@@ -15,16 +15,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
 from dflash_mlx.serve.chat import TOO_LONG, Json
 from dflash_mlx.serve.errors import ApiError, as_json, encoded, event
-from dflash_mlx.serve.kept import Kept
+from dflash_mlx.serve.kept import Kept, Shelf
 from dflash_mlx.serve.openai_replies import told_logprobs
 from dflash_mlx.serve.request_queue import Reply
 from dflash_mlx.serve.responses_requests import INPUT, ITEMS, KNOWN, ResponsesRequest
 from dflash_mlx.serve.service import Service, Writer, converse, count, figures, progress
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
-_CUT = ("length", "context")  # reasons of an answer that is not complete
 _SUMMARY, _CUSTOM = "summary", "custom"  # a thought and a call, where a request has asked so
 # Of items: the prefix of ids, the type, the key of the text, and what the part is that it is in.
 _FORMS: dict[str, tuple[str, str, str, str]] = {
@@ -42,14 +41,15 @@ _ECHOED = {
 
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, streamed or whole."""
-    service, owner = request.app.state.service, _owner(request)
+    service: Service = request.app.state.service
+    make = partial(ItemWriter, service.shelf, _owner(request))
     _complete(body, request)
     try:
-        return await converse(request, body, partial(ItemWriter, owner))
+        return await converse(request, body, make)
     except ApiError as error:
         if not body.stream or error.code != TOO_LONG:
             raise
-        writer = ItemWriter(owner, service, body, [Reply((), service.usual)])
+        writer = make(body, [Reply((), service.usual)])
         said = writer.start() + writer.error(error)  # where Codex looks for it
         return Response(said, media_type=body.media)
 
@@ -106,10 +106,10 @@ class ItemWriter(Writer):
     """Writes one answer down, as items."""
 
     def __init__(
-        self, owner: str, service: Service, body: ResponsesRequest, replies: Sequence[Reply]
+        self, shelf: Shelf, owner: str, body: ResponsesRequest, replies: Sequence[Reply]
     ) -> None:
         (self._reply,) = replies
-        self._owner, self._service, self._body = owner, service, body
+        self._keep, self._body = partial(shelf.put, owner), body
         self._head = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -119,6 +119,7 @@ class ItemWriter(Writer):
         }
         self._items: list[Json] = []  # of the answer so far
         self._number = 0  # of events
+        self._parts = self._told = 0  # of the answer, and tokens whose log-probabilities are told
         # Which part or call is open, "" for none, its form, and the text of a call.
         self._open, self._form, self._arguments = "", _FORMS[WORDS], ""
 
@@ -132,6 +133,7 @@ class ItemWriter(Writer):
         return self._event("response.created", response=self._object("in_progress")) + self.ping
 
     def part(self, reply: Reply, part: Part) -> bytes:
+        self._parts += 1
         goes_on = (part.identity or part.kind) == self._open
         begin = b"" if goes_on else self._close("completed") + self._begin(part)
         holder, key, added, more = self._items[-1], self._form[2], part.text, dict[str, Any]()
@@ -139,10 +141,10 @@ class ItemWriter(Writer):
             self._arguments += added
             added = self._input()[len(holder[key]) :] if key == INPUT else added
         else:
-            holder, key, likely = holder[key][0], "text", self._logprobs(added, goes_on)
+            holder, key = holder[key][0], "text"
             if part.kind == WORDS:
-                holder["logprobs"] += likely
-                more = {"logprobs": likely}
+                more = {"logprobs": self._logprobs(added, goes_on)}
+                holder["logprobs"] += more["logprobs"]
         holder[key] += added
         return begin + (self._said("delta", delta=added, **more) if added else b"")
 
@@ -154,7 +156,7 @@ class ItemWriter(Writer):
     @property
     def _status(self) -> str:
         """Of an answer that is over."""
-        return "incomplete" if self._reply.reason in _CUT else "completed"
+        return "incomplete" if self._reply.reason == "length" else "completed"
 
     def error(self, error: ApiError) -> bytes:
         usual = "rate_limit_exceeded" if error.status_code == 429 else "server_error"
@@ -213,21 +215,21 @@ class ItemWriter(Writer):
         return str(self._items[-1][INPUT])
 
     def _logprobs(self, text: str, goes_on: bool) -> list[Json]:
-        """Those of the tokens that a text came of; none of marks before it."""
-        tokenizer, found, text = self._reply.tokenizer, self._reply.logprobs, text.strip()
+        """Those of the tokens that a text came of, the last by then; none of marks before it."""
+        until = self._reply.until[self._parts - 1]
+        tokenizer, found = self._reply.tokenizer, self._reply.logprobs[self._told : until]
+        if not found or not (text := text.strip()):
+            return []
 
         def read(tokens: int) -> str:
             return str(tokenizer.decode([each.token for each in found[:tokens]])) if tokens else ""
 
-        most, least, end = min(len(found), 32 + 4 * len(text)), 0, 0
-        while end < most and text not in read(end):  # few are read where few are enough
-            least, end = end, min(most, 2 * end or 1)
-        end = bisect_left(range(end), True, least, key=lambda tokens: text in read(tokens))
-        at = 0 if goes_on else read(end).find(text)
-        begin = bisect_right(range(end), at, key=lambda tokens: len(read(tokens + 1)))
-        told = found[begin:end]
-        del found[:end]
-        return told_logprobs(tokenizer, told)
+        whole, number = read(len(found)), range(len(found))
+        at = max(0, whole.find(text) if goes_on else whole.rfind(text))
+        end = bisect_left(number, at + len(text), key=lambda tokens: len(read(tokens)))
+        begin = bisect_right(number[:end], at, key=lambda tokens: len(read(tokens + 1)))
+        self._told += end
+        return told_logprobs(tokenizer, found[0 if goes_on else begin : end])
 
     def _said(self, what: str, **values: Any) -> bytes:
         """An event about the text of the item, or about the `part` that it is in."""
@@ -257,7 +259,7 @@ class ItemWriter(Writer):
         if self._body.store is not False:
             before = encoded(ITEMS.dump_python(self._body.items, exclude_none=True))
             kept = Kept(encoded(found), before, self._items)
-            self._service.shelf.put(self._owner, self._head["id"], kept)
+            self._keep(self._head["id"], kept)
         return found
 
     def _usage(self) -> Json:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
-from dflash_mlx.serve.fields import ChatBody, Count, Sent
+from dflash_mlx.serve.fields import ChatBody, Count, Sent, Strict
 from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen, wanted
 
 FIELDS = Fields("text.format", "text.format.schema", "tools[{}].", "parameters", "input")
@@ -21,15 +21,27 @@ KNOWN = {*_CALLED, _GROUP}
 _SECRET = "encrypted_content"  # of thoughts, by another server, as we encrypt nothing
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
+Unread = Annotated[Any, Field(exclude=True)]
 
-class Text(Sent):
+
+class Returned(Strict):
+    """What clients send back as it came; these fields change nothing."""
+
+    id: Unread = None
+    status: Unread = None
+    phase: Unread = None
+
+
+class Text(Strict):
     """A part of what somebody says."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
+    annotations: Unread = None
+    logprobs: Unread = None
 
 
-class Message(Sent):
+class Message(Returned):
     """What somebody says."""
 
     type: Literal["message"] = "message"
@@ -37,7 +49,7 @@ class Message(Sent):
     content: str | list[Text]
 
 
-class Call(Named):
+class Call(Named, Returned):
     """A call that the model made; what it has sent to a custom tool is `input`."""
 
     type: Literal["function_call", "custom_tool_call"]
@@ -46,7 +58,7 @@ class Call(Named):
     input: str | None = None
 
 
-class Output(Sent):
+class Output(Returned):
     """What a tool answered."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -54,14 +66,14 @@ class Output(Sent):
     output: str | list[Text]
 
 
-class Reference(Sent):
+class Reference(Strict):
     """An item of an earlier response, by its id."""
 
     type: Literal["item_reference"]
     id: str
 
 
-class Thought(Sent):
+class Thought(Returned):
     """What the model thought before; where it was not told, nothing is known of it."""
 
     type: Literal["reasoning"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,20 +19,21 @@ from starlette.types import Receive, Scope, Send
 from dflash_mlx.cli.options import say
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.calls import Part
 from dflash_mlx.serve.chat import Chat, prompt_of
 from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
-from dflash_mlx.serve.forms import form_of
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
-from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
+from dflash_mlx.session.calls import Part
+from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.models import Models
+from dflash_mlx.session.reading import AnswerReader
 
 T = TypeVar("T")
 
@@ -49,6 +51,7 @@ class Service:
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
+    earlier: Stores | None = None  # of each user, what drafts may come from
     shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -118,7 +121,9 @@ class Service:
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            return chat, structure_of(pair, chat), prompt_of(pair, chat)
+            tokens = prompt_of(pair, chat)
+            opened = opens_thought(pair.tokenizer, tokens)
+            return chat, structure_of(pair, chat, opened), tokens
 
         return await self.prepare(understand)
 
@@ -126,27 +131,35 @@ class Service:
         self.models.close()
         self._prompts.shutdown(wait=False, cancel_futures=True)
 
-    async def ask(
+    def replies(
         self,
+        request: Request,
         pair: Pair,
-        body: Answered,
+        configs: Sequence[DecodeConfig],
         prompts: Sequence[tuple[int, ...]],
-        structure: StructureConfig | None = None,
-        reader: Callable[[], AnswerReader] = AnswerReader,
-        goes_on: bool = False,
-    ) -> ResponseStream:
-        """Ask for all answers to all prompts, and return when they are taken in."""
-        configs = decoding(self.usual, body, structure)
+    ) -> list[Reply]:
+        """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
+        user = user_of(request)
+        own = (
+            None
+            if self.earlier is None
+            else self.earlier.of(pair.target.name, pair.tokenizer, user)
+        )
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                own = config if first is None else replace(config, prompt_logprobs=None)
-                reply = Reply(tokens, own, pair, behind=first, index=len(replies))
-                reply.reader, reply.goes_on = reader(), goes_on
+                its = config if first is None else replace(config, prompt_logprobs=None)
+                reply = Reply(tokens, its, pair, earlier=own, user=user, behind=first)
+                reply.index = len(replies)
                 replies.append(reply)
                 first = first or reply
-        return await self.queue.open(replies)
+        return replies
+
+
+def user_of(request: Request) -> str:
+    """Who asks: a digest of the key, where there are keys; all others are one user."""
+    return str(getattr(request.state, "user", ""))
 
 
 class Writer(Protocol):
@@ -173,7 +186,7 @@ class Writer(Protocol):
         """The response as one object, when all is over."""
 
 
-WriterOf = Callable[[Service, Any, Sequence[Reply]], Writer]  # the second is the request's body
+WriterOf = Callable[[Any, Sequence[Reply]], Writer]  # the first is the body of the request
 
 
 async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Response:
@@ -184,15 +197,19 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
         body.check()
         async with service.using(body) as pair:
             chat, structure, tokens = await service.read(pair, body)
+            configs = decoding(service.usual, body, structure, chat.ignored or ())
             reader: Callable[[], AnswerReader] = AnswerReader
-            if chat.schema is None or chat.tools:  # else JSON, taken as it is
+            if structure is None or structure.grammar is not None:  # else JSON, taken as it is
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
                 reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
-            stream = await service.ask(pair, body, [tokens], structure, reader, chat.go_on)
-        stream.replies[0].ignored = chat.ignored or ()
-        return stream
+            replies = service.replies(request, pair, configs, [tokens])
+            replies[0].ignored = chat.ignored or ()
+            for reply in replies:
+                reply.reader, reply.goes_on = reader(), chat.go_on
+                reply.hides_thoughts = body.include_reasoning is False
+            return await service.queue.open(replies)
 
     return await answer(request, body, begin(), writer)
 
@@ -221,11 +238,10 @@ async def answer(
     request: Request, body: Answered, begin: Awaitable[ResponseStream], make: WriterOf
 ) -> Response:
     """The response to a request: events as the answers grow, or one object in the end."""
-    service: Service = request.app.state.service
     stream = await unless_gone(request, begin)
     first = stream.replies[0]
     first.ignored = _ignored(request, body, first.ignored)
-    writer = make(service, body, stream.replies)
+    writer = make(body, stream.replies)
     stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:
         return EventStream(stream, writer, body.media)
@@ -294,10 +310,10 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
 def progress(body: Answered, reply: Reply) -> dict[str, Any]:
     """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
     sequence, total = reply.sequence, len(reply.tokens)
-    read = 0 if sequence is None else sequence.state.position
+    read = total if sequence is None else sequence.state.position
     if not body.return_progress or read >= total:
         return {}
-    cached = (sequence or reply).statistics.reused_tokens
+    cached = reply.statistics.reused_tokens
     return {"dflash": {"prompt_progress": {"total": total, "cache": cached, "processed": read}}}
 
 
@@ -308,12 +324,15 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
     further = sum(max(0, s.generated_tokens - 1) for s in each)
     accepted = sum(s.accepted.total() for s in each)
     longest = max(s.decode_seconds for s in each)
+    said = max(reply.said for reply in replies)  # by which other conversations helped, if any
     parked = (reply.parked() for reply in replies if reply.parked is not None)
     return {
         "method": each[0].method,
         "rounds": rounds,
         "acceptance_length": further / rounds if rounds else 0.0,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "accepted_from": dict(sum((reply.sources for reply in replies), Counter())),
+        "said_before_seconds": time.time() - said if said else None,
         "tokens_per_second": further / longest if longest else 0.0,
         "time_to_first_token": min(s.time_to_first_token for s in each),
         "parked": next((why for why in parked if why), None),

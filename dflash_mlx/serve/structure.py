@@ -14,18 +14,20 @@ from typing import Any
 
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.delta import BEGIN, END
 from dflash_mlx.engine.grammar import AS_JSON, check_structure, left_out
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import constraint_of
-from dflash_mlx.serve.calls import kinds_of, resolved
 from dflash_mlx.serve.chat import Chat, check_text
 from dflash_mlx.serve.errors import of_settings, refusal
-from dflash_mlx.serve.forms import Form, Json, form_of
+from dflash_mlx.session.calls import kinds_of, resolved
+from dflash_mlx.session.forms import Form, Json, form_of
 
 _MESSAGE = ("<|channel|>", "<|message|>", "<|end|><|start|>assistant")
 _LIMITS = re.compile(r"'(minLength|maxLength|pattern|format|enum|const|\$ref)'")
 _MOST = 500  # arguments that stand one by one: thousands overflow llguidance's stack
 _ANY, _TEXT = r"(.|\n)*", {"type": "string"}
+ANY_OBJECT: Json = {"type": "object"}
 _DEFINED = ("$defs", "definitions", "x-guidance")  # of a schema, which its parts need
 _NOTES = {"title", "description", "$schema", "$id", "$comment", "default", "examples", "deprecated"}
 # What is followed where arguments stand one by one: of a schema, and of one of a text.
@@ -33,27 +35,29 @@ _KEPT = {*_DEFINED, "type", "properties", "required", "additionalProperties"} | 
 _OF_TEXTS = {"type", "enum", "const", "minLength", "maxLength", "$ref"} | _NOTES
 
 
-def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
+def structure_of(pair: Pair, chat: Chat, opened: bool = False) -> StructureConfig | None:
     """The grammar that keeps a request's promise, compiled; takes a moment. None where none asks.
 
-    A call that has to come is preferred to an answer of a schema. ApiError for what cannot be
-    promised.
+    A call that has to come is preferred to an answer of a schema. opened: the prompt begins a
+    thought, which comes first. ApiError for what cannot be promised.
     """
     if not chat.asks:
         return None
     if chat.required is not None and not chat.tools:
         raise refusal("tool_choice", "is given without tools", "leave it out, or send tools")
     if chat.schema is not None:
-        loose = _lenient(chat, chat.fields.schema, chat.schema, chat.is_strict)
-        chat = replace(chat, schema=loose)
-        follows = _checked(chat.fields.schema, pair, schema=loose)
-        if not chat.tools:
+        field = chat.fields.form if chat.schema == ANY_OBJECT else chat.fields.schema
+        chat = replace(chat, schema=_lenient(chat, field, chat.schema, chat.is_strict))
+        follows = _checked(field, pair, schema=chat.schema)
+        if not (chat.tools or opened or chat.wants_thoughts or form_of(pair).has_channels):
             return follows
     field = _asking(chat)
-    if not (form := form_of(pair)).is_known:
+    form = form_of(pair)
+    if chat.tools and not form.is_known:
         what = f"needs to know the format of calls, and that of {pair.target.name} is not known"
         raise refusal(field, what, "leave it out, or serve another model")
-    grammar = grammar_of(form, chat, _tools(chat, form), pair.tokenizer)
+    tools = _tools(chat, form) if chat.tools else {}
+    grammar = grammar_of(form, chat, tools, pair.tokenizer, opened)
     return _checked(field, pair, grammar=grammar)
 
 
@@ -75,7 +79,7 @@ def _tools(chat: Chat, form: Form) -> dict[str, Json]:
         check_text(tool["name"], place + "name")
         if chat.required not in (None, "", tool["name"]):
             continue
-        schema: Json = {"type": "object"}  # any, where it is not to be followed
+        schema = {**ANY_OBJECT}  # where it is not to be followed
         if chat.required is not None or tool.get("strict"):
             nothing = {"properties": {}, "additionalProperties": False}
             schema |= nothing if tool.get("parameters") is None else tool["parameters"]
@@ -140,14 +144,18 @@ def beyond_tags(schema: Json) -> list[str]:
     return sorted({*schema} - _KEPT | {key for one in texts for key in {*one} - _OF_TEXTS})
 
 
-def grammar_of(form: Form, chat: Chat, tools: Mapping[str, Json], tokenizer: Any) -> str:
+def grammar_of(
+    form: Form, chat: Chat, tools: Mapping[str, Json], tokenizer: Any, opened: bool = False
+) -> str:
     """What an answer may be: calls of `tools`, JSON of the schema, or words.
 
-    Where no call has to come and no schema is given, calls stand among words.
+    Where no call has to come and no schema is given, calls stand among words. A thought that is
+    `opened` comes first, and one that is asked for may.
     """
     rules = _Rules(form, tokenizer)
-    rules["function"] = " | ".join([rules.function(*each) for each in tools.items()])
-    return rules.written(chat)
+    if tools:
+        rules["function"] = " | ".join([rules.function(*each) for each in tools.items()])
+    return rules.written(chat, opened)
 
 
 class _Rules(dict[str, str]):
@@ -238,20 +246,22 @@ class _Rules(dict[str, str]):
         self[f"whole_{len(self)}[lazy]"] = f"WHOLE_{name}"
         return [f"whole_{len(self) - 1}", *terms[1:]]
 
-    def written(self, chat: Chat) -> str:
+    def written(self, chat: Chat, opened: bool) -> str:
         """All rules, with those of the answer."""
         form, one = self._form, chat.one_call or bool(chat.required) or self._form.is_single
         again, start = self.term(form.again), self.literal(form.start)
-        several = "" if one else f"({again} function)*"
-        self["inside"] = f"function {several if form.is_section else ''} {self.term(form.end)}"
-        self["call"] = " ".join([*start, "inside"])
-        self["calls"] = "call" if one or form.is_section else f"call ({again} call)*"
+        if "function" in self:
+            several = "" if one else f"({again} function)*"
+            self["inside"] = f"function {several if form.is_section else ''} {self.term(form.end)}"
+            self["call"] = " ".join([*start, "inside"])
+            self["calls"] = "call" if one or form.is_section else f"call ({again} call)*"
         self["TAIL"] = f"/{_ANY}/"
         if chat.schema is not None:
             body = self.term("<|channel|>final<|message|>" if form.has_channels else "")
             self["answer"] = f"{body} {_json(chat.schema)}"
         if chat.required is not None or chat.schema is not None:
-            self["start"] = "calls" if chat.required is not None else "calls | answer"
+            ways = ["calls"] * ("calls" in self) + ["answer"] * (chat.required is None)
+            self["start"] = " | ".join(ways)
         elif form.has_channels:
             begin, body, ends = map(self.term, _MESSAGE)
             self["said"] = f'{begin} ("analysis" | "commentary" | "final") {body} TAIL'
@@ -261,7 +271,21 @@ class _Rules(dict[str, str]):
             self["start"] = "calls | TAIL"
         else:
             self._among_words(start, one)
+        if first := self._thought(chat, opened):
+            self["rest"], self["start"] = self["start"], f"{first} rest"
         return "".join(f"{name}: {rule}\n" for name, rule in self.items())
+
+    def _thought(self, chat: Chat, opened: bool) -> str:
+        """What may come before everything else, or has to; "" for nothing."""
+        begin, end, behind = BEGIN, END, r'("\n" | "\n\n")?'
+        if self._form.has_channels:
+            begin, end, behind = "<|channel|>analysis<|message|>", _MESSAGE[2], ""
+        elif not (opened or chat.wants_thoughts):
+            return ""
+        if "said" in self:  # channels, one of which is that of thoughts
+            return ""
+        thought = " ".join(self._text({}, end))
+        return f"{thought if opened else f'({self.term(begin)} {thought})?'} {behind}"
 
     def _among_words(self, start: list[str], one: bool) -> None:
         """Calls that stand between words, none of which is their first mark."""

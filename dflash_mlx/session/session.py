@@ -24,6 +24,8 @@ from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, constraint_of
 from dflash_mlx.engine.state import Earlier, State
+from dflash_mlx.session.channels import in_channels, marked, without_thoughts
+from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.scheduler import Drafters, Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
 from dflash_mlx.system.machine import available_memory
@@ -161,15 +163,18 @@ class Responder:
 
         Where the last message is the model's, it writes on where that ends.
         """
-        pair, asked_for = self.pair, [*asked.messages]
+        pair, asked_for, form = self.pair, [*asked.messages], form_of(self.pair)
         said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
+        asked_for = without_thoughts(asked_for) if form.has_channels else asked_for
         tokens = prompt_tokens(pair.tokenizer, asked_for, asked.system, template=pair.template)
         session = Session(pair, asked.config, self.prefixes, self._drafters, self._earlier)
         opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
         if said:  # with its thought, which chat templates take out of messages
             said, opening = said.removeprefix(opening), ""
+            said = in_channels(said) if form.has_channels else said
             tokens += pair.tokenizer.encode(said, add_special_tokens=False)
-        for delta in session.stream(tokens, observer):
+        deltas = session.stream(tokens, observer)
+        for delta in marked(deltas, form, said) if form.has_channels else deltas:
             yield replace(delta, text=opening + delta.text) if opening else delta
             opening = ""
 

@@ -240,6 +240,7 @@ class Worker:
         if sequence is not None and self._scheduler is not None:
             self._open.pop(sequence, None)
             self._scheduler.cancel(sequence)
+            request.sequence = request.pair = None
             self._look()
 
     def _step(self) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
+from types import SimpleNamespace
 
+import pytest
 from jsonschema_rs import is_valid
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from dflash_mlx.serve.structure import beyond_tags
+from dflash_mlx.serve.chat import Chat
+from dflash_mlx.serve.openai_requests import FIELDS
+from dflash_mlx.serve.structure import beyond_tags, grammar_of
 from support.call_forms import (
     EACH,
     HELD,
@@ -20,6 +25,7 @@ from support.call_forms import (
     read,
     said_by_chance,
     tokenizer_of,
+    write,
 )
 
 
@@ -89,3 +95,22 @@ def test_what_no_grammar_of_separate_arguments_can_keep_is_named():
         "pattern"
     ]
     assert beyond_tags(TIGHT) == []
+
+
+@EACH
+@pytest.mark.parametrize("marks", [(), ("<think>", "</think>")], ids=["text", "tokens"])
+def test_a_call_has_to_come_behind_a_thought_that_the_prompt_begins(form, marks):
+    known, ends = tokenizer_of(form)
+    tokenizer = deepcopy(known)
+    tokenizer.add_tokens([*marks], special_tokens=True)
+    wrapped = SimpleNamespace(eos_token_ids=ends, get_added_vocab=tokenizer.get_added_vocab)
+    grammar = grammar_of(form, Chat(FIELDS, [], required=""), HELD, wrapped, not form.has_channels)
+    library = from_tokenizer(tokenizer, eos_token=sorted(ends))
+    begin, end = "", "</think>\n\n"
+    if form.has_channels:
+        begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+    call = write(form, "edit", {"line": 3, "mode": "fast"})
+    for text, fits in ((f"Hm. <b>{end}{call}", True), (f"Hm.{end}No.", False)):
+        matcher = LLMatcher(library, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        tokens = tokenizer.encode(begin + text)
+        assert (matcher.validate_tokens(tokens) == len(tokens)) is fits, text

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -17,8 +18,8 @@ from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.openai_replies import ChatWriter, TextWriter
 from dflash_mlx.serve.openai_requests import ChatRequest, CompletionRequest
-from dflash_mlx.serve.reading import WORDS, Part
 from dflash_mlx.serve.request_queue import Reply
+from dflash_mlx.session.reading import WORDS, Part
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from support.drafter_formats import drafter_folder
@@ -150,7 +151,7 @@ def test_what_a_prompt_begins_with_beside_its_text_counts_in_no_offset_and_it_in
         reply.logprobs = [*prompt, *(TokenLogprobs(3, each, ()) for each in own)]
         reply.parts = [Part(WORDS, "a"), Part(WORDS, "a" * len(own))]
     body = CompletionRequest(model="m", prompt=[2, 3], logprobs=0, echo=True, best_of=2)
-    (choice,) = TextWriter(None, body, replies).whole()["choices"]
+    (choice,) = TextWriter(body, replies).whole()["choices"]
     assert choice["logprobs"]["tokens"] == [" a", "a", "a", "a"], "the first is no part of the text"
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
     assert choice["logprobs"]["token_logprobs"] == [None, -0.1, -1.0, -1.0]
@@ -193,12 +194,20 @@ def test_parts_of_characters_are_told_by_their_bytes():
     told.append(TokenLogprobs(3, -0.5, ()))
     reply = reply_to(())
     body = ChatRequest(model="m", messages=user("a"), logprobs=True, top_logprobs=2)
-    chat = ChatWriter(None, body, [reply]).logprobs(reply, told)["content"]
+    chat = ChatWriter(body, [reply]).logprobs(reply, told)["content"]
     assert [each["bytes"] for each in chat] == [[0xC3], [0xA9], [ord("a")]]
     assert chat[0]["top_logprobs"][1]["bytes"] == [0xA9]
     body = CompletionRequest(model="m", prompt="a", logprobs=2)
-    found = TextWriter(None, body, [reply]).logprobs(reply, told)
+    found = TextWriter(body, [reply]).logprobs(reply, told)
     assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "a"]
     assert found["text_offset"] == [0, 1, 1]
     assert found["top_logprobs"][0] == {"bytes:\\xc3": -1.0, "bytes:\\xa9": -2.5}
     assert found["top_logprobs"][2] == {"a": -0.5}
+
+
+@pytest.mark.parametrize("prompt", [[-1] * 2**16, ["a", *[1] * 2**16], [[-1] * 2**12] * 17])
+def test_a_list_of_wrong_values_has_few_problems_however_long_it_is(prompt):
+    """Each problem took time in which all others waited."""
+    with pytest.raises(ValidationError) as found:
+        CompletionRequest.model_validate({"model": "m", "prompt": prompt})
+    assert found.value.error_count() < 64

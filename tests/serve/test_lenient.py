@@ -93,6 +93,7 @@ def test_a_stream_names_them_with_its_figures(server):
         *({"stop": ""}, {"functions": []}, {"function_call": "none"}, {"best_of": 1}),
         *({"model": ""}, {"model": None}, {"ignore_eos": False}),
         {"repeat_penalty": 1.1, "repetition_context_size": 5},
+        {"repeat_penalty": 1.0, "repetition_penalty": 1},
     ],
 )
 def test_what_means_the_default_is_taken(server, fields):
@@ -107,6 +108,7 @@ def test_what_means_the_default_is_taken(server, fields):
         *({"functions": [{"name": "f"}]}, {"presence_penalty": -3}, {"min_tokens": -1}),
         *({"logit_bias": {"97": 1}}, {"frequency_context_size": 9}, {"grammar": "root"}),
         *({"thread": {"type": "continue"}}, {"temperature": -1}, {"n": -1}, {"best_of": 2}),
+        {"repeat_penalty": 1.1, "repetition_penalty": 1.2},
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(server, fields):

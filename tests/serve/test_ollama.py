@@ -113,7 +113,7 @@ def test_options_say_how_tokens_are_drawn_and_those_that_change_nothing_are_name
     drawn = {"temperature": 0.5, "min_p": 0.1, "repeat_penalty": 1.5, "seed": 3}
     whole(server, options={**drawn, "presence_penalty": 0.5, "frequency_penalty": 0.1})
     del server.service.ask
-    asked = config[0]
+    asked = config[0][0].sampling
     assert (asked.temperature, asked.min_p, asked.seed) == (0.5, 0.1, 3)
     assert (asked.repetition_penalty, asked.presence_penalty) == (1.5, 0.5)
 

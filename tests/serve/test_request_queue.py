@@ -8,9 +8,16 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
+import mlx.core as mx
 import pytest
 
+from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.core.tree import Tree
+from dflash_mlx.engine.delta import Delta
+from dflash_mlx.engine.drafter import Proposal
+from dflash_mlx.serve.request_queue import Reply, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from support.serving import CHAT, MESSAGES, actor_pair, chat_body, message_body, said, serving
 
@@ -197,3 +204,26 @@ def test_settings_of_no_sense_are_refused():
             assert found.value.setting == setting
     assert ServeConfig(host="0.0.0.0", key="k").key == "k"
     assert ServeConfig(host="::1").key is None
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_an_answer_that_is_over_holds_neither_caches_nor_model_while_it_is_read(pair, path):
+    with serving(pair) as server:
+        pair.target.gate.clear()
+        with server.streaming(path, message_body()) as lines:
+            (reply,) = server.queue._streams
+            assert reply.sequence is not None
+            pair.target.gate.set()
+            server.until(lambda: not len(server.queue))
+            assert reply.sequence is reply.pair is None
+            text = "\n".join(lines)
+        assert '"s"' in text or '"so"' in text
+        assert path == CHAT or '"message_start"' in text
+
+
+def test_what_waits_for_a_slow_reader_has_no_rows_of_the_vocabulary():
+    stream, reply = ResponseStream(None, [Reply((1,), DecodeConfig())]), None
+    proposal = Proposal(Tree.chain([2]), mx.zeros((1, 8)))
+    stream.hear(reply, Delta("a", (2,), None, None, Statistics(""), 1, proposal))
+    ((_, told),) = stream._news
+    assert told.proposal.q is None and told.proposal.tree is proposal.tree

@@ -10,7 +10,7 @@ import pytest
 from dflash_mlx.serve import request_queue
 from dflash_mlx.serve.errors import ApiError
 from dflash_mlx.serve.kept import Kept, Shelf
-from support.serving import COUNT, MODEL, ROLE, WORDS, serving
+from support.serving import COUNT, MODEL, ROLE, WORDS, serving, speak
 
 RESPONSES = "/v1/responses"
 FUNCTION = {"type": "function", "name": "add", "parameters": COUNT}
@@ -234,6 +234,36 @@ def test_what_is_not_done_is_refused_by_name(server, more, field):
     found = server.post(RESPONSES, {**body(), **more})
     assert found.status_code == 400
     assert found.json()["error"]["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        ({"role": "user", "content": "a", "odd": 1}, "odd"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a", "odd": 1}]}, "odd"),
+        ({"type": "function_call_output", "call_id": "1", "output": "3", "odd": {}}, "odd"),
+        ({"type": "function_call", "call_id": "1", "name": "f", "odd": 1}, "odd"),
+        ({"type": "reasoning", "summary": [], "odd": 1}, "odd"),
+    ],
+)
+def test_unknown_fields_of_items_are_named_and_refused_by_a_strict_server(server, item, field):
+    (name,) = server.post(RESPONSES, body([item])).json()["dflash"]["ignored"]
+    assert name.startswith("input[].") and name.endswith(field)
+    with serving(lambda prompt: "so", strict=True) as strict:
+        error = strict.post(RESPONSES, body([item])).json()["error"]
+        assert error["param"].startswith("input[0].") and error["param"].endswith(field)
+        holder = item if "odd" in item else item["content"][0]
+        del holder["odd"]
+        assert strict.post(RESPONSES, body([item])).status_code == 200
+
+
+def test_what_a_response_had_is_taken_back_by_a_strict_server():
+    with serving(speak, strict=True) as strict:
+        for text in ("think", "two"):
+            tools = {"tools": [FUNCTION]} if text == "two" else {}
+            output = strict.post(RESPONSES, body(text, **tools)).json()["output"]
+            found = strict.post(RESPONSES, body([*output, {"role": "user", "content": "b"}]))
+            assert found.status_code == 200, found.text
 
 
 def test_what_codex_sends_is_taken(server):

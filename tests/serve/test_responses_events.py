@@ -124,6 +124,20 @@ def test_log_probabilities_are_those_of_the_words():
         assert plain == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_words_behind_a_long_call_are_those_of_the_words(stream):
+    text = said("add", {"a": 1, "note": "D one. " * 60}) + "Done."
+    with serving(lambda _: text, usual=DecodeConfig("none", max_tokens=900)) as server:
+        asked = body(tools=[ADD], stream=stream, **LOGPROBS)
+        found = server.post(RESPONSES, asked)
+    found = found.text.rpartition("data: ")[2] if stream else found.text
+    output = json.loads(found)["response"]["output"] if stream else json.loads(found)["output"]
+    for item, words in ((output[0], "Look."), (output[2], "Done.")):
+        told = item["content"][0]["logprobs"]
+        assert "".join(each["token"] for each in told) == words
+    assert "logprobs" not in output[1]
+
+
 def test_a_long_text_is_not_read_again_for_each_of_its_tokens(monkeypatch):
     text = '<tool_call>{"nam": "' + "word " * 60 + '"}</tool_call>'  # words, as it is no call
     with serving(lambda _: text, usual=DecodeConfig("none", max_tokens=900)) as server:
@@ -254,8 +268,8 @@ def test_progress_of_the_prompt_is_told_where_it_is_asked_for(monkeypatch):
 def test_progress_is_over_when_the_prompt_is_read():
     def told(read):
         state = SimpleNamespace(position=read)
-        sequence = SimpleNamespace(state=state, statistics=SimpleNamespace(reused_tokens=1))
-        reply = SimpleNamespace(sequence=sequence, tokens=(1, 2, 3))
+        sequence, statistics = SimpleNamespace(state=state), SimpleNamespace(reused_tokens=1)
+        reply = SimpleNamespace(sequence=sequence, tokens=(1, 2, 3), statistics=statistics)
         return service.progress(SimpleNamespace(return_progress=True), reply)
 
     assert told(2)["dflash"]["prompt_progress"] == {"total": 3, "cache": 1, "processed": 2}

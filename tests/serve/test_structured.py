@@ -13,9 +13,9 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.engine.sequence import constraint_of
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.errors import ApiError
-from dflash_mlx.serve.forms import FORMS
 from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.serve.structure import _tools, structure_of
+from dflash_mlx.session.forms import FORMS
 from support.serving import MODEL, TEMPLATE, actor_pair, ask, said, serving, user
 
 WORDS = "Once upon a time."
@@ -217,7 +217,6 @@ def format_of(schema):
 
 SCHEMA, TOOL = "response_format.json_schema.schema", "tools[{}].function.parameters"
 NAMED = {"type": "function", "function": {"name": "no"}}
-THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
 CHAT_REFUSED = [  # the field, what is said of it, and the request
     (SCHEMA, "numbre", {"response_format": form(BAD)}),
     (SCHEMA, "dict", {"response_format": form(5)}),
@@ -228,7 +227,6 @@ CHAT_REFUSED = [  # the field, what is said of it, and the request
     (TOOL.format(0), "numbre", {"tools": [tool("b", BAD, strict=True)]}),
     ("tool_choice", "'no'", {"tools": TOOLS, "tool_choice": NAMED}),
     ("tool_choice", "without tools", {"tool_choice": "required"}),
-    ("chat_template_kwargs.enable_thinking", "", {"response_format": form(COUNT), **THINKS}),
 ]
 SAID = [*user("a"), {"role": "assistant", "content": "b"}]
 WRONG, RIGHT = ({"name": "a", "input_schema": schema} for schema in (BAD, COUNT))
@@ -237,7 +235,6 @@ MESSAGE_REFUSED = [
     ("tools[0].input_schema", "", {"tools": [WRONG], "tool_choice": {"type": "any"}}),
     ("tool_choice", "", {"tools": [RIGHT], "tool_choice": {"type": "tool"}}),
     ("tool_choice", "without tools", {"tool_choice": {"type": "any"}}),
-    ("thinking", "", {"output_config": format_of(COUNT), "thinking": {"type": "enabled"}}),
     ("messages", "", {"output_config": format_of(COUNT), "messages": SAID}),
 ]
 REFUSED = [("chat", *c) for c in CHAT_REFUSED] + [("message", *c) for c in MESSAGE_REFUSED]
@@ -259,6 +256,8 @@ def test_without_llguidance_the_extra_is_named(monkeypatch):
         for found in (server.chat(response_format=any_object), server.chat(**call)):
             assert found.status_code == 400
             assert "llguidance" in found.text and "`structured`" in found.text
+        told = server.chat(response_format=any_object).json()["error"]
+        assert told["param"] == "response_format"
         assert server.chat().status_code == 200
 
 
@@ -314,24 +313,74 @@ def test_calls_of_an_unknown_form_are_refused_where_they_must_come():
             assert "not known" in found.text
 
 
-def test_a_template_that_thinks_does_not_where_a_form_is_given_or_refuses_it():
+def test_a_template_that_may_think_does_not_where_a_form_is_given():
     may = CALLS.replace("{% if enable_thinking %}", "{% if enable_thinking != false %}")
-    must = CALLS.replace("{% if enable_thinking %}<think>{% endif %}", "<think>")
     with serving(actor_pair(act, may), USUAL) as server:
         found = server.chat(response_format=form(COUNT))
     assert "reasoning_content" not in found.text and is_valid(COUNT, json.loads(said(found)))
-    with serving(actor_pair(act, must)) as server:
-        found = server.chat(response_format=form(COUNT))
-    assert found.status_code == 400 and "thinks first" in found.text
 
 
-def test_an_argument_for_effort_is_refused_where_a_form_is_given():
-    """As a field of its own, which programs send unasked, it is named only."""
+MUST = CALLS.replace("{% if enable_thinking %}<think>{% endif %}", "<think>")
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"count": 3}}\n</tool_call>'
+GIVEN = {
+    "required": ({"tools": TOOLS, "tool_choice": "required"}, CALLED),
+    "strict": ({"tools": STRICT}, CALLED),
+    "schema": ({"response_format": form(COUNT)}, '{"count": 3}'),
+    "any object": ({"response_format": {"type": "json_object"}}, '{"a": "</think>"}'),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("template", [MUST, CALLS])
+def test_a_thought_comes_before_what_is_given_where_it_has_to_or_is_asked_for(given, template):
+    more, words = GIVEN[given]
+    asked = {**more, "enable_thinking": True} if template is CALLS else more
+    answer = f"<think>Let me see.</think>\n\n{words}"
+    with serving(actor_pair(lambda prompt: answer, template), USUAL) as server:
+        whole = server.chat(**asked).json()["choices"][0]["message"]
+        text = server.chat(**asked, stream=True).text
+    assert whole["reasoning_content"] == "Let me see." and "reasoning_content" in text
+    if words != CALLED:
+        assert whole["content"] == words
+    else:
+        assert [json.loads(c["function"]["arguments"]) for c in whole["tool_calls"]] == [
+            {"count": 3}
+        ]
+
+
+def test_behind_its_thought_a_model_that_would_rather_talk_has_to_call():
+    answer = f"<think>Hm.</think>\n\n{WORDS}"
+    asked = {"tools": TOOLS, "tool_choice": ADD, "temperature": 1.0, "seed": 3}
+    with serving(actor_pair(lambda prompt: answer, MUST), USUAL) as server:
+        whole = server.chat(**asked).json()["choices"][0]["message"]
+        budget = server.chat(**asked, thinking_budget=1)
+        assert budget.json()["dflash"]["ignored"] == ["thinking_budget"]
+    assert (whole["reasoning_content"], whole["content"]) == ("Hm.", None)
+    assert is_valid(COUNT, json.loads(whole["tool_calls"][0]["function"]["arguments"]))
+
+
+CHANNELS = TEMPLATE.replace(
+    "<tool_call>{{ (tool_call.function or tool_call.name).name }}</tool_call>",
+    "<|channel|>commentary to=functions.{{ (tool_call.function or tool_call.name).name }} "
+    "<|constrain|>json<|message|>{{ tool_call.function.arguments | tojson }}<|call|>",
+)
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("thought", ["", ANALYSIS])
+def test_an_answer_of_a_schema_is_in_the_final_channel_of_a_model_that_has_channels(thought):
+    answer = f'{thought}<|channel|>final<|message|>{{"count": 3}}'
+    with serving(actor_pair(lambda prompt: answer, CHANNELS), USUAL) as server:
+        message = server.chat(response_format=form(COUNT)).json()["choices"][0]["message"]
+    assert message["content"] == '{"count": 3}'
+    assert message.get("reasoning_content", "") == ("Hm." if thought else "")
+
+
+def test_effort_which_programs_send_unasked_is_named_only_where_a_form_is_given():
     high = {"reasoning_effort": "high"}
     with serving(actor_pair(act, CALLS + "{{ reasoning_effort }}"), USUAL) as server:
         form_of = {"response_format": form(COUNT)}
-        found = server.chat(**form_of, chat_template_kwargs=high)
-        assert found.json()["error"]["param"] == "chat_template_kwargs.reasoning_effort"
+        assert server.chat(**form_of, chat_template_kwargs=high).status_code == 200
         assert server.chat(**form_of, **high).json()["dflash"]["ignored"] == ["reasoning_effort"]
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.engine import sequence
 from support.models import TEMPLATE as PLAIN_TEMPLATE
 from support.serving import CHAT, MESSAGES, MODEL, TEMPLATE, actor_pair, serving, user
 
@@ -103,6 +104,17 @@ def test_a_budget_for_a_model_that_does_not_think_is_named_and_refused_by_a_stri
         assert found.status_code == 400 and "thinking_budget limits" in found.text
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_a_budget_that_is_ignored_limits_nothing_and_costs_no_rounds(monkeypatch, path):
+    made, known = [], sequence.ThoughtLimit
+    limit = lambda *how: made.append(how) or known(*how)  # noqa: E731
+    monkeypatch.setattr(sequence, "ThoughtLimit", limit)
+    for template, honoured in ((PLAIN_TEMPLATE, False), (TEMPLATE, True)):
+        with serving(actor_pair(lambda prompt: "so", template)) as server:
+            server.post(path, body(path, thinking_budget=5))
+        assert bool(made) is honoured
+
+
 def test_marks_that_are_not_known_here_have_no_budget(monkeypatch):
     pair = actor_pair(lambda prompt: "so")
     for name, value in (("has_thinking", True), ("think_end", "<channel|>")):
@@ -143,12 +155,19 @@ def test_effort_reaches_a_template_that_reads_it_and_none_turns_thoughts_off(
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_an_answer_of_a_given_format_has_no_room_for_thoughts(path):
-    with serving(actor_pair(lambda prompt: "{}")) as server:
+def test_an_answer_of_a_given_format_has_thoughts_only_where_they_are_asked_for(path):
+    with serving(actor_pair(lambda prompt: "<think>Hm.</think>{}")) as server:
         asked = body(path, **FORMAT[path], reasoning={"effort": "high"}, thinking_budget=5)
         assert ignored(server.post(path, asked)) == ["reasoning.effort"]
         on = server.post(path, body(path, **FORMAT[path], thinking={"type": "enabled"}))
-        assert on.status_code == 400 and "thinking.type" in on.text
+        assert told(on) == ("Hm.", "{}", 3)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_thoughts_that_are_not_to_be_told_are_made_and_counted(server, path):
+    asked = body(path, include_reasoning=False)
+    assert told(server.post(path, asked)) == ("", "It is blue.", 30)
+    assert "ttt" not in server.post(path, {**asked, "stream": True}).text
 
 
 @pytest.mark.parametrize("fields", [{"thinking_budget": -2}, {"reasoning": {"max_tokens": "x"}}])

@@ -15,12 +15,12 @@ from llguidance.hf import from_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.serve.calls import CALL, WORDS
 from dflash_mlx.serve.chat import Chat
-from dflash_mlx.serve.forms import FORMS
 from dflash_mlx.serve.openai_requests import FIELDS
-from dflash_mlx.serve.reading import AnswerReader
 from dflash_mlx.serve.structure import grammar_of
+from dflash_mlx.session.calls import CALL, WORDS
+from dflash_mlx.session.forms import FORMS
+from dflash_mlx.session.reading import AnswerReader
 
 TOKENS = SimpleNamespace()  # a tokenizer that is not asked for anything
 PROPERTIES = {

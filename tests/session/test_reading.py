@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import json_tools, mistral
 
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, Part
-from dflash_mlx.serve.forms import FORMS
-from dflash_mlx.serve.reading import AnswerReader
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
+from dflash_mlx.session.forms import FORMS
+from dflash_mlx.session.reading import AnswerReader
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 ADD = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'

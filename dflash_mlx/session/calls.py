@@ -13,7 +13,7 @@ from typing import Any
 
 import regex
 
-from dflash_mlx.serve.forms import PARSER_FAULTS, Form, Json, loose
+from dflash_mlx.session.forms import PARSER_FAULTS, Form, Json, loose
 
 WORDS, THOUGHT, CALL = "words", "thought", "call"
 _NAME = r'[^\s"`<>(){}\[\]:]'  # a character of a tool's name

@@ -8,8 +8,8 @@ from typing import Any
 
 from dflash_mlx.engine.delta import BEGIN, END, begun
 from dflash_mlx.engine.thoughts import Thoughts
-from dflash_mlx.serve.calls import CALL, THOUGHT, WORDS, CallReader, Part, whole_call
-from dflash_mlx.serve.forms import PARSER_FAULTS, Form
+from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, CallReader, Part, whole_call
+from dflash_mlx.session.forms import PARSER_FAULTS, Form
 
 HEADER = "header"  # of a message
 _NONE = (-1, "")

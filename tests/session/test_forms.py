@@ -9,9 +9,9 @@ from importlib import import_module
 
 import pytest
 
-from dflash_mlx.serve.calls import WORDS, kinds_of, value_of
-from dflash_mlx.serve.forms import FORMS, PLAIN, form_of
-from dflash_mlx.serve.reading import AnswerReader
+from dflash_mlx.session.calls import WORDS, kinds_of, value_of
+from dflash_mlx.session.forms import FORMS, PLAIN, form_of
+from dflash_mlx.session.reading import AnswerReader
 from support.call_forms import (
     EACH,
     GIVEN,
