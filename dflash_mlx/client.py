@@ -2,13 +2,7 @@
 
 from dflash_mlx.benchmark.quick import RACE_SIDES, RaceResult, RaceStep, comparing, race
 from dflash_mlx.cli.user_config import HERE, FaceConfig, UserConfig, checked, parse
-from dflash_mlx.core.config import (
-    AUTO,
-    DecodeConfig,
-    PairConfig,
-    PrefixConfig,
-    SamplingConfig,
-)
+from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig, PrefixConfig, SamplingConfig
 from dflash_mlx.core.config import PLAIN as NO_DRAFTS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, label_in_words, values_given

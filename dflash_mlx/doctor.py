@@ -49,10 +49,7 @@ def main(argv: Sequence[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = cli.Parser(
-        prog=PROGRAM,
-        description="What this machine is, and whether a pair fits.",
-    )
+    result = cli.Parser(prog=PROGRAM, description="What this machine is, and whether a pair fits.")
     others = {field.name for field in fields(PairConfig)} - _NAMES
     cli.add_options(result, PairConfig, without=tuple(others))
     result.add_argument(

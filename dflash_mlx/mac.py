@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,11 @@ def opened(file: Path, rehearse: bool) -> Report:
 
     DFlashError for a file that is there and no unfinished report.
     """
-    kept, words = _unfinished(file), file.with_suffix(".md")
-    for path in (file, words):
+    kept: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = kept_json(file)
+        kept = found if found["finished"] is False and isinstance(found["found"], dict) else {}
+    for path in (file, file.with_suffix(".md")):
         if path.exists() and not (kept and path == file):
             raise DFlashError(f"{path} already exists", _NEXT)
     facts = rehearsed_facts() if rehearse else mac_facts()
@@ -99,15 +103,6 @@ def opened(file: Path, rehearse: bool) -> Report:
     report = Report(file, made_with, facts, found)
     report.keep()
     return report
-
-
-def _unfinished(file: Path) -> dict[str, Any]:
-    """What a report that was broken off holds, {} for anything else."""
-    try:
-        kept = kept_json(file)
-        return kept if kept["finished"] is False and isinstance(kept["found"], dict) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def make(file: Path, rehearse: bool, say: Callable[[str], None] = print) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_mlx.cli.options import read_stdin
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.text import parse_json
+from dflash_mlx.core.text import parse_json, read_text
 from dflash_mlx.session.templates import check_messages
 
 Row = dict[str, Any]
@@ -43,12 +43,7 @@ def read_prompts(source: Path) -> list[Row]:
         return [row for file in files for row in read_prompts(file)]
     file = name_of(source)
     shape = "give JSON lines with id, category and messages"
-    try:
-        text = read_stdin() if source == STDIN else source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DFlashError(f"{file} cannot be read ({error.strerror or error})", shape) from None
-    except ValueError as error:
-        raise DFlashError(f"{file} is not text in UTF-8 ({error})", shape) from None
+    text = read_stdin() if source == STDIN else read_text(source, shape)
     rows = []
     for where, given in _parsed(text, file, shape).items():
         row = _adapted(Path(file).stem, given, where)

@@ -22,6 +22,7 @@ from dflash_mlx.cli.options import read_decode_config, read_pair_config
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.option import check_values, option, require
+from dflash_mlx.core.text import read_text
 from dflash_mlx.drafters.methods import check_given, choices, family_wanted, own_options
 from dflash_mlx.system.files import remove_abandoned, replace_text
 
@@ -199,10 +200,5 @@ def _values(document: tomlkit.TOMLDocument) -> dict[str, Any]:
 
 
 def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        what = f"{file} cannot be read ({getattr(error, 'strerror', None) or error})"
-        stays = "it stays as it is; " * os.path.lexists(file)
-        step = f"{stays}name another file with --config, or none"
-        raise DFlashError(what, step) from None
+    stays = "it stays as it is; " * os.path.lexists(file)
+    return read_text(file, f"{stays}name another file with --config, or none")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.text import read_text
 
 LARGEST = 2**31 - 1  # whole number; what arrays can be indexed with
 ABOVE_0 = 5e-324  # the least number above 0, as the least of a range
@@ -125,12 +126,9 @@ def number_or_auto(text: str) -> int | None:
 def file_text(name: str) -> str:
     """What a file holds, without a byte order mark."""
     try:
-        return Path(name).read_text(encoding="utf-8").removeprefix("\ufeff")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise argparse.ArgumentTypeError(f"{name} cannot be read ({reason})") from None
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{name} is not text in UTF-8 ({error})") from None
+        return read_text(Path(name), "")
+    except DFlashError as error:
+        raise argparse.ArgumentTypeError(error.what) from None
 
 
 def require(condition: bool, name: str, value: Any, allowed: str) -> None:

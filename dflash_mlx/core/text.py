@@ -45,12 +45,18 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def read_text(file: Path, next_step: str) -> str:
+    """A file of UTF-8, line ends as they are; DFlashError with this next step for any other."""
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        what = f"{file} cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise DFlashError(what, next_step) from None
+
+
 def read_json_file(file: Path, next_step: str) -> Any:
     """What a file of JSON holds; DFlashError with this next step where it holds something else."""
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        what = f"{file} cannot be read ({error.strerror or error})"
+        return parse_json(read_text(file, next_step))
     except ValueError as error:
-        what = f"{file} is not JSON ({error})"
-    raise DFlashError(what, next_step)
+        raise DFlashError(f"{file} is not JSON ({error})", next_step) from None

@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dflash_mlx.core.config import MOST_ROWS, StructureConfig
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.prompt import shared_length
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.core.tree import Accepted, Tree
 
 FORCED = "forced"  # the source of tokens that the grammar leaves no choice of
 _MOST_KEPT = 32  # compiled grammars
-_LONGEST = 300  # characters of what llguidance says
 # One way to write a text is enough: a weak model finds no way into endless spaces, and what stands
 # between two values is forced. `x-guidance` in a schema may say otherwise.
-AS_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+AS_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _WORDS = {
     "json_schema": "a JSON schema",
     "json_object": "a JSON object",
@@ -168,15 +167,15 @@ def _depth_first(tree: Tree) -> list[int]:
 def check_structure(structure: StructureConfig) -> None:
     """Raise DFlashError where llguidance is missing or refuses the text; needs no model."""
     if structure.kind:
-        matcher = _llguidance(structure).LLMatcher
-        if said := matcher.validate_grammar(_source(structure), limits=_limits(structure)):
+        matcher, source, limits = _compiler(structure)
+        if said := matcher.validate_grammar(source, limits=limits):
             raise _refused(structure, said)
 
 
 def left_out(structure: StructureConfig) -> list[str]:
     """What llguidance ignores of a lenient schema; DFlashError where it refuses even that."""
-    matcher, limits = _llguidance(structure).LLMatcher, _limits(structure)
-    is_error, said = matcher.validate_grammar_with_warnings(_source(structure), limits=limits)
+    matcher, source, limits = _compiler(structure)
+    is_error, said = matcher.validate_grammar_with_warnings(source, limits=limits)
     if is_error:
         raise _refused(structure, "; ".join(said))
     return [str(each) for each in said]
@@ -198,9 +197,8 @@ class Grammars:
             return compiled.deep_copy()
 
     def _compile(self, structure: StructureConfig) -> Any:
-        limits, source = _limits(structure), _source(structure)
-        library = _llguidance(structure)
-        matcher = library.LLMatcher(self._prepared, source, log_level=0, limits=limits)
+        kind, source, limits = _compiler(structure)
+        matcher = kind(self._prepared, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(structure, matcher.get_error())
         return matcher
@@ -225,32 +223,25 @@ class Grammars:
             ) from None
 
 
-def _llguidance(structure: StructureConfig) -> Any:
+def _compiler(structure: StructureConfig) -> tuple[Any, str, Any]:
+    """The matcher of llguidance, the grammar for it, and limits; DFlashError if refused."""
     try:
-        import llguidance
+        from llguidance import LLMatcher, LLParserLimits
     except ImportError:
         what = f"{structure.kind} needs llguidance"
         step = "install the extra `structured`, or: pip install llguidance"
         raise DFlashError(what, step, structure.kind) from None
-    return llguidance
-
-
-def _limits(structure: StructureConfig) -> Any:
-    return _llguidance(structure).LLParserLimits(verbose_errors=False)
-
-
-def _source(structure: StructureConfig) -> str:
-    """The grammar as LLMatcher takes it; DFlashError for a schema of another shape."""
-    matcher = _llguidance(structure).LLMatcher
-    if structure.regex is not None:
-        return str(matcher.grammar_from_regex(structure.regex))
-    if structure.grammar is not None:
-        return str(matcher.grammar_from_lark(structure.grammar))
     schema = (structure.json_schema or '{"type": "object"}').removeprefix("\ufeff")
     try:
-        return str(matcher.grammar_from_json_schema(schema, defaults=AS_JSON))
+        if structure.regex is not None:
+            source = LLMatcher.grammar_from_regex(structure.regex)
+        elif structure.grammar is not None:
+            source = LLMatcher.grammar_from_lark(structure.grammar)
+        else:
+            source = LLMatcher.grammar_from_json_schema(schema, defaults=AS_JSON)
     except ValueError as error:
         raise _refused(structure, str(error)) from None
+    return LLMatcher, source, LLParserLimits(verbose_errors=False)
 
 
 def _refused(structure: StructureConfig, said: str) -> DFlashError:
@@ -261,6 +252,5 @@ def _refused(structure: StructureConfig, said: str) -> DFlashError:
 def _in_short(said: str) -> str:
     """What llguidance says, on one line, without the pictures of lines that it adds."""
     lines = [line for line in said.splitlines() if not re.match(r"\s*(\d+ \||\^\s*$)", line)]
-    text = " ".join(" ".join(lines).split())
-    text = re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    text = in_one_line(" ".join(lines))
+    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", text)

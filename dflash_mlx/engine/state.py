@@ -122,11 +122,7 @@ class State:
         return self._tokens
 
     def commit(
-        self,
-        accepted: Accepted,
-        ids: mx.array,
-        features: mx.array | None,
-        forced: bool = False,
+        self, accepted: Accepted, ids: mx.array, features: mx.array | None, forced: bool = False
     ) -> None:
         """Keep an accepted path in every cache and make the target's token the anchor.
 

@@ -46,16 +46,12 @@ class _Verify:
         state, tree = self.sequence.state, self.proposal.tree
         return Rows(tree.ids(state.anchor), state.cache, Block.of(tree))
 
-    def commit(self, target: Target, found: Found, shared: bool, observer: Observer) -> Round:
+    def commit(self, found: Found, shared: bool, observer: Observer) -> Round:
         state, ids, (logits, features) = self.sequence.state, self.rows.tokens, found
-        if target.kernels.is_watched:
-            mx.eval(logits)
         verdict = Verdict(self.proposal, ids, logits, shared)
         accepted = self.sequence.accept(verdict)
         observer.mark("verify")
         state.commit(accepted, ids, features, self.proposal.forced)
-        if target.kernels.is_watched:
-            state.settle()
         observer.mark("commit")
         return Round(self.proposal, accepted)
 
@@ -65,7 +61,6 @@ class _Prefill:
     """The part of a pass that reads some of a sequence's prompt."""
 
     sequence: Sequence
-    target: Target
     length: int  # tokens
 
     @cached_property
@@ -74,23 +69,19 @@ class _Prefill:
         first, last = state.position, state.position + self.length
         embeddings = None
         if prompt.pieces:
-            embeddings = prompt.embed(self.target.embedding(), first, last)
+            embeddings = prompt.embed(self.sequence.target.embedding(), first, last)
         block = Block(self.length, last_only=not self.sequence.misses_logprobs)
         return Rows(mx.array(prompt.tokens[first:last]), state.cache, block, embeddings)
 
-    def commit(
-        self, target: Target, found: Found, shared: bool, observer: Observer
-    ) -> Round | None:
+    def commit(self, found: Found, shared: bool, observer: Observer) -> Round | None:
         sequence, (logits, features) = self.sequence, found
-        if target.kernels.is_watched:
-            mx.eval(logits)
         if sequence.misses_logprobs:
             sequence.read_logprobs(logits)
         sequence.state.commit_prompt(sequence.prompt, self.length, features)
-        first = None if sequence.is_reading else sequence.end_prompt(logits[-1:])
-        if target.kernels.is_watched:
-            sequence.state.settle()
-        return first
+        return None if sequence.is_reading else sequence.end_prompt(logits[-1:])
+
+
+Part = _Verify | _Prefill  # of a pass
 
 
 def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) -> list[Outcome]:
@@ -108,9 +99,9 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
         each: failed for each, failed in proposals.items() if isinstance(failed, Exception)
     }
     verify = [_Verify(e, p) for e, p in proposals.items() if not isinstance(p, Exception)]
-    prefill = [_Prefill(each, target, each.next_chunk()) for each in reading]
+    prefill = [_Prefill(each, each.next_chunk()) for each in reading]
     alone = [part for part in prefill if part.sequence.config.exact]
-    joined: list[_Verify | _Prefill] = [*verify]
+    joined: list[Part] = [*verify]
     joined += [part for part in prefill if not part.sequence.config.exact]
 
     trees = [part.proposal.tree for part in verify]
@@ -128,12 +119,12 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
     _compare(verify, bool(reading))
     failed: RuntimeError | None = None  # of the GPU, which is told once for all of a pass
     for part, found in zip([*joined, *alone], passes, strict=True):
-        commit = partial(_committed, target, part, len(joined) > 1, observer)
+        commit = partial(_committed, part, len(joined) > 1, observer)
         position, settled = part.sequence.state.position, part.sequence.state.settled
         outcome = commit(failed or found)
         nothing_kept = settled and part.sequence.state.position == position
         if by_kernels and isinstance(outcome, RuntimeError) and nothing_kept:
-            again = _by_stock(target, part, commit, outcome)
+            again = _by_stock(part, commit, outcome)
             failed = None if isinstance(again, Exception) else outcome
             outcome = again
         outcomes[part.sequence] = outcome
@@ -149,8 +140,15 @@ def step(target: Target, running: abc.Sequence[Sequence], observer: Observer) ->
 def _proposed(
     target: Target, decoding: abc.Sequence[Sequence], by_kernels: bool, observer: Observer
 ) -> dict[Sequence, Proposal | Exception]:
-    """As `propose`; where the GPU fails in drafts, they are made again without kernels."""
-    found = propose(decoding, observer)
+    """A tree for each sequence: what its grammar forces, or what its drafter proposes.
+
+    Where the GPU fails in drafts, they are made again without kernels.
+    """
+    forced = {each: guarded(partial(_forced, each.state)) for each in decoding}
+    free = [each for each in decoding if forced[each] is None]
+    found = {each: proposal for each, proposal in forced.items() if proposal is not None}
+    rows = sum(len(each.tree) for each in found.values() if isinstance(each, Proposal))
+    found |= _drafted(free, observer, rows)
     if not by_kernels:
         return found
     for each, proposal in found.items() if target.kernels.is_watched else ():
@@ -187,25 +185,27 @@ def _watch(target: Target, verify: abc.Sequence[_Verify], seconds: float) -> Non
         noticed(target, rows, lengths, seconds)
 
 
-def _committed(
-    target: Target,
-    part: _Verify | _Prefill,
-    shared: bool,
-    observer: Observer,
-    found: Found | Exception,
-) -> Outcome:
+def _committed(part: Part, shared: bool, observer: Observer, found: Found | Exception) -> Outcome:
     if isinstance(found, Exception):
         return found
-    return guarded(partial(part.commit, target, found, shared, observer))
+    watched = part.sequence.target.kernels.is_watched
+
+    def commit() -> Round | None:
+        if watched:
+            mx.eval(found[0])
+        outcome = part.commit(found, shared, observer)
+        if watched:
+            part.sequence.state.settle()
+        return outcome
+
+    return guarded(commit)
 
 
 def _by_stock(
-    target: Target,
-    part: _Verify | _Prefill,
-    commit: Callable[[Found | Exception], Outcome],
-    failed: Exception,
+    part: Part, commit: Callable[[Found | Exception], Outcome], failed: Exception
 ) -> Outcome:
     """Do one part of a failed pass again without kernels; if that goes well, they were at fault."""
+    target = part.sequence.target
     part.rows.cache.discard()
     with target.kernels.paused():
         (found,) = forward(target, [part], Observer())
@@ -221,17 +221,6 @@ def guarded(action: Callable[[], T]) -> T | Exception:
         return action()
     except Exception as error:
         return error
-
-
-def propose(
-    decoding: abc.Sequence[Sequence], observer: Observer
-) -> dict[Sequence, Proposal | Exception]:
-    """A tree for each sequence: what its grammar forces, or what its drafter proposes."""
-    forced = {each: guarded(partial(_forced, each.state)) for each in decoding}
-    free = [each for each in decoding if forced[each] is None]
-    found = {each: proposal for each, proposal in forced.items() if proposal is not None}
-    rows = sum(len(each.tree) for each in found.values() if isinstance(each, Proposal))
-    return {**found, **_drafted(free, observer, rows)}
 
 
 def _forced(state: State) -> Proposal | None:
@@ -267,7 +256,7 @@ def _drafted(
 
 
 def forward(
-    target: Target, parts: abc.Sequence[_Verify | _Prefill], observer: Observer
+    target: Target, parts: abc.Sequence[Part], observer: Observer
 ) -> list[Found | Exception]:
     """Prepare, unevaluated, the pass over all parts; where it cannot be, one over each part."""
     if not parts:
@@ -283,7 +272,7 @@ def forward(
     return [*chain.from_iterable(forward(target, [part], observer) for part in parts)]
 
 
-def _forward(target: Target, parts: abc.Sequence[_Verify | _Prefill]) -> list[Found]:
+def _forward(target: Target, parts: abc.Sequence[Part]) -> list[Found]:
     own = [part.sequence.drafter.aux_layers for part in parts]
     aux_layers = own[0] if len({*own}) == 1 else tuple(sorted({*chain.from_iterable(own)}))
     passes = target.forward_all([part.rows for part in parts], aux_layers)

@@ -32,6 +32,7 @@ class Shelf:
     def __init__(self, most: int = _MOST, size: int = _BYTES) -> None:
         self._most, self._size = most, size
         self._kept: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self._items: dict[tuple[str, str], Json] = {}  # of all of them, by owner and id
         self.size = 0  # bytes
 
     def put(self, owner: str, name: str, kept: Kept) -> None:
@@ -39,6 +40,7 @@ class Shelf:
         if kept.size > self._size:
             return
         self._kept[owner, name] = kept
+        self._items |= {(owner, each["id"]): each for each in kept.output}
         self.size += kept.size
         while self.size > self._size or len(self._kept) > self._most:
             self.drop(*next(iter(self._kept)))
@@ -56,12 +58,12 @@ class Shelf:
         kept = self.get(owner, name)
         self.size -= kept.size
         del self._kept[owner, name]
+        for each in kept.output:
+            self._items.pop((owner, each["id"]), None)
 
     def item(self, owner: str, name: str) -> Json:
         """An item of a response that is kept; ApiError where it is not there."""
-        own = (kept.output for (whose, _), kept in self._kept.items() if whose == owner)
-        found = next((each for items in own for each in items if each["id"] == name), None)
-        if found is None:
+        if (found := self._items.get((owner, name))) is None:
             what = f"the item {name[:80]!r} is not kept here (any more)"
             raise ApiError(404, f"{what}; send it whole", "input")
         return found

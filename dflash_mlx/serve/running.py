@@ -56,10 +56,10 @@ def run(
     worker = queue.worker
     make = partial(Scheduler, most=config.parallel)
     room = partial(memory_for, config)
+    models = Models(served, worker, queue.answers, room, config.most_loaded)
     measure = partial(_measure, usual)
-    models = Models(served, worker, queue.answers, room, config.most_loaded, measure)
     kept = kept if config.remember else replace(kept, prefix_disk_gb=0)
-    pair = models.start(lambda: make(memory=room(), prefixes=prefix_cache(kept)))
+    pair = models.start(lambda: make(memory=room(), prefixes=prefix_cache(kept)), measure)
     constants.HF_HUB_OFFLINE = True  # no request downloads anything; what they may load is here
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
     earlier = earlier_texts(kept, config.remember, len(config.key))
@@ -70,7 +70,7 @@ def run(
     named = f"{served[0].names[0]}{more} at {url_of(*place.getsockname()[:2])}"
     del pair  # which may be unloaded
     asyncio.run(_until_signal(service, place, f"{PROGRAM}: {named}, {told}; Ctrl+C ends it"))
-    if problem := worker.call(worker.save).result():
+    if problem := worker.ask(lambda each: each.prefixes.save() if each.prefixes else "").result():
         cli.say(f"{PROGRAM}: {problem}")
     worker.close(_LATE)
     service.close()
@@ -135,7 +135,8 @@ async def serve(service: Service, place: socket.socket, ends: Ends) -> None:
     server.servers = []  # until it listens
     running = asyncio.ensure_future(server.serve([place]))
     asked, again = (asyncio.ensure_future(ends.get()) for _ in range(2))
-    unloading = asyncio.ensure_future(service.models.unload_idle(config.idle_unload))
+    unload = service.models.unload_idle(config.idle_unload, service.queue.fault)
+    unloading = asyncio.ensure_future(unload)
     await asyncio.wait({running, asked}, return_when=asyncio.FIRST_COMPLETED)
     if not running.done():
         for each in server.servers:

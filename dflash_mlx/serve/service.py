@@ -97,8 +97,9 @@ class Service:
         """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
         try:
-            with self.queue.preparing():
-                pair = await self.models.take(body.model)
+            with self.queue.preparing():  # where no answer would be let in
+                pass  # who waits for a model takes no place: its load may hang
+            pair = await self.models.take(body.model)
         except DFlashError as error:  # which may name folders, that clients do not learn
             say(f"{body.model} cannot be loaded: {error}")
             what = f"the model {body.model!r} cannot be loaded now; the server's terminal says why"

@@ -20,7 +20,9 @@ from dflash_mlx.session.worker import Job, Worker
 from dflash_mlx.system.machine import free_memory
 
 Measure = Callable[[Pair], Generator[object, None, None]]
-_AGAIN, _LOOK = 0.05, 10.0  # seconds until it is looked again for room, and for idle models
+PATIENCE = 120.0  # seconds after which nobody waits for a load any more, nor does another load
+# Seconds until it is looked again for room, for how a load goes, and for idle models.
+_AGAIN, _SOON, _LOOK = 0.05, 1.0, 10.0
 
 
 @dataclass(eq=False)
@@ -34,12 +36,13 @@ class Model:
     users: int = 0  # who wait for it, or are about to ask it
     used: float = 0.0  # when it last was, by time.monotonic()
     loading: asyncio.Future[None] | None = None
+    is_late: bool = False  # its load takes longer than anybody waits
     problem: Exception | None = None  # of the last load
     measuring: Job | None = field(default=None, repr=False)
 
 
 class Models:
-    """Loads one at a time, on a thread of its own while others' answers stream on.
+    """Loads one at a time while others' answers stream on; one that takes very long lets others go.
 
     It takes the place of those that were used least recently, never of one that is answering: if
     all are, it waits, and so do further users of them, or its turn would never come. For one event
@@ -53,18 +56,21 @@ class Models:
         answers: Callable[[Pair], bool],  # whether a pair is answering
         memory: Callable[[int], int | None],  # bytes for caches, which now hold so many
         most: int | None = None,  # in memory at once, None for as many as fit
-        measure: Measure | None = None,  # done for each that is loaded, while nothing else is to do
     ) -> None:
         self.by_name = {name: model for model in models for name in model.names}
         self._all, self._worker, self._answers = [*models], worker, answers
-        self._memory, self._most, self._measure = memory, most or len(models), measure
-        self._loader = ThreadPoolExecutor(1, "loader")
+        self._memory, self._most = memory, most or len(models)
+        self._measure: Measure | None = None
+        self._loader = ThreadPoolExecutor(len(models), "loader")  # as some may hang
         self._turn = asyncio.Lock()
         self._waits = self._closed = False  # one to be loaded, for others to be idle
 
-    def start(self, make: Callable[[], Scheduler]) -> Pair:
-        """Load the first one on the thread that will decode; raises as its `load`."""
-        first = self._all[0]
+    def start(self, make: Callable[[], Scheduler], measure: Measure | None = None) -> Pair:
+        """Load the first one on the thread that will decode; raises as its `load`.
+
+        measure: done for each that is loaded, while nothing else is to do.
+        """
+        self._measure, first = measure, self._all[0]
         pair = self._worker.call(first.load).result()
         self._worker.serve(make).result()
         self._take_in(first, pair)
@@ -73,8 +79,8 @@ class Models:
     async def take(self, name: str) -> Pair:
         """The pair of this name, which stays in memory until `leave` and while it answers.
 
-        Raises as its `load`, and DFlashError where there is no room. If whoever waits for it is
-        cancelled, it is loaded all the same.
+        Raises as its `load`, and DFlashError where there is no room or the load takes very long. If
+        whoever waits for it is cancelled, it is loaded all the same.
         """
         wanted = self.by_name[name]
         while self._waits and wanted.pair is not None:
@@ -84,8 +90,11 @@ class Models:
             while wanted.pair is None:
                 if self._closed:
                     raise DFlashError("the program is ending", "ask again when it is back")
+                if wanted.is_late:
+                    what = f"{wanted.names[0]} has been loading for more than {PATIENCE:.0f} s"
+                    raise DFlashError(what, "ask again later, or check its disk")
                 wanted.loading = wanted.loading or asyncio.ensure_future(self._load(wanted))
-                await asyncio.wait([wanted.loading])
+                await asyncio.wait([wanted.loading], timeout=_SOON)
                 if wanted.problem is not None:
                     raise wanted.problem
         except BaseException:
@@ -98,17 +107,28 @@ class Models:
         self.by_name[name].users -= 1
         self.by_name[name].used = time.monotonic()
 
-    async def unload_idle(self, minutes: float | None) -> None:
-        """Unload what nobody has used for so long, never for None; runs until it is cancelled."""
+    async def unload_idle(
+        self, minutes: float | None, failed: Callable[[Exception], object]
+    ) -> None:
+        """Unload what nobody has used for so long, never for None; runs until it is cancelled.
+
+        failed: hears why something could not be unloaded.
+        """
         seconds = 60 * (minutes or float("inf"))
         while True:
             await asyncio.sleep(min(seconds / 4, _LOOK))
             for each in self._all:
-                async with self._turn:
-                    if self._is_busy(each):
-                        each.used = time.monotonic()
-                    elif each.pair is not None and time.monotonic() - each.used > seconds:
-                        await self._unload(each)
+                try:
+                    async with self._turn:
+                        await self._unload_after(seconds, each)
+                except Exception as error:
+                    failed(error)
+
+    async def _unload_after(self, seconds: float, each: Model) -> None:
+        if self._is_busy(each):
+            each.used = time.monotonic()
+        elif each.pair is not None and time.monotonic() - each.used > seconds:
+            await self._unload(each)
 
     def close(self) -> None:
         """Nothing is loaded any more, and whoever waits for that is refused."""
@@ -126,13 +146,15 @@ class Models:
         try:
             async with self._turn:
                 await self._make_room(wanted)
-                pair = await loop.run_in_executor(self._loader, wanted.load)
-                self._take_in(wanted, pair)
-                await self._share_memory()
+                load = loop.run_in_executor(self._loader, wanted.load)
+                await asyncio.wait([load], timeout=PATIENCE)
+                wanted.is_late = not load.done()
+            self._take_in(wanted, await load)
+            await self._share_memory()
         except Exception as error:
             wanted.problem = error
         finally:
-            wanted.loading = None
+            wanted.loading, wanted.is_late = None, False
 
     def _take_in(self, each: Model, pair: Pair) -> None:
         each.pair, each.used = pair, time.monotonic()
@@ -141,6 +163,7 @@ class Models:
 
     async def _make_room(self, wanted: Model) -> None:
         """Unload others until it fits beside the rest; DFlashError where it does not even alone."""
+        _check_room(wanted, mx.get_active_memory() + mx.get_cache_memory())
         try:
             while loaded := [each for each in self._all if each.pair is not None]:
                 if len(loaded) < self._most and wanted.needs <= free_memory():
@@ -152,9 +175,7 @@ class Models:
                     await asyncio.sleep(_AGAIN)
         finally:
             self._waits = False
-        if wanted.needs > (free := free_memory()):
-            has = f"needs about {amount(wanted.needs)} of memory, and {amount(free)} are available"
-            raise DFlashError(f"{wanted.names[0]} {has}", "ask for a smaller model")
+        _check_room(wanted)
 
     async def _unload(self, each: Model) -> None:
         """Let it go, its prefixes one by one, so that others' passes come in between."""
@@ -179,3 +200,10 @@ class Models:
             scheduler.memory.limit = self._memory(held)
 
         await asyncio.wrap_future(self._worker.ask(share))
+
+
+def _check_room(wanted: Model, used: int = 0) -> None:
+    """DFlashError for a model that needs more than is free, and these bytes of others."""
+    if wanted.needs > (most := free_memory() + used):
+        has = f"needs about {amount(wanted.needs)} of memory, and {amount(most)} are available"
+        raise DFlashError(f"{wanted.names[0]} {has}", "ask for a smaller model")

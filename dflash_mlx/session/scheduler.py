@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import abc, deque
 from collections.abc import Hashable, Iterable
 from functools import partial
+from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -107,7 +108,7 @@ def _measured(target: Target, drafter: Drafter, state: State) -> list[int]:
 class Scheduler:
     """Answers in the making, all those of a target in one pass; for one thread.
 
-    A step is a pass of one target; where there are several, they take turns. Sequences whose caches
+    A step is a pass of one target; several have equal shares of the time. Sequences whose caches
     would not fit into `memory` wait, in the order in which they came; where answers grow beyond it,
     the youngest is preempted and read again later. Sequences that draft alike share a drafter,
     which drafts for all of them in one pass where it can.
@@ -137,6 +138,7 @@ class Scheduler:
         self.drafters: Drafters = {}
         self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows: dict[Target, int] = {}  # of trees in its last pass
+        self._seconds: dict[Target, float] = {}  # that its steps took, for those that run now
 
     def __len__(self) -> int:
         """Sequences that are not finished, those that wait included."""
@@ -209,6 +211,7 @@ class Scheduler:
         self.drafters = {key: kept for key, kept in self.drafters.items() if key[0] is not target}
         self.memory.forget(target)
         self._rows.pop(target, None)
+        self._seconds.pop(target, None)
         self.target = None if self.target is target else self.target
         return True
 
@@ -224,6 +227,7 @@ class Scheduler:
     def step(self) -> Said:
         """One pass; what it added to answers, and what failed, which is over then."""
         self.keep_finished()
+        begin = perf_counter()
         batch, said = self._schedule()
         passing = [each for each in batch if not each.is_full]
         reading = [each for each in passing if each.is_reading]
@@ -250,15 +254,14 @@ class Scheduler:
                 self.drop(each)
                 said.append((each, failed))
         self._preempt()
+        if self.target in self._seconds:
+            self._seconds[self.target] += perf_counter() - begin
         return said
 
     def _schedule(self) -> tuple[list[Sequence], Said]:
         """Who takes part in the next pass, and those that could not begin."""
         failed = self._admit()
-        targets = [*dict.fromkeys(each.target for each in self.running)]
-        if targets:  # the next one after that of the last pass
-            last = targets.index(self.target) if self.target in targets else -1
-            self.target = targets[(last + 1) % len(targets)]
+        self._take_turn()
         own = [each for each in self.running if each.target is self.target]
         reading = [each for each in own if each.is_reading]
         left = sys.maxsize
@@ -271,6 +274,14 @@ class Scheduler:
             left = max(0, left - each.next_chunk())
         self._make_room_for_running()
         return [each for each in own if each.chunk_limit or not each.is_reading], failed
+
+    def _take_turn(self) -> None:
+        """Choose the target that had least time; one that comes has no claim on earlier time."""
+        targets = {each.target: None for each in self.running}
+        known = [self._seconds[each] for each in targets if each in self._seconds]
+        least = min(known, default=0.0)
+        self._seconds = {each: self._seconds.get(each, least) for each in targets}
+        self.target = min(targets, key=self._seconds.__getitem__, default=self.target)
 
     def _admit(self) -> Said:
         """Begin with those that there is room for; what could not begin."""

@@ -183,11 +183,6 @@ class Worker:
         """Give up a request before the next step; nothing more is heard of it."""
         self._orders.put(lambda: self._cancel(request))
 
-    def save(self) -> str:
-        """Keep on the disk what was read, for the thread alone; why that could not be, or ""."""
-        prefixes = None if self._scheduler is None else self._scheduler.prefixes
-        return "" if prefixes is None else prefixes.save()
-
     def close(self, seconds: float, last: Callable[[], object] | None = None) -> bool:
         """Cancel the running job, do `last`, end the thread; False if busy after `seconds`."""
         self._last = last

@@ -17,6 +17,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.serve import command
 from dflash_mlx.session.models import Model
+from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import generate
 from support.families import make_model
 from support.models import write_endless_model, write_model
@@ -88,8 +89,10 @@ def test_a_model_takes_the_place_of_an_idle_one_and_waits_for_one_that_answers()
             server.until(lambda: server.queue.answers(first))
             waiting = clients.submit(server.chat, model="second")
             server.until(lambda: server.models._waits)
+            asked, take = [], server.models.take
+            server.models.take = lambda name: asked.append(name) or take(name)
             later = clients.submit(server.chat, "again")
-            server.until(lambda: server.queue._preparing == 2)
+            server.until(lambda: asked)
             assert second.loads == 0 and not running.done()
             first.target.gate.set()
             assert said(running.result(20)) == f"{MODEL} answers hello"
@@ -152,11 +155,50 @@ def test_what_nobody_asks_for_in_a_while_is_unloaded():
         assert said(server.chat()) == f"{MODEL} answers hello"
 
 
-def test_a_model_for_which_there_is_no_room_even_alone_is_refused(monkeypatch):
+def test_what_fails_while_a_model_is_unloaded_is_told_and_later_ones_are_unloaded(monkeypatch):
+    forget, failed = Scheduler.forget, []
+
+    def failing(scheduler, target):
+        if not failed:
+            failed.append(target)
+            raise ZeroDivisionError("oh")
+        return forget(scheduler, target)
+
+    monkeypatch.setattr(Scheduler, "forget", failing)
+    with serving(saying(MODEL), idle_unload=0.001, faults=True) as server:
+        server.until(lambda: server.faults)
+        assert said(server.chat()) == f"{MODEL} answers hello"
+        server.until(lambda: server.models._all[0].pair is None)
+        assert [type(each) for each in server.faults] == [ZeroDivisionError]
+
+
+def test_a_load_that_hangs_keeps_nobody_else_from_an_answer(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 1.0)
+    goes_on = threading.Event()
+    hanging = loading("second", lambda: goes_on.wait(30) and saying("second"))
+    further = [hanging, loading("third")]
+    with serving(saying(MODEL), further=further, parallel=1, queue=1) as server:
+        with ThreadPoolExecutor(4) as clients:
+            refused = [clients.submit(server.chat, model="second") for _ in range(4)]
+            server.until(lambda: hanging.users == 4)
+            assert said(server.chat()) == f"{MODEL} answers hello", "they take no places"
+            assert [each.result(20).status_code for each in refused] == [503] * 4
+        assert server.chat(model="second").status_code == 503
+        assert said(server.chat(model="third")) == "third answers hello"
+        goes_on.set()
+        server.until(lambda: hanging.pair is not None)
+        assert said(server.chat(model="second")) == "second answers hello"
+        assert hanging.loads == 1 and hanging.users == 0
+
+
+@pytest.mark.parametrize(("needs", "state"), [(5 * 10**9, "loaded"), (2 * 10**9, "not-loaded")])
+def test_a_model_for_which_there_is_no_room_even_alone_is_refused(needs, state, monkeypatch):
     monkeypatch.setattr("dflash_mlx.session.models.free_memory", lambda: 10**9)
-    further = [replace(loading("second"), needs=2 * 10**9), loading("third")]
+    monkeypatch.setattr("mlx.core.get_active_memory", lambda: 2 * 10**9)
+    further = [replace(loading("second"), needs=needs), loading("third")]
     with serving(saying(MODEL), further=further) as server:
         assert server.chat(model="second").status_code == 503
+        assert states(server)[MODEL] == state, "nothing is unloaded in vain"
         assert said(server.chat(model="third")) == "third answers hello"
 
 

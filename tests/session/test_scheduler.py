@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import mlx.core as mx
 import numpy as np
@@ -329,7 +331,29 @@ def test_answers_of_two_targets_are_those_of_each_alone_and_share_one_memory(pai
     assert most[0] <= scheduler.memory.limit and most[1] == 2
 
 
+def test_targets_have_equal_shares_of_the_time_since_they_run_together(pair, other, monkeypatch):
+    clock, passes, forward = [0.0], Counter(), Target.forward_all
+
+    def timed(target, *how):
+        clock[0] += 3.0 if target is other.target else 1.0
+        passes[target] += 1
+        return forward(target, *how)
+
+    monkeypatch.setattr(Target, "forward_all", timed)
+    monkeypatch.setattr("dflash_mlx.session.scheduler.perf_counter", lambda: clock[0])
+    scheduler, config = Scheduler(), DecodeConfig("none", max_tokens=50)
+    scheduler.submit(PROMPTS[0], config, pair)
+    for _ in range(10):
+        scheduler.step()
+    scheduler.submit(PROMPTS[1], config, other)
+    for _ in range(24):
+        scheduler.step()
+    assert passes == {pair.target: 10 + 18, other.target: 6}
+
+
 def test_a_target_reads_a_prompt_in_chunks_while_another_decodes(pair, other, monkeypatch):
+    ticks = count()
+    monkeypatch.setattr("dflash_mlx.session.scheduler.perf_counter", lambda: next(ticks))
     monkeypatch.setattr(other.target, "pass_times", PassTimes((1, 101), (10.0, 20.0)))
     scheduler, config = Scheduler(), DecodeConfig("none", max_tokens=50)
     decoding = scheduler.submit(PROMPTS[0], config, pair)
