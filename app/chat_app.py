@@ -200,7 +200,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.status.clear()
         self.draft.begin(said)
         await self.transcript.begin(said)
-        self.listener.answer(self.worker.run(lambda job: self.backend.answer(request, job)), said)
+        answer = partial(self.backend.answer, request, private=self.conversation.private)
+        self.listener.answer(self.worker.run(answer), said)
         self.save()
 
     def request(self, extra: str | None = None) -> Question:
@@ -223,7 +224,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.listener.expect(config, job)
 
     def forget(self) -> None:
-        """Keep nothing of what the model has read; a conversation was deleted for good."""
+        """Keep nothing of what was read and said, but for the conversations themselves."""
         self.worker.run(lambda job: self.backend.forget())
 
     def action_fetch(self, name: str) -> None:
@@ -281,7 +282,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         if titles := self.keeper.unsaved:
             why = self.keeper.problem if in_time else f"{self.store.folder} does not answer"
             self.left = f"{' and '.join(titles)} could not be saved: {why}"
-        elif self.conversation.turns:
+        elif self.conversation.turns and not self.conversation.private:
             self.saved_as = for_terminal(self.conversation.shown_title)
         self.exit()
 
@@ -377,7 +378,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         """The model and how it drafts; the title, unless it is the question that stands below."""
         pair, talk = pair_line(self.pair, self.config), self.conversation
         title = talk.shown_title if talk.title or talk.turns[2:] else ""
-        line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
+        kept = "incognito: nothing of this is kept" if talk.private else ""
+        line = "  ".join(part for part in ("dflash-chat", pair, kept, title) if part)
         self.header.update(line)
         self.refresh_bindings()
         self.transcript.welcome.tell(self.pair, self.config, self.speeds)

@@ -245,6 +245,14 @@ class CommandRunner:
         self._need_idle()
         await self._app.show_conversation(Conversation())
 
+    async def _incognito(self, _: str) -> None:
+        self._need_idle()
+        await self._app.show_conversation(Conversation(private=True))
+
+    async def _forget(self, _: str) -> None:
+        self._app.forget()
+        await self._app.say("What was read and said before no longer helps; /open has the texts.")
+
     async def _open(self, _: str) -> None:
         self._need_idle()
         app, screen = self._app, OpenScreen(self._app.keeper)

@@ -25,7 +25,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
         service.check(body)
         return as_json({**_said(body), "done": True, "done_reason": "load"})
     if isinstance(body, GenerateRequest) and body.raw:
-        return await answer(request, body, begin(service, body), LineWriter)
+        return await answer(request, body, begin(request, body), LineWriter)
     return await converse(request, body, LineWriter)
 
 

@@ -33,20 +33,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request, body), TextWriter)
 
 
-async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+async def begin(request: Request, body: CompletionRequest | GenerateRequest) -> ResponseStream:
     """Ask for answers that go on with texts."""
+    service: Service = request.app.state.service
     body.check()
     given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
     async with service.using(body) as pair:
         prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
         configs, tokens = decoding(service.usual, body), [tokens for tokens, _ in prompts]
-        stream = await service.ask(pair, configs, tokens, goes_on=True)
-    for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
-        reply.echo = prompts[reply.index // body.answers][1]
-    return stream
+        replies = service.replies(request, pair, configs, tokens)
+        for reply in replies:
+            reply.goes_on = True
+            if isinstance(body, CompletionRequest) and body.echo:
+                reply.echo = prompts[reply.index // body.answers][1]
+        return await service.queue.open(replies)
 
 
 def _prompt(pair: Pair, given: str | list[int]) -> tuple[tuple[int, ...], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,6 +13,7 @@ from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters.methods import source_of
 from dflash_mlx.engine.delta import Delta, TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.errors import ApiError, of_settings
@@ -45,6 +46,8 @@ class Reply(Request):
     echo: str | None = None  # the prompt's text, where the answer is told behind it
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
+    sources: Counter[str] = field(default_factory=Counter)  # of accepted drafted tokens
+    said: float = 0.0  # Unix seconds of the latest earlier text that some are from; 0 for none
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
     parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
     since: float = field(default_factory=time.monotonic)
@@ -58,6 +61,10 @@ class Reply(Request):
         """What a delta adds."""
         if delta.proposal.mode == "plain":
             self.parked = delta.proposal.why
+        tree = delta.accepted.tree
+        for node in delta.accepted.path[1:]:
+            self.sources[source_of(tree, node, delta.statistics.method)] += 1
+            self.said = max(self.said, tree.said[node] if tree.said else 0.0)
         parts = self.reader.feed(self._text(delta), delta.tokens)
         is_cut = delta.finish_reason in ("length", "context")
         if delta.finish_reason is not None:

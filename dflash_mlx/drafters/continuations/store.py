@@ -1,0 +1,206 @@
+"""The texts that drafts of one model may come from, oldest first, in memory and in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_mlx.core.text import amount
+from dflash_mlx.drafters.continuations.files import TextFile, newest
+from dflash_mlx.drafters.continuations.suffixes import (
+    LONGEST,
+    Codes,
+    Match,
+    SuffixArray,
+    Text,
+)
+
+LIMIT = 64 * 10**6  # bytes
+_A_TOKEN = 8  # bytes
+_MOST_ARRAYS = 3  # as each look-up searches all of them
+_LARGER = 4  # times as many tokens each has as the next
+_SPARE = 8  # part of the limit that is made free at a time
+
+
+class Store:
+    """What one user and one model have said: `find` looks it up, `add` takes in a text.
+
+    A thread of its own reads the file, sorts and writes; until a text is sorted it is not found.
+    Nothing is raised for a file: `problem` says what is wrong with it, and all goes on without.
+    """
+
+    def __init__(self, limit: int = LIMIT, file: Path | None = None, owner: str = "") -> None:
+        self.problem = ""  # a sentence
+        self._limit = limit // _A_TOKEN  # tokens
+        self._file = TextFile(file, owner) if file else None
+        self._arrays: tuple[SuffixArray, ...] = ()  # the oldest texts first
+        self._pending: list[Text] = []
+        self._unread = file is not None
+        self._thread: threading.Thread | None = None
+        self._lock, self._disk = threading.Lock(), threading.Lock()
+        self._begun = 0  # how often everything was forgotten
+        if self._unread:
+            self._start()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self._arrays)
+
+    @property
+    def tokens(self) -> int:
+        return sum(each.size for each in self._arrays)
+
+    def find(self, suffix: Codes) -> list[Match]:
+        """Places that match what a text ends with; suffix: its last tokens, the newest first."""
+        return [match for each in self._arrays for match in each.find(suffix)]
+
+    def add(self, tokens: Sequence[int], said: float | None = None) -> None:
+        """Take in a conversation, or what is new of it; returns at once.
+
+        said: Unix seconds, by default now.
+        """
+        if not tokens:
+            return
+        if len(tokens) > self._limit:
+            size, limit = amount(_A_TOKEN * len(tokens)), amount(_A_TOKEN * self._limit)
+            self.problem = f"a text of {size} was not kept, as what was said has {limit} in all"
+            return
+        with self._lock:
+            self._pending.append(Text.of(tokens, time.time() if said is None else said))
+            self._start()
+
+    def forget(self) -> None:
+        """Remove all texts, those on the disk and those of damaged files too."""
+        with self._disk:
+            with self._lock:
+                self._arrays, self._pending, self._unread = (), [], False
+                self._begun += 1
+            if self._file is not None:
+                try:
+                    self._file.remove()
+                except OSError as error:
+                    self._tell(error)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until all that was added is found and written; whether it is."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="texts", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                texts, self._pending = self._pending, []
+                unread, self._unread, begun = self._unread, False, self._begun
+                if not texts and not unread:
+                    self._thread = None
+                    return
+            try:
+                if unread:
+                    self._read(begun)
+                self._take_in([part for text in texts if (part := self._new(text))], begun)
+            except Exception as error:  # the edge of a thread; decoding goes on without
+                self._tell(error)
+
+    def _read(self, begun: int) -> None:
+        assert self._file is not None
+        with self._disk:
+            if begun != self._begun:
+                return
+            try:
+                texts, problem = self._file.read(self._limit)
+            except OSError as error:  # nothing is written to what cannot be read
+                self._file = None
+                self._tell(error)
+                return
+        self.problem = problem or self.problem
+        self._publish((SuffixArray(texts),) if texts else (), begun)
+
+    def _take_in(self, texts: list[Text], begun: int) -> None:
+        if not texts:
+            return
+        with self._disk:
+            if self._file is not None and begun == self._begun:
+                try:
+                    self._file.append(texts)
+                except OSError as error:
+                    self._tell(error)
+        arrays = [*self._arrays, SuffixArray(texts)]
+        while len(arrays) > 1 and (
+            len(arrays) > _MOST_ARRAYS or arrays[-2].size < _LARGER * arrays[-1].size
+        ):
+            *arrays, one, other = arrays
+            arrays.append(SuffixArray([*one.texts(), *other.texts()]))
+        self._publish(tuple(arrays), begun)
+        if self.tokens > self._limit:
+            kept = [text for each in self._arrays for text in each.texts()]
+            self._publish((SuffixArray(newest(kept, self._limit - self._limit // _SPARE)),), begun)
+
+    def _publish(self, arrays: tuple[SuffixArray, ...], begun: int) -> None:
+        with self._lock:
+            if begun == self._begun:
+                self._arrays = arrays
+
+    def _new(self, text: Text) -> Text | None:
+        """What of a text does not begin as earlier ones do; None for nothing."""
+        tokens, known = text.tokens, 0
+        for end in (*range(LONGEST, len(tokens), LONGEST // 2), len(tokens)):
+            window = tokens[max(0, end - LONGEST) : end][::-1]
+            if not any(each.has(window) for each in self._arrays):
+                return Text(tokens[max(0, known - LONGEST) :], text.said)
+            known = end
+        return None
+
+    def _tell(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or error
+        self.problem = f"what was said cannot be kept ({reason})"
+
+
+def owner_of(name: str, tokenizer: Any) -> str:
+    """What the tokens of a text mean: the model that said it, and some of its vocabulary."""
+    size = len(tokenizer)
+    some = tokenizer.convert_ids_to_tokens([*range(0, size, max(1, size // 64))])
+    return hashlib.sha256(repr((name, size, some)).encode()).hexdigest()
+
+
+class Stores:
+    """A store for each model and each user.
+
+    folder: where they are kept, as files that their user alone can read; None for in memory alone.
+    """
+
+    def __init__(self, folder: Path | None = None, limit: int = LIMIT) -> None:
+        self._folder, self._limit = folder, limit
+        self._stores: dict[tuple[str, str], Store] = {}
+
+    def of(self, model: str, tokenizer: Any, user: str = "") -> Store:
+        """The store of a model's name and tokenizer, and of a user (an API key)."""
+        owner = owner_of(model, tokenizer)
+        if (key := (owner, user)) not in self._stores:
+            name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:24]
+            file = self._folder / f"{name}.texts" if self._folder else None
+            self._stores[key] = Store(self._limit, file, owner)
+        return self._stores[key]
+
+    def finish(self, seconds: float) -> str:
+        """Wait until all is written; a sentence about what could not be kept or read, or ""."""
+        for store in self._stores.values():
+            store.wait(seconds)
+        return next((store.problem for store in self._stores.values() if store.problem), "")
+
+    def forget(self) -> None:
+        """Remove the texts of all models and users, those of other runs of the program too."""
+        for store in self._stores.values():
+            store.forget()
+        for file in self._folder.glob("*.[td]*") if self._folder else ():
+            file.unlink(missing_ok=True)

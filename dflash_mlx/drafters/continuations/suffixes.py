@@ -1,0 +1,119 @@
+"""A suffix array of texts: the places where they read as another text does at its end."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LONGEST = 16  # tokens before a place that are compared
+SHORTEST = 2  # ... that have to be the same
+AHEAD = 32  # tokens behind a place that may be drafted
+NEAREST = 32  # places that one array finds, those with the longest matches
+_END = 2**32 - 1  # between texts; no token
+CODE = np.dtype(">u4")  # whose bytes are in the order of the tokens
+
+Codes = npt.NDArray[Any]  # tokens as CODE
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens of one conversation, and when they were said."""
+
+    tokens: Codes
+    said: float  # Unix seconds
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], said: float) -> Text:
+        return cls(np.array(tokens, CODE), said)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A place where a text reads as another does at its end."""
+
+    length: int  # tokens that are the same, up to LONGEST
+    ahead: Sequence[int]  # what followed there, up to AHEAD tokens
+    said: float  # Unix seconds; 0 in the same conversation
+
+
+class SuffixArray:
+    """Texts, each backwards, and every place in them in the order of the tokens before it.
+
+    8 bytes a token. A look-up is one binary search, which compares bytes (Manber and Myers, 1990).
+    """
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        gap = np.full(AHEAD, _END, CODE)
+        parts = [gap]
+        for text in texts:
+            parts += [text.tokens[::-1], gap[:1]]
+        self._bytes = np.concatenate([*parts, gap], dtype=CODE).tobytes()
+        self._codes = np.frombuffer(self._bytes, CODE)
+        lengths = [len(text.tokens) + 1 for text in texts]
+        self._starts = np.cumsum([AHEAD, *lengths]).tolist()  # of texts, and of the last gap
+        self._said = [text.said for text in texts]
+        self._places = _sorted(self._codes)[: self.size]
+        self._view = memoryview(self._places.data)
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self._codes) - 2 * AHEAD - len(self._said)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._bytes) + int(self._places.nbytes)
+
+    def texts(self) -> Iterator[Text]:
+        for start, end, said in zip(self._starts, self._starts[1:], self._said, strict=False):
+            yield Text(self._codes[start : end - 1][::-1], said)
+
+    def find(self, suffix: Codes) -> list[Match]:
+        """The places that match most of a text's last tokens, the newest first [1 to LONGEST]."""
+        wanted = suffix.tobytes()
+        middle = bisect_left(self._view, wanted, key=self._behind)
+        places = self._places[max(0, middle - NEAREST // 2) : middle + NEAREST // 2]
+        if not places.size:
+            return []
+        same = self._codes[places[:, None] + np.arange(len(suffix))] == suffix
+        lengths = np.where(same.all(axis=1), len(suffix), same.argmin(axis=1))
+        near = lengths >= SHORTEST
+        places, lengths = places[near], lengths[near]
+        ahead = self._codes[places[:, None] - np.arange(1, AHEAD + 1)].tolist()
+        found = zip(lengths.tolist(), ahead, places.tolist(), strict=True)
+        return [Match(length, _text(row), self._said_at(place)) for length, row, place in found]
+
+    def has(self, tokens: Codes) -> bool:
+        """Whether up to LONGEST tokens, the newest first, occur one after the other."""
+        wanted = tokens.tobytes()
+        place = bisect_left(self._view, wanted, key=self._behind)
+        return place < self.size and self._behind(self._view[place]).startswith(wanted)
+
+    def _behind(self, place: int) -> bytes:
+        return self._bytes[4 * place : 4 * (place + LONGEST)]
+
+    def _said_at(self, place: int) -> float:
+        return self._said[bisect_right(self._starts, place) - 1]
+
+
+def _text(row: list[int]) -> list[int]:
+    return row[: row.index(_END)] if _END in row else row
+
+
+def _sorted(codes: Codes) -> npt.NDArray[np.int32]:
+    """Places in the order of the LONGEST codes from each on, by prefix doubling."""
+    rank = codes.astype(np.uint64)
+    order, length = np.zeros(0, np.int64), 1
+    while length < LONGEST:
+        key = rank << np.uint64(32)
+        key[:-length] |= rank[length:]
+        order = np.argsort(key)
+        key = key[order]
+        rank[order] = np.cumsum(np.concatenate([[False], key[1:] != key[:-1]]))
+        length *= 2
+    return order.astype(np.int32)
