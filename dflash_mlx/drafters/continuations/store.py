@@ -23,6 +23,7 @@ LIMIT = 64 * 10**6  # bytes
 _A_TOKEN = 8  # bytes
 _MOST_ARRAYS = 3  # as each look-up searches all of them
 _LARGER = 4  # times as many tokens each has as the next
+_MANY = 9  # texts that are sorted together, as where a corpus is read in
 _SPARE = 8  # part of the limit that is made free at a time
 
 
@@ -108,7 +109,8 @@ class Store:
             try:
                 if unread:
                     self._read(begun)
-                self._take_in([part for text in texts if (part := self._new(text))], begun)
+                for some in [[text] for text in texts] if len(texts) < _MANY else [texts]:
+                    self._take_in([part for text in some if (part := self._new(text))], begun)
             except Exception as error:  # the edge of a thread; decoding goes on without
                 self._tell(error)
 

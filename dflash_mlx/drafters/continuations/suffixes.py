@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 LONGEST = 16  # tokens before a place that are compared
-SHORTEST = 2  # ... that have to be the same
-AHEAD = 32  # tokens behind a place that may be drafted
+PER_TOKEN = 2  # tokens that may be drafted for each that matched
+AHEAD = PER_TOKEN * LONGEST
 NEAREST = 32  # places that one array finds, those with the longest matches
 _END = 2**32 - 1  # between texts; no token
 CODE = np.dtype(">u4")  # whose bytes are in the order of the tokens
@@ -32,8 +32,7 @@ class Text:
         return cls(np.array(tokens, CODE), said)
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A place where a text reads as another does at its end."""
 
     length: int  # tokens that are the same, up to LONGEST
@@ -55,8 +54,8 @@ class SuffixArray:
         self._bytes = np.concatenate([*parts, gap], dtype=CODE).tobytes()
         self._codes = np.frombuffer(self._bytes, CODE)
         lengths = [len(text.tokens) + 1 for text in texts]
-        self._starts = np.cumsum([AHEAD, *lengths]).tolist()  # of texts, and of the last gap
-        self._said = [text.said for text in texts]
+        self._starts = np.cumsum([AHEAD, *lengths])  # of texts, and of the last gap
+        self._said = np.array([text.said for text in texts])
         self._places = _sorted(self._codes)[: self.size]
         self._view = memoryview(self._places.data)
 
@@ -71,7 +70,7 @@ class SuffixArray:
 
     def texts(self) -> Iterator[Text]:
         for start, end, said in zip(self._starts, self._starts[1:], self._said, strict=False):
-            yield Text(self._codes[start : end - 1][::-1], said)
+            yield Text(self._codes[start : end - 1][::-1], float(said))
 
     def find(self, suffix: Codes) -> list[Match]:
         """The places that match most of a text's last tokens, the newest first [1 to LONGEST]."""
@@ -82,11 +81,12 @@ class SuffixArray:
             return []
         same = self._codes[places[:, None] + np.arange(len(suffix))] == suffix
         lengths = np.where(same.all(axis=1), len(suffix), same.argmin(axis=1))
-        near = lengths >= SHORTEST
-        places, lengths = places[near], lengths[near]
-        ahead = self._codes[places[:, None] - np.arange(1, AHEAD + 1)].tolist()
-        found = zip(lengths.tolist(), ahead, places.tolist(), strict=True)
-        return [Match(length, _text(row), self._said_at(place)) for length, row, place in found]
+        places, lengths = places[lengths > 0], lengths[lengths > 0]
+        most = min(AHEAD, PER_TOKEN * int(lengths.max(initial=0)))
+        ahead = self._codes[places[:, None] - np.arange(1, most + 1)].tolist()
+        said = self._said[self._starts.searchsorted(places, side="right") - 1].tolist()
+        found = zip(lengths.tolist(), ahead, said, strict=True)
+        return [Match(length, _text(row), when) for length, row, when in found]
 
     def has(self, tokens: Codes) -> bool:
         """Whether up to LONGEST tokens, the newest first, occur one after the other."""
@@ -96,9 +96,6 @@ class SuffixArray:
 
     def _behind(self, place: int) -> bytes:
         return self._bytes[4 * place : 4 * (place + LONGEST)]
-
-    def _said_at(self, place: int) -> float:
-        return self._said[bisect_right(self._starts, place) - 1]
 
 
 def _text(row: list[int]) -> list[int]:
