@@ -149,14 +149,10 @@ class Responder:
         self._drafters: Drafters = {}
 
     def answer(
-        self,
-        asked: Question,
-        observer: Observer | None = None,
-        earlier: Earlier | None = None,
+        self, asked: Question, observer: Observer | None = None, earlier: Earlier | None = None
     ) -> Generator[Delta, None, None]:
         """A delta per round; a thought that the chat template opened is opened in the text.
 
-        earlier: other conversations that drafts may come from, and that this one is added to.
         Where the last message is the model's, it writes on where that ends.
         """
         pair, asked_for = self.pair, [*asked.messages]

@@ -17,11 +17,11 @@ from dflash_mlx.drafters.continuations.suffixes import (
     PER_TOKEN,
     Match,
     SuffixArray,
-    Text,
 )
 from dflash_mlx.drafters.none import NoContext
 from dflash_mlx.engine.state import State
 from support.decoding import paths_of
+from support.stores import filled, held, stored, text_of
 from support.toys import Letters, ToyCache
 
 texts = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=5)
@@ -52,7 +52,7 @@ def backwards(tokens):
 
 @given(texts, ends)
 def test_a_suffix_array_finds_the_places_with_the_longest_matches(many, end):
-    array = SuffixArray([Text.of(text, 1.0 + i) for i, text in enumerate(many)])
+    array = SuffixArray([text_of(text, 1.0 + i) for i, text in enumerate(many)])
     assert [text.tokens.tolist() for text in array.texts()] == many
     found, known = array.find(backwards(end)), places(many, end)
     assert max((m.length for m in found), default=0) == max((n for n, _ in known), default=0)
@@ -132,18 +132,6 @@ def drafted(store, tokens, most=8):
     return Lookup().draft(state, most)
 
 
-def filled(*many, **settings):
-    store = Store(**settings)
-    for i, text in enumerate(many):
-        store.add(text, 1.0 + i)
-    assert store.wait(60)
-    return store
-
-
-def stored(store):
-    return [text.tokens.tolist() for array in store._arrays for text in array.texts()]
-
-
 def test_what_others_said_is_drafted_and_named():
     tree = drafted(filled([*range(20)]), [30, 5, 6, 7])
     assert tree.drafted[:3] == (8, 9, 10)
@@ -155,7 +143,7 @@ def test_a_turn_is_stored_without_the_turns_before_it():
     rng = np.random.default_rng(0)
     said = rng.integers(1000, size=500).tolist()
     store = filled(said[:200], said[:400], said[:400], said)
-    assert store.tokens < 500 + 3 * 2 * LONGEST
+    assert held(store) < 500 + 3 * 2 * LONGEST
     for end in range(20, 490, 7):
         assert drafted(store, said[:end]).drafted[:1] == (said[end],)
 
@@ -163,10 +151,10 @@ def test_a_turn_is_stored_without_the_turns_before_it():
 def test_the_oldest_texts_go_first_and_a_text_beyond_the_limit_is_told():
     many = [[100 * i + k for k in range(100)] for i in range(30)]
     store = filled(*many, limit=8 * 1000)
-    assert store.tokens <= 1000 and not store.problem
+    assert held(store) <= 1000 and not store.problem
     assert stored(store)[-1] == many[-1] and many[0] not in stored(store)
     store.add(range(1001))
-    assert "8.0 kB" in store.problem or "KB" in store.problem or "0.0" in store.problem
+    assert "was not kept" in store.problem
     assert stored(store)[-1] == many[-1], "what is there stays"
 
 
@@ -174,9 +162,9 @@ def test_what_is_forgotten_is_not_found_even_if_it_was_being_sorted():
     store = Store()
     store.add(np.random.default_rng(0).integers(9, size=200_000).tolist())
     store.forget()
-    assert store.wait(60) and store.tokens == 0
+    assert store.wait(60) and held(store) == 0
     store.add([1, 2, 3])
-    assert store.wait(60) and store.tokens == 3
+    assert store.wait(60) and held(store) == 3
 
 
 def test_adding_does_not_wait_for_the_sorting():
@@ -215,4 +203,4 @@ def test_users_models_and_tokenizers_have_stores_of_their_own(tmp_path):
     again = Stores(tmp_path / "said").of("model", Vocabulary(9), "key a")
     assert again.wait(60) and stored(again) == [[1, 2, 3, 4]]
     stores.forget()
-    assert not a.tokens and not any((tmp_path / "said").iterdir())
+    assert not held(a) and not any((tmp_path / "said").iterdir())

@@ -11,15 +11,11 @@ import pytest
 from dflash_mlx.drafters.continuations import files
 from dflash_mlx.drafters.continuations.files import TextFile
 from dflash_mlx.drafters.continuations.store import Store
-from dflash_mlx.drafters.continuations.suffixes import Text
+from support.stores import held, plain, text_of
 
 RNG = np.random.default_rng(0)
 MANY = [RNG.integers(50_000, size=n).tolist() for n in (3, 40, 200, 1, 90)]
 OPEN = 10**9  # no limit
-
-
-def plain(texts):
-    return [(text.tokens.tolist(), text.said) for text in texts]
 
 
 @pytest.fixture
@@ -29,7 +25,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def kept(file):
-    TextFile(file, "a").append([Text.of(text, 1.5 + i) for i, text in enumerate(MANY)])
+    TextFile(file, "a").append([text_of(text, 1.5 + i) for i, text in enumerate(MANY)])
     return [(text, 1.5 + i) for i, text in enumerate(MANY)]
 
 
@@ -89,7 +85,7 @@ def test_a_file_of_another_model_stays_as_it_is(file, kept):
     store = Store(file=file, owner="b")
     store.add([1, 2, 3])
     assert store.wait(60) and "another model" in store.problem and str(file) in store.problem
-    assert store.tokens == 3 and file.read_bytes() == before
+    assert held(store) == 3 and file.read_bytes() == before
 
 
 def test_a_full_disk_is_told_and_leaves_no_part_of_a_text(file, kept):
@@ -100,7 +96,7 @@ def test_a_full_disk_is_told_and_leaves_no_part_of_a_text(file, kept):
         assert store.wait(60)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
         store.add([*range(5000)])
-        assert store.wait(60) and store.tokens > 5000
+        assert store.wait(60) and store.nbytes > 8 * 5000
         print(store.problem)"""
     ran = run(program, file, file.stat().st_size + 100)
     assert "cannot be kept" in ran.communicate()[0]
@@ -153,7 +149,7 @@ def test_a_program_that_is_killed_while_it_writes_leaves_whole_texts(file):
 
 
 def test_a_text_that_a_kill_cut_off_is_left_out(file, kept):
-    record = files._record(Text.of([5] * 100, 3.0))
+    record = files._record(text_of([5] * 100, 3.0))
     whole = file.read_bytes()
     for size in range(1, len(record)):
         file.write_bytes(whole + record[:size])

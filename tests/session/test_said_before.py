@@ -16,21 +16,14 @@ from dflash_mlx.session.worker import Request, Worker
 from dflash_mlx.verifier.pass_times import PassTimes
 from support.decoding import scheduler_of, tokens_in
 from support.law import LENGTH, VOCABULARY, ToyDrafter, law_distance
+from support.stores import held
 from support.toys import Letters, ToyTarget
 
 FLAT = PassTimes((1, 4, 16, 64), (1.0, 1.0, 1.0, 1.0))
 
 
-def filled(*texts):
-    store = Store()
-    for text in texts:
-        store.add(text, 1.0)
-    assert store.wait(60)
-    return store
-
-
 class Frozen(Store):
-    def add(self, tokens, said=None):
+    def add(self, tokens, said=0.0):
         pass
 
 
@@ -109,9 +102,12 @@ def test_greedy_answers_are_those_without_a_store_in_fewer_rounds(kind):
 
 def test_what_a_session_said_the_next_one_drafts_and_without_a_store_nothing_is_kept():
     target, store = ToyTarget(30, seed=2), Store()
-    pair, config = Pair(target, Letters()), DecodeConfig(method="ngram", block_size=8, max_tokens=20)
+    pair, config = (
+        Pair(target, Letters()),
+        DecodeConfig(method="ngram", block_size=8, max_tokens=20),
+    )
     first = collect(Session(pair, config, earlier=store).stream([1, 2, 3]))
-    assert store.wait(60) and store.tokens == 3 + 20
+    assert store.wait(60) and held(store) == 3 + 20
     deltas = [*Session(pair, config, earlier=store).stream([1, 2, 3])]
     again = collect(iter(deltas))
     assert again.tokens == first.tokens

@@ -11,12 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_mlx.core.tree import Tree
-from dflash_mlx.drafters.continuations.suffixes import (
-    AHEAD,
-    CODE,
-    LONGEST,
-    Match,
-)
+from dflash_mlx.drafters.continuations.suffixes import AHEAD, CODE, LONGEST, Match
 from dflash_mlx.engine.state import State
 
 HERE, BEFORE = "lookup", "said"  # sources of tokens: this conversation, and earlier ones
@@ -74,24 +69,19 @@ class Spoken:
 
     def find(self, tokens: Sequence[int]) -> list[Match]:
         """Earlier places that match what `tokens` end with; they go on where they ended before."""
-        known = self._before
-        if len(tokens) < len(known):  # another conversation, or an earlier part of it
-            self.__init__()  # type: ignore[misc]
-            known = self._before
-        for end in range(len(known), len(tokens)):
+        if len(tokens) < len(self._before):  # another conversation, or an earlier part of it
+            self._latest, self._before = {}, array("q", [0])
+        for end in range(len(self._before), len(tokens)):
             pair = tokens[end - 1], tokens[end]
-            place = self._latest.get(pair, 0)
-            known.append(place)
+            self._before.append(self._latest.get(pair, 0))
             self._latest[pair] = end
-        found, place = list[Match](), known[-1]
+        found, place = list[Match](), self._before[-1]
         while place and len(found) < _PLACES:
             length, most = 2, min(place + 1, LONGEST)
             while length < most and tokens[place - length] == tokens[-1 - length]:
                 length += 1
             found.append(Match(length, tokens[place + 1 : place + 1 + AHEAD], 0.0))
-            if length == LONGEST:
-                break
-            place = known[place]
+            place = 0 if length == LONGEST else self._before[place]
         return found
 
 
@@ -110,8 +100,6 @@ class Lookup:
         matches = self._spoken.setdefault(state, Spoken()).find(tokens)
         if state.earlier is not None:
             matches += state.earlier.find(np.array(tokens[: -LONGEST - 1 : -1], CODE))
-        if not matches or most < 1:
-            return Tree.chain()
         return grow(matches, most, self._width)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,16 +19,11 @@ CODE = np.dtype(">u4")  # whose bytes are in the order of the tokens
 Codes = npt.NDArray[Any]  # tokens as CODE
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Tokens of one conversation, and when they were said."""
 
     tokens: Codes
     said: float  # Unix seconds
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], said: float) -> Text:
-        return cls(np.array(tokens, CODE), said)
 
 
 class Match(NamedTuple):
@@ -48,13 +42,11 @@ class SuffixArray:
 
     def __init__(self, texts: Sequence[Text]) -> None:
         gap = np.full(AHEAD, _END, CODE)
-        parts = [gap]
-        for text in texts:
-            parts += [text.tokens[::-1], gap[:1]]
+        parts = [gap, *(part for text in texts for part in (text.tokens[::-1], gap[:1]))]
         self._bytes = np.concatenate([*parts, gap], dtype=CODE).tobytes()
         self._codes = np.frombuffer(self._bytes, CODE)
-        lengths = [len(text.tokens) + 1 for text in texts]
-        self._starts = np.cumsum([AHEAD, *lengths])  # of texts, and of the last gap
+        # Of texts, and of the last gap.
+        self._starts = np.cumsum([AHEAD, *(len(text.tokens) + 1 for text in texts)])
         self._said = np.array([text.said for text in texts])
         self._places = _sorted(self._codes)[: self.size]
         self._view = memoryview(self._places.data)
@@ -63,10 +55,6 @@ class SuffixArray:
     def size(self) -> int:
         """Tokens."""
         return len(self._codes) - 2 * AHEAD - len(self._said)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._bytes) + int(self._places.nbytes)
 
     def texts(self) -> Iterator[Text]:
         for start, end, said in zip(self._starts, self._starts[1:], self._said, strict=False):
@@ -85,8 +73,8 @@ class SuffixArray:
         most = min(AHEAD, PER_TOKEN * int(lengths.max(initial=0)))
         ahead = self._codes[places[:, None] - np.arange(1, most + 1)].tolist()
         said = self._said[self._starts.searchsorted(places, side="right") - 1].tolist()
-        found = zip(lengths.tolist(), ahead, said, strict=True)
-        return [Match(length, _text(row), when) for length, row, when in found]
+        rows = [row[: row.index(_END)] if _END in row else row for row in ahead]
+        return [*map(Match, lengths.tolist(), rows, said)]
 
     def has(self, tokens: Codes) -> bool:
         """Whether up to LONGEST tokens, the newest first, occur one after the other."""
@@ -96,10 +84,6 @@ class SuffixArray:
 
     def _behind(self, place: int) -> bytes:
         return self._bytes[4 * place : 4 * (place + LONGEST)]
-
-
-def _text(row: list[int]) -> list[int]:
-    return row[: row.index(_END)] if _END in row else row
 
 
 def _sorted(codes: Codes) -> npt.NDArray[np.int32]:
