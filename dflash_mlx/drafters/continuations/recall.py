@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,7 +19,7 @@ HERE, BEFORE = "lookup", "said"  # sources of tokens: this conversation, and ear
 _GROWTH = 2.0  # times as much that a place counts for each token more that matches
 _DOUBT = 32.0  # what the chance that none of them is right counts
 _HERE = 8.0  # times as much that a place in the same conversation counts
-_LEAST = 0.02  # probability of a path that is worth a node
+_LEAST = 0.04  # probability of a path that is worth a node
 _PLACES = 16  # of a conversation that are compared
 MOST_LOOKED_UP = 32  # drafted tokens
 
@@ -30,34 +31,36 @@ def grow(matches: Sequence[Match], most: int, width: int | None = None) -> Tree:
     that long matches overrule short ones and several short ones add up; of the places along a path
     a token has p = its count / (count of all + _DOUBT). width: tokens that may follow a path.
     """
-    counts = [_GROWTH**m.length * (1.0 if m.said else _HERE) for m in matches]
+    weighed = [(_GROWTH**m.length * (1.0 if m.said else _HERE), m.said, m.ahead) for m in matches]
+    weighed.sort(key=itemgetter(0), reverse=True)
     tokens: list[int] = []
     parents, logprobs, sources, said = [-1], [0.0], [""], [0.0]
     # Of nodes to be: probability of the path, which came first, parent, depth, token, p, places.
     heap: list[tuple[float, int, int, int, int, float, list[int]]] = []
-    reach, depth, node, along, order = 1.0, 0, 0, [*range(len(matches))], 0
+    reach, depth, node, along, order = 1.0, 0, 0, [*range(len(weighed))], 0
     while True:
-        following: dict[int, list[int]] = {}
-        for i in along:
-            ahead = matches[i].ahead
+        counts, places, total = dict[int, float](), dict[int, list[int]](), _DOUBT / _GROWTH**depth
+        for place in along:
+            count, _, ahead = weighed[place]
             if depth < len(ahead):
-                following.setdefault(ahead[depth], []).append(i)
-        weighed = [(sum([counts[i] for i in own]), t, own) for t, own in following.items()]
-        total = sum([weight for weight, *_ in weighed]) + _DOUBT / _GROWTH**depth
-        for weight, token, own in weighed if width is None else [max(weighed)] if weighed else []:
-            if (chance := reach * weight / total) >= _LEAST:
-                order += 1
-                heappush(heap, (-chance, order, node, depth + 1, token, weight / total, own))
+                token, total = ahead[depth], total + count
+                counts[token] = counts.get(token, 0.0) + count
+                places.setdefault(token, []).append(place)
+        least = _LEAST * total / reach
+        likely = nlargest(width, counts.items(), itemgetter(1)) if width else counts.items()
+        for token, count in likely:
+            if count >= least:
+                order, p = order + 1, count / total
+                heappush(heap, (-reach * p, order, node, depth + 1, token, p, places[token]))
         if not heap or len(tokens) == most:
             return Tree(tuple(tokens), tuple(parents), tuple(logprobs), tuple(sources), tuple(said))
-        reach, _, parent, depth, token, chance, along = heappop(heap)
+        reach, _, parent, depth, token, p, along = heappop(heap)
         reach, node = -reach, len(parents)
-        best = matches[max(along, key=counts.__getitem__)]
         tokens.append(token)
         parents.append(parent)
-        logprobs.append(math.log(chance))
-        said.append(best.said)
-        sources.append(BEFORE if best.said else HERE)
+        logprobs.append(math.log(p))
+        said.append(weighed[along[0]][1])
+        sources.append(BEFORE if said[-1] else HERE)
 
 
 class Spoken:

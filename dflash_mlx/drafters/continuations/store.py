@@ -13,19 +13,11 @@ import numpy as np
 
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.continuations.files import TextFile, newest
-from dflash_mlx.drafters.continuations.suffixes import (
-    CODE,
-    LONGEST,
-    Codes,
-    Match,
-    SuffixArray,
-    Text,
-)
+from dflash_mlx.drafters.continuations.suffixes import CODE, LONGEST, Match, SuffixArray, Text
 
 LIMIT = 64 * 10**6  # bytes
 _A_TOKEN = 8  # bytes
-_MOST_ARRAYS = 3  # as each look-up searches all of them
-_LARGER = 4  # times as many tokens each has as the next
+_SMALL = 2**16  # tokens of new texts that are sorted apart from the others
 _MANY = 9  # texts that are sorted together, as where a corpus is read in
 
 
@@ -53,8 +45,8 @@ class Store:
     def nbytes(self) -> int:
         return sum(_A_TOKEN * each.size for each in self._arrays)
 
-    def find(self, suffix: Codes) -> list[Match]:
-        """Places that match what a text ends with; suffix: its last tokens, the newest first."""
+    def find(self, suffix: Any) -> list[Match]:
+        """Places that match what a text ends with: its last tokens, of CODE, the newest first."""
         return [match for each in self._arrays for match in each.find(suffix)]
 
     def add(self, tokens: Sequence[int], said: float = 0.0) -> None:
@@ -68,16 +60,13 @@ class Store:
             self._start()
 
     def forget(self) -> None:
-        """Remove all texts, those on the disk and those of damaged files too."""
+        """Remove all texts, also those on the disk; OSError where the disk says no."""
         with self._disk:
             with self._lock:
                 self._arrays, self._pending, self._unread = (), [], False
                 self._begun += 1
-            try:
-                if self._file is not None:
-                    self._file.remove()
-            except OSError as error:
-                self._tell(error)
+            if self._file is not None:
+                self._file.remove()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until all that was added is found and written; whether it is."""
@@ -122,12 +111,10 @@ class Store:
         if not texts:
             return
         arrays = [*self._arrays, SuffixArray(texts)]
-        while len(arrays) > 1 and (
-            len(arrays) > _MOST_ARRAYS or arrays[-2].size < _LARGER * arrays[-1].size
-        ):
+        while arrays[2:] or (arrays[1:] and not arrays[1].size < _SMALL <= arrays[0].size):
             *arrays, one, other = arrays
             arrays.append(SuffixArray([*one.texts(), *other.texts()]))
-        limit = self._limit * 7 // 8  # or it would soon be full again
+        limit = self._limit * 7 // 8  # of a full one, or it would soon be full again
         if full := sum(each.size for each in arrays) > self._limit:
             kept = [text for each in arrays for text in each.texts()]
             arrays = [SuffixArray(newest(kept, limit))]
@@ -168,7 +155,7 @@ def owner_of(name: str, tokenizer: Any) -> str:
 class Stores:
     """A store for each model and each user.
 
-    folder: where they are kept, as files that their user alone can read; None for in memory alone.
+    folder: of their files, which the user alone can read; None for in memory alone.
     """
 
     def __init__(self, folder: Path | None = None, limit: int = LIMIT) -> None:

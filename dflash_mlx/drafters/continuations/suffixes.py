@@ -12,7 +12,7 @@ import numpy.typing as npt
 LONGEST = 16  # tokens before a place that are compared
 PER_TOKEN = 2  # tokens that may be drafted for each that matched
 AHEAD = PER_TOKEN * LONGEST
-NEAREST = 32  # places that one array finds, those with the longest matches
+NEAREST = 24  # places that one array finds, those with the longest matches
 _END = 2**32 - 1  # between texts; no token
 CODE = np.dtype(">u4")  # whose bytes are in the order of the tokens
 
@@ -88,13 +88,12 @@ class SuffixArray:
 
 def _sorted(codes: Codes) -> npt.NDArray[np.int32]:
     """Places in the order of the LONGEST codes from each on, by prefix doubling."""
-    rank = codes.astype(np.uint64)
-    order, length = np.zeros(0, np.int64), 1
-    while length < LONGEST:
-        key = rank << np.uint64(32)
+    rank, order = codes.astype(np.uint32), np.zeros(0, np.int64)
+    for length in (1, 2, 4, 8):
+        key = rank.astype(np.uint64)
+        key <<= np.uint64(32)
         key[:-length] |= rank[length:]
         order = np.argsort(key)
         key = key[order]
-        rank[order] = np.cumsum(np.concatenate([[False], key[1:] != key[:-1]]))
-        length *= 2
+        rank[order] = np.cumsum(np.append(False, key[1:] != key[:-1]), dtype=np.uint32)
     return order.astype(np.int32)
