@@ -43,7 +43,7 @@ _DAY = 1.7e9  # Unix seconds at which the stores' answers were said: any
 class Frozen(Store):
     """Learns nothing while it is measured."""
 
-    def add(self, tokens: Sequence[int], said: float | None = None) -> None:
+    def add(self, tokens: Sequence[int], said: float = 0.0) -> None:
         pass
 
 

@@ -1,7 +1,4 @@
-"""Prompt lookup: what followed the last words when they were written before (arXiv 2404.08698).
-
-In this conversation, and in earlier ones (SuffixDecoding, arXiv 2411.04975).
-"""
+"""Prompt lookup: what followed the last words earlier on (arXiv 2404.08698, 2411.04975)."""
 
 from __future__ import annotations
 

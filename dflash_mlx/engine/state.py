@@ -21,11 +21,8 @@ Kind = tuple[tuple[nn.Module, ...], Hashable]  # networks, and settings of what 
 class Earlier(Protocol):
     """The texts of other conversations that drafts of this one may come from."""
 
-    def find(self, suffix: npt.NDArray[Any]) -> list[Any]:
-        """Places that read as this text does; suffix: its last tokens, the newest first."""
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Take in what was read and said; returns at once."""
+    def find(self, suffix: npt.NDArray[Any]) -> list[Any]: ...
+    def add(self, tokens: Sequence[int]) -> None: ...
 
 
 class Context(Protocol):

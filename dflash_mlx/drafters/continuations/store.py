@@ -9,21 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.continuations.files import TextFile, newest
-from dflash_mlx.drafters.continuations.suffixes import (
-    LONGEST,
-    Codes,
-    Match,
-    SuffixArray,
-    Text,
-)
+from dflash_mlx.drafters.continuations.suffixes import CODE, LONGEST, Match, SuffixArray, Text
 
 LIMIT = 64 * 10**6  # bytes
 _A_TOKEN = 8  # bytes
-_MOST_ARRAYS = 3  # as each look-up searches all of them
-_LARGER = 4  # times as many tokens each has as the next
-_SPARE = 8  # part of the limit that is made free at a time
+_SMALL = 2**16  # tokens of new texts that are sorted apart from the others
+_MANY = 9  # texts that are sorted together, as where a corpus is read in
 
 
 class Store:
@@ -43,52 +38,39 @@ class Store:
         self._thread: threading.Thread | None = None
         self._lock, self._disk = threading.Lock(), threading.Lock()
         self._begun = 0  # how often everything was forgotten
-        if self._unread:
+        if file is not None:
             self._start()
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._arrays)
+        return sum(_A_TOKEN * each.size for each in self._arrays)
 
-    @property
-    def tokens(self) -> int:
-        return sum(each.size for each in self._arrays)
-
-    def find(self, suffix: Codes) -> list[Match]:
-        """Places that match what a text ends with; suffix: its last tokens, the newest first."""
+    def find(self, suffix: Any) -> list[Match]:
+        """Places that match what a text ends with: its last tokens, of CODE, the newest first."""
         return [match for each in self._arrays for match in each.find(suffix)]
 
-    def add(self, tokens: Sequence[int], said: float | None = None) -> None:
-        """Take in a conversation, or what is new of it; returns at once.
-
-        said: Unix seconds, by default now.
-        """
-        if not tokens:
-            return
+    def add(self, tokens: Sequence[int], said: float = 0.0) -> None:
+        """Take in a conversation, or what is new of it, of that Unix second, or of now for 0."""
         if len(tokens) > self._limit:
             size, limit = amount(_A_TOKEN * len(tokens)), amount(_A_TOKEN * self._limit)
             self.problem = f"a text of {size} was not kept, as what was said has {limit} in all"
             return
         with self._lock:
-            self._pending.append(Text.of(tokens, time.time() if said is None else said))
+            self._pending.append(Text(np.array(tokens, CODE), said or time.time()))
             self._start()
 
     def forget(self) -> None:
-        """Remove all texts, those on the disk and those of damaged files too."""
+        """Remove all texts, also those on the disk; OSError where the disk says no."""
         with self._disk:
             with self._lock:
                 self._arrays, self._pending, self._unread = (), [], False
                 self._begun += 1
             if self._file is not None:
-                try:
-                    self._file.remove()
-                except OSError as error:
-                    self._tell(error)
+                self._file.remove()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Until all that was added is found and written; whether it is."""
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
 
@@ -107,49 +89,46 @@ class Store:
                     return
             try:
                 if unread:
-                    self._read(begun)
-                self._take_in([part for text in texts if (part := self._new(text))], begun)
+                    self._read(self._limit, begun)
+                for some in [[text] for text in texts] if len(texts) < _MANY else [texts]:
+                    self._take_in([part for text in some if (part := self._new(text))], begun)
             except Exception as error:  # the edge of a thread; decoding goes on without
                 self._tell(error)
 
-    def _read(self, begun: int) -> None:
-        assert self._file is not None
+    def _read(self, limit: int, begun: int) -> None:
         with self._disk:
-            if begun != self._begun:
+            if self._file is None or begun != self._begun:
                 return
             try:
-                texts, problem = self._file.read(self._limit)
-            except OSError as error:  # nothing is written to what cannot be read
+                texts, problem = self._file.read(limit)
+            except OSError:  # nothing is written to what cannot be read
                 self._file = None
-                self._tell(error)
-                return
+                raise
         self.problem = problem or self.problem
-        self._publish((SuffixArray(texts),) if texts else (), begun)
+        self._publish([SuffixArray(texts)] if texts else [], begun)
 
     def _take_in(self, texts: list[Text], begun: int) -> None:
         if not texts:
             return
-        with self._disk:
-            if self._file is not None and begun == self._begun:
-                try:
-                    self._file.append(texts)
-                except OSError as error:
-                    self._tell(error)
         arrays = [*self._arrays, SuffixArray(texts)]
-        while len(arrays) > 1 and (
-            len(arrays) > _MOST_ARRAYS or arrays[-2].size < _LARGER * arrays[-1].size
-        ):
+        while arrays[2:] or (arrays[1:] and not arrays[1].size < _SMALL <= arrays[0].size):
             *arrays, one, other = arrays
             arrays.append(SuffixArray([*one.texts(), *other.texts()]))
-        self._publish(tuple(arrays), begun)
-        if self.tokens > self._limit:
-            kept = [text for each in self._arrays for text in each.texts()]
-            self._publish((SuffixArray(newest(kept, self._limit - self._limit // _SPARE)),), begun)
+        limit = self._limit * 7 // 8  # of a full one, or it would soon be full again
+        if full := sum(each.size for each in arrays) > self._limit:
+            kept = [text for each in arrays for text in each.texts()]
+            arrays = [SuffixArray(newest(kept, limit))]
+        self._publish(arrays, begun)
+        with self._disk:
+            if self._file is not None and begun == self._begun:
+                self._file.append(texts)
+                if full:
+                    self._file.read(limit)
 
-    def _publish(self, arrays: tuple[SuffixArray, ...], begun: int) -> None:
+    def _publish(self, arrays: Sequence[SuffixArray], begun: int) -> None:
         with self._lock:
             if begun == self._begun:
-                self._arrays = arrays
+                self._arrays = tuple(arrays)
 
     def _new(self, text: Text) -> Text | None:
         """What of a text does not begin as earlier ones do; None for nothing."""
@@ -176,7 +155,7 @@ def owner_of(name: str, tokenizer: Any) -> str:
 class Stores:
     """A store for each model and each user.
 
-    folder: where they are kept, as files that their user alone can read; None for in memory alone.
+    folder: of their files, which the user alone can read; None for in memory alone.
     """
 
     def __init__(self, folder: Path | None = None, limit: int = LIMIT) -> None:

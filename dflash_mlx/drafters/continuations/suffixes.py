@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 LONGEST = 16  # tokens before a place that are compared
-SHORTEST = 2  # ... that have to be the same
-AHEAD = 32  # tokens behind a place that may be drafted
-NEAREST = 32  # places that one array finds, those with the longest matches
+PER_TOKEN = 2  # tokens that may be drafted for each that matched
+AHEAD = PER_TOKEN * LONGEST
+NEAREST = 24  # places that one array finds, those with the longest matches
 _END = 2**32 - 1  # between texts; no token
 CODE = np.dtype(">u4")  # whose bytes are in the order of the tokens
 
 Codes = npt.NDArray[Any]  # tokens as CODE
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Tokens of one conversation, and when they were said."""
 
     tokens: Codes
     said: float  # Unix seconds
 
-    @classmethod
-    def of(cls, tokens: Sequence[int], said: float) -> Text:
-        return cls(np.array(tokens, CODE), said)
 
-
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A place where a text reads as another does at its end."""
 
     length: int  # tokens that are the same, up to LONGEST
@@ -49,14 +42,12 @@ class SuffixArray:
 
     def __init__(self, texts: Sequence[Text]) -> None:
         gap = np.full(AHEAD, _END, CODE)
-        parts = [gap]
-        for text in texts:
-            parts += [text.tokens[::-1], gap[:1]]
+        parts = [gap, *(part for text in texts for part in (text.tokens[::-1], gap[:1]))]
         self._bytes = np.concatenate([*parts, gap], dtype=CODE).tobytes()
         self._codes = np.frombuffer(self._bytes, CODE)
-        lengths = [len(text.tokens) + 1 for text in texts]
-        self._starts = np.cumsum([AHEAD, *lengths]).tolist()  # of texts, and of the last gap
-        self._said = [text.said for text in texts]
+        # Of texts, and of the last gap.
+        self._starts = np.cumsum([AHEAD, *(len(text.tokens) + 1 for text in texts)])
+        self._said = np.array([text.said for text in texts])
         self._places = _sorted(self._codes)[: self.size]
         self._view = memoryview(self._places.data)
 
@@ -65,13 +56,9 @@ class SuffixArray:
         """Tokens."""
         return len(self._codes) - 2 * AHEAD - len(self._said)
 
-    @property
-    def nbytes(self) -> int:
-        return len(self._bytes) + int(self._places.nbytes)
-
     def texts(self) -> Iterator[Text]:
         for start, end, said in zip(self._starts, self._starts[1:], self._said, strict=False):
-            yield Text(self._codes[start : end - 1][::-1], said)
+            yield Text(self._codes[start : end - 1][::-1], float(said))
 
     def find(self, suffix: Codes) -> list[Match]:
         """The places that match most of a text's last tokens, the newest first [1 to LONGEST]."""
@@ -82,11 +69,12 @@ class SuffixArray:
             return []
         same = self._codes[places[:, None] + np.arange(len(suffix))] == suffix
         lengths = np.where(same.all(axis=1), len(suffix), same.argmin(axis=1))
-        near = lengths >= SHORTEST
-        places, lengths = places[near], lengths[near]
-        ahead = self._codes[places[:, None] - np.arange(1, AHEAD + 1)].tolist()
-        found = zip(lengths.tolist(), ahead, places.tolist(), strict=True)
-        return [Match(length, _text(row), self._said_at(place)) for length, row, place in found]
+        places, lengths = places[lengths > 0], lengths[lengths > 0]
+        most = min(AHEAD, PER_TOKEN * int(lengths.max(initial=0)))
+        ahead = self._codes[places[:, None] - np.arange(1, most + 1)].tolist()
+        said = self._said[self._starts.searchsorted(places, side="right") - 1].tolist()
+        rows = [row[: row.index(_END)] if _END in row else row for row in ahead]
+        return [*map(Match, lengths.tolist(), rows, said)]
 
     def has(self, tokens: Codes) -> bool:
         """Whether up to LONGEST tokens, the newest first, occur one after the other."""
@@ -97,23 +85,15 @@ class SuffixArray:
     def _behind(self, place: int) -> bytes:
         return self._bytes[4 * place : 4 * (place + LONGEST)]
 
-    def _said_at(self, place: int) -> float:
-        return self._said[bisect_right(self._starts, place) - 1]
-
-
-def _text(row: list[int]) -> list[int]:
-    return row[: row.index(_END)] if _END in row else row
-
 
 def _sorted(codes: Codes) -> npt.NDArray[np.int32]:
     """Places in the order of the LONGEST codes from each on, by prefix doubling."""
-    rank = codes.astype(np.uint64)
-    order, length = np.zeros(0, np.int64), 1
-    while length < LONGEST:
-        key = rank << np.uint64(32)
+    rank, order = codes.astype(np.uint32), np.zeros(0, np.int64)
+    for length in (1, 2, 4, 8):
+        key = rank.astype(np.uint64)
+        key <<= np.uint64(32)
         key[:-length] |= rank[length:]
         order = np.argsort(key)
         key = key[order]
-        rank[order] = np.cumsum(np.concatenate([[False], key[1:] != key[:-1]]))
-        length *= 2
+        rank[order] = np.cumsum(np.append(False, key[1:] != key[:-1]), dtype=np.uint32)
     return order.astype(np.int32)
