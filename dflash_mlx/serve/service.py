@@ -31,7 +31,7 @@ from dflash_mlx.serve.structure import structure_of
 from dflash_mlx.session.calls import Part
 from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.models import Models
-from dflash_mlx.session.reading import AnswerReader
+from dflash_mlx.session.reading import AnswerReader, SchemaReader
 
 T = TypeVar("T")
 
@@ -191,7 +191,8 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
-                reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
+                kind = AnswerReader if chat.schema is None else SchemaReader
+                reader = partial(kind, pair.tokenizer, form_of(pair), *how)
             stream = await service.ask(pair, configs, [tokens], reader, chat.go_on)
         stream.replies[0].ignored = chat.ignored or ()
         for reply in stream.replies:
