@@ -191,6 +191,33 @@ def test_a_load_that_hangs_keeps_nobody_else_from_an_answer(monkeypatch):
         assert hanging.loads == 1 and hanging.users == 0
 
 
+def test_a_load_that_is_late_takes_the_place_of_others_when_it_is_there(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 0.1)
+    goes_on = threading.Event()
+    hanging = loading("second", lambda: goes_on.wait(30) and saying("second"))
+    with serving(saying(MODEL), further=[hanging, loading("third")], most_loaded=1) as server:
+        assert server.chat(model="second").status_code == 503
+        assert said(server.chat(model="third")) == "third answers hello"
+        goes_on.set()
+        server.until(lambda: hanging.pair is not None)
+        assert states(server)["third"] == "not-loaded"
+        assert said(server.chat(model="second")) == "second answers hello"
+
+
+def test_room_is_kept_for_a_load_that_is_late(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 0.1)
+    monkeypatch.setattr("dflash_mlx.session.models.free_memory", lambda: 10**9)
+    goes_on = threading.Event()
+    hanging = replace(loading("second", lambda: goes_on.wait(30) and saying("second")), needs=10**9)
+    with serving(saying(MODEL), further=[hanging, replace(loading("third"), needs=10)]) as server:
+        assert server.chat(model="second").status_code == 503
+        assert states(server)[MODEL] == "loaded"
+        assert said(server.chat(model="third")) == "third answers hello"
+        assert states(server)[MODEL] == "not-loaded"
+        goes_on.set()
+        server.until(lambda: hanging.pair is not None)
+
+
 @pytest.mark.parametrize(("needs", "state"), [(5 * 10**9, "loaded"), (2 * 10**9, "not-loaded")])
 def test_a_model_for_which_there_is_no_room_even_alone_is_refused(needs, state, monkeypatch):
     monkeypatch.setattr("dflash_mlx.session.models.free_memory", lambda: 10**9)
