@@ -20,7 +20,7 @@ _HEADER, _NEXT = "<|channel|>{}<|message|>", "<|end|><|start|>assistant"
 def without_thoughts(messages: Sequence[Message]) -> list[Message]:
     """As a template of channels takes a conversation: it refuses or repeats thoughts in a text."""
     return [
-        {**each, "content": split_thinking(each["content"]).answer}
+        {**each, "content": split_thinking(each["content"], inside=False).answer}
         if each["role"] == "assistant"
         else each
         for each in messages
