@@ -60,6 +60,11 @@ def test_answers_that_find_no_place_wait_and_further_ones_are_told_when_to_come_
         assert server.chat().status_code == 200
 
 
+def test_a_request_for_more_answers_than_there_are_places_is_not_told_to_come_back(pair):
+    with serving(pair, parallel=1, queue=1) as server:
+        assert [server.chat(n=n).status_code for n in (2, 3)] == [200, 400]
+
+
 def test_no_more_answers_than_allowed_are_decoded_at_once(pair, threads):
     with serving(pair, parallel=2, queue=9) as server:
         with streaming(server), streaming(server):
