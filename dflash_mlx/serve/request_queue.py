@@ -40,7 +40,7 @@ class Reply(Request):
     goes_on: bool = False  # with a text; a space is cut off at the beginning of others
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
-    until: list[int] = field(default_factory=list)  # how many there were with each of the parts
+    until: list[int] = field(default_factory=list)  # how many had come by the end of each part
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
@@ -141,7 +141,7 @@ class ResponseStream:
             self._waiting -= 1
             assert reply.sequence is not None
             reply.statistics = reply.sequence.statistics
-        elif isinstance(said, Delta):  # without rows of the vocabulary, which may wait for long
+        elif isinstance(said, Delta):  # q has rows of the vocabulary: a slow reader would keep many
             slim = replace(said, proposal=replace(said.proposal, q=None))
             self._news.append((reply, slim))
         elif isinstance(said, Exception):
@@ -270,7 +270,7 @@ class RequestQueue:
         self._count()
 
     def _forget(self, reply: Reply) -> None:
-        """What holds memory of an answer that is over, however slowly it is read from here on."""
+        """Let an answer that is over hold no caches and no model, however slowly it is read."""
         del self._streams[reply]
         reply.sequence = reply.pair = None
 

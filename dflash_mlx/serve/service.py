@@ -94,8 +94,8 @@ class Service:
         """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
         try:
-            with self.queue.preparing():  # where no answer would be let in
-                pass  # who waits for a model takes no place: its load may hang
+            with self.queue.preparing():  # is there a place? It is not kept: a load may hang
+                pass
             pair = await self.models.take(body.model)
         except DFlashError as error:  # which may name folders, that clients do not learn
             say(f"{body.model} cannot be loaded: {error}")

@@ -42,7 +42,7 @@ class Model:
 
 
 class Models:
-    """Loads one at a time while others' answers stream on; one that takes very long lets others go.
+    """Loads one at a time while answers stream on; the next one does not wait for a late load.
 
     It takes the place of those that were used least recently, never of one that is answering: if
     all are, it waits, and so do further users of them, or its turn would never come. For one event
@@ -173,7 +173,7 @@ class Models:
         _check_room(wanted)
 
     async def _unload_others(self, needs: int) -> None:
-        """Until one more may be loaded and these bytes are free, or none is left."""
+        """Unload the least used, until one more may be loaded and these bytes are free."""
         try:
             while loaded := [each for each in self._all if each.pair is not None]:
                 if len(loaded) < self._most and needs <= free_memory():
