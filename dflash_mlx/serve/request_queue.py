@@ -207,9 +207,7 @@ class RequestQueue:
         """Ask for answers, and return when all are taken in; ApiError where that cannot be."""
         self._loop = asyncio.get_running_loop()
         if len(replies) > self._most:
-            what = (
-                f"{len(replies)} answers at once are asked for, and there are {self._most} places"
-            )
+            what = f"{len(replies)} answers are asked for, and there are {self._most} places"
             raise ApiError(400, f"{what}; ask for fewer")
         self._check_room(len(replies))
         stream = ResponseStream(self, replies)
