@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
@@ -141,10 +141,7 @@ class ResponseStream:
             self._waiting -= 1
             assert reply.sequence is not None
             reply.statistics = reply.sequence.statistics
-        elif isinstance(said, Delta):  # q has rows of the vocabulary: a slow reader would keep many
-            slim = replace(said, proposal=replace(said.proposal, q=None))
-            self._news.append((reply, slim))
-        elif isinstance(said, Exception):
+        elif isinstance(said, (Delta, Exception)):
             self._news.append((reply, said))
         self._came.set()
 
