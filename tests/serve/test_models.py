@@ -172,6 +172,13 @@ def test_what_fails_while_a_model_is_unloaded_is_told_and_later_ones_are_unloade
         assert [type(each) for each in server.faults] == [ZeroDivisionError]
 
 
+def test_a_request_of_ollama_s_without_words_loads_the_model():
+    with serving(saying(MODEL), further=[loading("second"), loading("third")]) as server:
+        for path, name in (("/api/chat", "second"), ("/api/generate", "third")):
+            assert server.post(path, {"model": name}).json()["done_reason"] == "load"
+            assert states(server)[name] == "loaded"
+
+
 def test_a_load_that_hangs_keeps_nobody_else_from_an_answer(monkeypatch):
     monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 1.0)
     goes_on = threading.Event()
