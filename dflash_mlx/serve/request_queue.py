@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
@@ -41,7 +41,7 @@ class Reply(Request):
     goes_on: bool = False  # with a text; a space is cut off at the beginning of others
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
-    until: list[int] = field(default_factory=list)  # how many there were with each of the parts
+    until: list[int] = field(default_factory=list)  # how many had come by the end of each part
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
@@ -148,10 +148,7 @@ class ResponseStream:
             self._waiting -= 1
             assert reply.sequence is not None
             reply.statistics = reply.sequence.statistics
-        elif isinstance(said, Delta):  # without rows of the vocabulary, which may wait for long
-            slim = replace(said, proposal=replace(said.proposal, q=None))
-            self._news.append((reply, slim))
-        elif isinstance(said, Exception):
+        elif isinstance(said, (Delta, Exception)):
             self._news.append((reply, said))
         self._came.set()
 
@@ -213,6 +210,9 @@ class RequestQueue:
     async def open(self, replies: Sequence[Reply]) -> ResponseStream:
         """Ask for answers, and return when all are taken in; ApiError where that cannot be."""
         self._loop = asyncio.get_running_loop()
+        if len(replies) > self._most:
+            what = f"{len(replies)} answers are asked for, and there are {self._most} places"
+            raise ApiError(400, f"{what}; ask for fewer")
         self._check_room(len(replies))
         stream = ResponseStream(self, replies)
         for each in replies:
@@ -272,7 +272,7 @@ class RequestQueue:
         self._count()
 
     def _forget(self, reply: Reply) -> None:
-        """What holds memory of an answer that is over, however slowly it is read from here on."""
+        """Let an answer that is over hold no caches and no model, however slowly it is read."""
         del self._streams[reply]
         reply.sequence = reply.pair = None
 

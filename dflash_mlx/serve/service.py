@@ -33,7 +33,7 @@ from dflash_mlx.serve.structure import structure_of
 from dflash_mlx.session.calls import Part
 from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.models import Models
-from dflash_mlx.session.reading import AnswerReader
+from dflash_mlx.session.reading import AnswerReader, SchemaReader
 
 T = TypeVar("T")
 
@@ -97,8 +97,8 @@ class Service:
         """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
         try:
-            with self.queue.preparing():  # where no answer would be let in
-                pass  # who waits for a model takes no place: its load may hang
+            with self.queue.preparing():  # is there a place? It is not kept: a load may hang
+                pass
             pair = await self.models.take(body.model)
         except DFlashError as error:  # which may name folders, that clients do not learn
             say(f"{body.model} cannot be loaded: {error}")
@@ -204,7 +204,8 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
-                reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
+                kind = AnswerReader if chat.schema is None else SchemaReader
+                reader = partial(kind, pair.tokenizer, form_of(pair), *how)
             replies = service.replies(request, pair, configs, [tokens])
             replies[0].ignored = chat.ignored or ()
             for reply in replies:

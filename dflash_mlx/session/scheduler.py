@@ -138,7 +138,7 @@ class Scheduler:
         self.drafters: Drafters = {}
         self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows: dict[Target, int] = {}  # of trees in its last pass
-        self._seconds: dict[Target, float] = {}  # that its steps took, for those that run now
+        self._seconds: dict[Target, float] = {}  # of its steps, while sequences of it run
 
     def __len__(self) -> int:
         """Sequences that are not finished, those that wait included."""
@@ -276,7 +276,7 @@ class Scheduler:
         return [each for each in own if each.chunk_limit or not each.is_reading], failed
 
     def _take_turn(self) -> None:
-        """Choose the target that had least time; one that comes has no claim on earlier time."""
+        """Choose the target that had least time; a new one begins level with the least of them."""
         targets = {each.target: None for each in self.running}
         known = [self._seconds[each] for each in targets if each in self._seconds]
         least = min(known, default=0.0)
