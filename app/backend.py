@@ -96,8 +96,8 @@ class Backend:
 
     def forget(self) -> Events:
         """Keep nothing that was read or said in any conversation, in memory or on the disk."""
-        if self._responder is not None:
-            self._responder.prefixes.clear()
+        self._private = None
+        (self._responder.prefixes if self._responder else self._prefixes()).clear()
         if self._earlier is not None:
             self._earlier.forget()
         yield from ()

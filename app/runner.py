@@ -288,8 +288,8 @@ class CommandRunner:
         app, conversation = self._app, self._app.conversation
 
         async def gone(_: None) -> None:
-            self._need_idle()
             app.forget()
+            self._need_idle()
             if app.conversation is conversation:
                 await app.show_conversation(Conversation())
 

@@ -159,8 +159,8 @@ class Service:
 
 
 def user_of(request: Request) -> str:
-    """Who asks: a digest of the key, where there are keys; all others are one user."""
-    return str(getattr(request.state, "user", ""))
+    """Who asks: a digest of the key; without keys all are one user, who is not that of the chat."""
+    return str(getattr(request.state, "user", "") or "anyone")
 
 
 class Writer(Protocol):

@@ -43,7 +43,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def locked():
-    with serving(lambda prompt: "so", key="s3cret", allow_origin=(PAGE,)) as server:
+    with serving(lambda prompt: "so", key=("s3cret",), allow_origin=(PAGE,)) as server:
         yield server
 
 
