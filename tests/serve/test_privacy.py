@@ -18,7 +18,7 @@ from dflash_mlx.session import session
 from support.models import write_endless_model
 from support.serving import CHAT, CLIENT, chat_body, command_of, serving
 
-NGRAM = DecodeConfig("ngram", max_tokens=200)
+NGRAM = DecodeConfig("ngram", budget=16, max_tokens=200)  # none that goes by the clock
 SECRET = "The code of the safe in the cellar is kingfisher. " * 8
 SAID = "I shall say to nobody that the code of the safe in the cellar is kingfisher."
 ANNA, BERT = ({"Authorization": f"Bearer {name}"} for name in ("anna", "bert"))
@@ -40,12 +40,15 @@ def served(**config):
 
 def ask(server, who, text=SECRET):
     """What is told of an answer that the clock does not change, and the passes that it took."""
+    server.pair.learned.clear()  # how often drafts are right, which all keys share: no text
+    server.worker.ask(lambda scheduler: scheduler.drafters.clear()).result()
     before = server.pair.target.passes
     response = server.post(CHAT, chat_body(text), headers=who)
     assert response.status_code == 200, response.text
     assert server.service.earlier.finish(20) == ""
     told = response.json()
-    figures = {k: v for k, v in told["dflash"].items() if "second" not in k}
+    by_clock = ("tokens_per_second", "time_to_first_token", "said_before_seconds", "parked")
+    figures = {k: v for k, v in told["dflash"].items() if k not in by_clock}
     figures["said_before"] = told["dflash"]["said_before_seconds"] is not None
     return figures, told["usage"], server.pair.target.passes - before
 
