@@ -72,8 +72,7 @@ def run(
     asyncio.run(_until_signal(service, place, f"{PROGRAM}: {named}, {told}; Ctrl+C ends it"))
     problems = [worker.ask(lambda each: each.prefixes.save() if each.prefixes else "").result()]
     worker.close(_LATE)
-    problems += [earlier.finish(_LATE)] if earlier is not None else []
-    for problem in filter(None, problems):
+    for problem in filter(None, [*problems, earlier.finish(_LATE)]):
         cli.say(f"{PROGRAM}: {problem}")
     service.close()
 

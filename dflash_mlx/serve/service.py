@@ -51,7 +51,7 @@ class Service:
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
-    earlier: Stores | None = None  # of each user, what drafts may come from
+    earlier: Stores  # of each user, what drafts may come from
     shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -141,11 +141,7 @@ class Service:
     ) -> list[Reply]:
         """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
         user = user_of(request)
-        own = (
-            None
-            if self.earlier is None
-            else self.earlier.of(pair.target.name, pair.tokenizer, user)
-        )
+        own = self.earlier.of(pair.target.name, pair.tokenizer, user)
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share

