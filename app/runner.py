@@ -204,7 +204,8 @@ class CommandRunner:
                 app.conversation.title = ""  # its first question names it
                 app.show_header()
             app.prompt.give_back(question)
-            await app.say("The conversation as it was is in /open; Enter asks this one.")
+            kept = "" if old.private else "The conversation as it was is in /open; "
+            await app.say(f"{kept}Enter asks this one.")
 
         self._branch(edit)
 

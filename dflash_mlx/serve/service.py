@@ -329,7 +329,7 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
         "acceptance_length": further / rounds if rounds else 0.0,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
         "accepted_from": dict(sum((reply.sources for reply in replies), Counter())),
-        "said_before_seconds": time.time() - said if said else None,
+        "said_before_seconds": max(0.0, time.time() - said) if said else None,
         "tokens_per_second": further / longest if longest else 0.0,
         "time_to_first_token": min(s.time_to_first_token for s in each),
         "parked": next((why for why in parked if why), None),

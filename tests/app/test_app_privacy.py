@@ -156,6 +156,7 @@ async def test_incognito_conversations_are_not_saved_and_the_next_ones_are(chat,
     await chat.is_over()
     await chat.say("/edit")
     await chat.until(lambda: app.prompt.text == "What is the code of the safe?")
+    assert "/open" not in chat.notices[-1], "where it is not"
     await chat.say("And of the other one?")
     await chat.is_over()
     assert backend.private == [True] * 3 and app.conversation.private
