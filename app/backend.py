@@ -48,7 +48,7 @@ class Backend:
         self, prefixes: Callable[[], PrefixCache] = PrefixCache, earlier: Stores | None = None
     ) -> None:
         self.problem = ""
-        self._prefixes, self._earlier = prefixes, earlier
+        self._prefixes, self._earlier = prefixes, earlier or Stores(limit=0)
         self._responder: Responder | None = None
         self._private: Responder | None = None  # of the incognito conversation
 
@@ -60,8 +60,8 @@ class Backend:
         check_memory(config)
         pair = load_pair(config)
         self.leave()
-        stores, self._private = self._earlier, None
-        earlier = None if stores is None else stores.of(pair.target.name, pair.tokenizer)
+        self._private = None
+        earlier = self._earlier.of(pair.target.name, pair.tokenizer)
         self._responder = Responder(pair, self._prefixes(), earlier)
         yield Loaded(pair, mx.get_active_memory())
 
@@ -96,10 +96,9 @@ class Backend:
 
     def forget(self) -> Events:
         """Keep nothing that was read or said in any conversation, in memory or on the disk."""
-        if self._responder is not None:
-            self._responder.prefixes.clear()
-        if self._earlier is not None:
-            self._earlier.forget()
+        self._private = None
+        (self._responder.prefixes if self._responder else self._prefixes()).clear()
+        self._earlier.forget()
         yield from ()
 
     def leave(self) -> None:
@@ -107,8 +106,7 @@ class Backend:
         if self._responder is not None:
             why = self._responder.prefixes.save()
             self.problem = self.problem or why
-        if self._earlier is not None:
-            self.problem = self.problem or self._earlier.finish(_WRITING)
+        self.problem = self.problem or self._earlier.finish(_WRITING)
 
     def _loaded(self) -> Responder:
         if self._responder is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from rich.traceback import Traceback
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
@@ -285,6 +286,10 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         elif self.conversation.turns and not self.conversation.private:
             self.saved_as = for_terminal(self.conversation.shown_title)
         self.exit()
+
+    def _fatal_error(self) -> None:
+        """As Textual's, but without what variables hold: a log does not tell what was said."""
+        self.panic(Traceback())
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:

@@ -204,7 +204,8 @@ class CommandRunner:
                 app.conversation.title = ""  # its first question names it
                 app.show_header()
             app.prompt.give_back(question)
-            await app.say("The conversation as it was is in /open; Enter asks this one.")
+            kept = "" if old.private else "The conversation as it was is in /open; "
+            await app.say(f"{kept}Enter asks this one.")
 
         self._branch(edit)
 
@@ -288,8 +289,8 @@ class CommandRunner:
         app, conversation = self._app, self._app.conversation
 
         async def gone(_: None) -> None:
-            self._need_idle()
             app.forget()
+            self._need_idle()
             if app.conversation is conversation:
                 await app.show_conversation(Conversation())
 

@@ -70,9 +70,10 @@ def run(
     named = f"{served[0].names[0]}{more} at {url_of(*place.getsockname()[:2])}"
     del pair  # which may be unloaded
     asyncio.run(_until_signal(service, place, f"{PROGRAM}: {named}, {told}; Ctrl+C ends it"))
-    if problem := worker.ask(lambda each: each.prefixes.save() if each.prefixes else "").result():
-        cli.say(f"{PROGRAM}: {problem}")
+    problems = [worker.ask(lambda each: each.prefixes.save() if each.prefixes else "").result()]
     worker.close(_LATE)
+    for problem in filter(None, [*problems, earlier.finish(_LATE)]):
+        cli.say(f"{PROGRAM}: {problem}")
     service.close()
 
 

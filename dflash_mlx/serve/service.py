@@ -51,7 +51,7 @@ class Service:
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
-    earlier: Stores | None = None  # of each user, what drafts may come from
+    earlier: Stores  # of each user, what drafts may come from
     shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -141,11 +141,7 @@ class Service:
     ) -> list[Reply]:
         """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
         user = user_of(request)
-        own = (
-            None
-            if self.earlier is None
-            else self.earlier.of(pair.target.name, pair.tokenizer, user)
-        )
+        own = self.earlier.of(pair.target.name, pair.tokenizer, user)
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
@@ -159,8 +155,8 @@ class Service:
 
 
 def user_of(request: Request) -> str:
-    """Who asks: a digest of the key, where there are keys; all others are one user."""
-    return str(getattr(request.state, "user", ""))
+    """Who asks: a digest of the key; without keys all are one user, who is not that of the chat."""
+    return str(getattr(request.state, "user", "") or "anyone")
 
 
 class Writer(Protocol):
@@ -334,7 +330,7 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
         "acceptance_length": further / rounds if rounds else 0.0,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
         "accepted_from": dict(sum((reply.sources for reply in replies), Counter())),
-        "said_before_seconds": time.time() - said if said else None,
+        "said_before_seconds": max(0.0, time.time() - said) if said else None,
         "tokens_per_second": further / longest if longest else 0.0,
         "time_to_first_token": min(s.time_to_first_token for s in each),
         "parked": next((why for why in parked if why), None),

@@ -186,12 +186,11 @@ class Responder:
         return 1 / float(target.pass_times.of(1)), timing_day(target)
 
 
-def earlier_texts(config: PrefixConfig, on_disk: bool = True, users: int = 1) -> Stores | None:
-    """What drafts may come from beside their own conversation; None for nothing."""
-    if config.lookup_in == "conversation":
-        return None
+def earlier_texts(config: PrefixConfig, on_disk: bool = True, users: int = 1) -> Stores:
+    """What drafts may come from beside their own conversation."""
     folder = platformdirs.user_cache_path("dflash-chat") / "lookup" if on_disk else None
-    return Stores(folder, int(config.lookup_mb * 1e6) // max(1, users))
+    megabytes = config.lookup_mb if config.lookup_in == "all" else 0
+    return Stores(folder, int(megabytes * 1e6) // max(1, users))
 
 
 def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCache:
@@ -199,4 +198,4 @@ def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCach
     memory, disk = config.prefix_gb, int(config.prefix_disk_gb * 1e9)
     limit = available_memory() // 16 if memory is None else int(memory * 1e9)
     place = folder or platformdirs.user_cache_path("dflash-chat") / "prefixes"
-    return PrefixCache(limit, PrefixFiles(place, disk) if disk else None)
+    return PrefixCache(limit, PrefixFiles(place, disk))

@@ -197,7 +197,7 @@ def test_settings_of_no_sense_are_refused():
     wrong = {
         **{"port": [-1, 65536], "parallel": [0], "queue": [-1], "memory_gb": [0]},
         **{"body_mb": [float("inf")], "idle": [0], "grace": [-1, float("inf")], "messages": [0]},
-        **{"host": ["0.0.0.0", "example.org"], "key": ["", "a\nb"], "connections": [0]},
+        **{"host": ["0.0.0.0", "example.org"], "key": [("",), ("a", "b\n")], "connections": [0]},
         "allow_origin": [("chat.example",)],
     }
     for setting, values in wrong.items():
@@ -205,8 +205,8 @@ def test_settings_of_no_sense_are_refused():
             with pytest.raises(DFlashError) as found:
                 ServeConfig(**{setting: value})
             assert found.value.setting == setting
-    assert ServeConfig(host="0.0.0.0", key="k").key == "k"
-    assert ServeConfig(host="::1").key is None
+    assert ServeConfig(host="0.0.0.0", key=("k",)).key == ("k",)
+    assert ServeConfig(host="::1").key == ()
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])

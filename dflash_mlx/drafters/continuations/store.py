@@ -155,15 +155,18 @@ def owner_of(name: str, tokenizer: Any) -> str:
 class Stores:
     """A store for each model and each user.
 
-    folder: of their files, which the user alone can read; None for in memory alone.
+    folder: of their files, which the user alone can read; None for in memory alone. limit: bytes of
+    each; 0 for none, so that there is only what may be forgotten.
     """
 
     def __init__(self, folder: Path | None = None, limit: int = LIMIT) -> None:
         self._folder, self._limit = folder, limit
         self._stores: dict[tuple[str, str], Store] = {}
 
-    def of(self, model: str, tokenizer: Any, user: str = "") -> Store:
+    def of(self, model: str, tokenizer: Any, user: str = "") -> Store | None:
         """The store of a model's name and tokenizer, and of a user (an API key)."""
+        if not self._limit:
+            return None
         owner = owner_of(model, tokenizer)
         if (key := (owner, user)) not in self._stores:
             name = hashlib.sha256("\n".join(key).encode()).hexdigest()[:24]
