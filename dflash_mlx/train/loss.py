@@ -104,12 +104,11 @@ class DraftVocabulary:
         self.tokens = by_frequency[: draft_size(size, config.vocab_size)]  # [V']
         self.index = np.full(config.vocab_size, -1)  # [V], where in `tokens` each is, -1 nowhere
         self.index[self.tokens] = np.arange(len(self.tokens))
-        head, width = trainee.target.head(), config.hidden_size
+        head, width = trainee.target.head_of(mx.array(self.tokens)), config.hidden_size
         bias = head(mx.zeros((1, width)))
         weights = head(mx.eye(width)) - bias
         parts = [weights, bias] if mx.any(bias != 0).item() else [weights]
-        rows = mx.concatenate(parts).T[mx.array(self.tokens)]
-        self.head = mx.contiguous(rows.astype(mx.float32))  # [V', d], with a bias [V', d + 1]
+        self.head = mx.contiguous(mx.concatenate(parts).T.astype(mx.float32))  # [V', d or d + 1]
         self.softcap, self._multiplier = config.final_logit_softcapping, config.output_multiplier
         self._covered = float((self.index[answers] >= 0).mean())
         mx.eval(self.head)
