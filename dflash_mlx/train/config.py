@@ -111,7 +111,7 @@ class DataConfig(_Checked):
     """Where texts and features are."""
 
     corpus: tuple[Path, ...] = option(
-        (), "corpus file; may be repeated", action="append", type=Path, required=True
+        (), "corpus, or folder of chats; may be repeated", action="append", type=Path, required=True
     )
     cache: Path | None = option(
         None,
