@@ -32,6 +32,7 @@ from dflash_mlx.train.data import FeatureCache, Text, Texts, read_pieces, rows_o
 from dflash_mlx.train.trainee import START_FROM, Trainee
 from dflash_mlx.train.trainer import Trainer
 
+PROGRAM = "dflash_mlx.train.adapt"
 HELD_OUT, LEAST = 10, 4  # one answer of so many decides, and so many have to
 _LONGEST = 768  # tokens of a row; the beginning of a longer prompt is left out
 _READ, _MEASURED = 16, 4  # tokens that a piece reads, and blocks that it measures
@@ -133,7 +134,7 @@ def open_trainee(folder: Path, pair: Pair) -> Trainee:
 
 def main(argv: Sequence[str]) -> None:
     """Adapt, or undo the last adaptation. Raises DFlashError for bad input."""
-    parser = cli.Parser(prog=adapter.COMMAND, description="Adapt a draft model to your texts.")
+    parser = cli.Parser(prog=PROGRAM, description="Adapt a draft model to your texts.")
     parser.add_argument("--minutes", type=float, default=5.0, help="of training (default: 5)")
     parser.add_argument("--corpus", type=Path, action="append", help="other texts than the chat's")
     parser.add_argument("--undo", action="store_true", help="go back to before the last adaptation")
@@ -156,4 +157,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, adapter.COMMAND)
+    cli.run(main, PROGRAM)
