@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,15 +213,16 @@ def test_only_what_helps_on_held_out_answers_beyond_chance_is_kept(
 
 def test_training_goes_down_and_the_target_stays_as_it_is(place, pair, monkeypatch):
     losses: list[float] = []
-    step = adapt.Trainer.train_step
+    step, steps = adapt.Trainer.train_step, partial(adapt.TrainConfig, steps=120)
     monkeypatch.setattr(
         adapt.Trainer, "train_step", lambda self: losses.append(step(self)) or losses[-1]
     )
-    before = arrays_of(pair.target.model)
+    monkeypatch.setattr(adapt, "TrainConfig", lambda minutes, **given: steps(**given))
     monkeypatch.setitem(adapt._TRAINING, "warmup", 2)
-    found = Adaptation(pair, place.drafter(), greedy_rows(50, 20), 0.05)
-    finish(found)
-    assert np.mean(losses[-20:]) < np.mean(losses[:20])
+    monkeypatch.setitem(adapt._TRAINING, "learning_rate", 5e-3)
+    before = arrays_of(pair.target.model)
+    finish(adaptation(place, pair))
+    assert len(losses) == 120 and np.mean(losses[-30:]) < np.mean(losses[:30]) - 0.15
     after = arrays_of(pair.target.model)
     assert all(np.array_equal(after[name], array) for name, array in before.items())
 
