@@ -86,6 +86,9 @@ class PairConfig:
         least=1,
         type=int,
     )
+    adapted: bool = option(
+        False, "draft with what dflash_mlx.train.adapt learned; the same answers"
+    )
     template: tuple[str, ...] = option(
         (),
         "an argument of the model's chat template, the value as JSON, as in enable_thinking=false; "

@@ -6,11 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -218,11 +216,11 @@ def test_gradients_are_clipped_to_their_norm(texts, monkeypatch):
 # The draft vocabulary
 
 
-def biased() -> Any:
+def biased() -> Target:
     """A target's head with a bias, as some families have."""
-    head = nn.Linear(WIDTH, VOCAB_SIZE)
-    head.bias = mx.arange(VOCAB_SIZE) / 10
-    return SimpleNamespace(head=lambda: head)
+    target = Target(make_model("mimo"), CONTEXT, "mimo")
+    target.model.lm_head.bias = mx.arange(VOCAB_SIZE) / 10
+    return target
 
 
 HEADS = {
