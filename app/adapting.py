@@ -1,18 +1,75 @@
-"""When to offer that the draft model learns from one's own texts."""
+"""The draft model learns from the chat's own conversations while nobody types."""
 
 from __future__ import annotations
 
-COMMAND = "python -m dflash_mlx.train.adapt"
-_WELL_BELOW = 0.8  # of the usual tokens a round
-_ROUNDS = 500  # that tell
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dflash_mlx.client import DFlashError, Job, Pair, PairConfig
+
+if TYPE_CHECKING:
+    from dflash_chat.chat_app import ChatApp
+
+LEAST = 80  # answers that are enough to learn from
+AFTER = 5.0  # seconds without a key or an answer
 
 
-def offer(here: float, usual: float, rounds: int) -> str:
-    """A line that offers it where drafts of these texts fall well short, else "".
+def learning(pair: Pair, config: PairConfig, folder: Path) -> Iterator[str | None]:
+    """One adaptation in short pieces, None each; a sentence where there is something to say.
 
-    here, usual: tokens a round on these texts, the mean of `rounds`, and of this drafter elsewhere.
+    It waits until there are twice as many answers as the last time, as long training costs
+    acceptance elsewhere. folder: of conversations, where incognito ones never are.
     """
-    if rounds < _ROUNDS or here >= _WELL_BELOW * usual:
-        return ""
-    fewer = f"drafts bring {here:.1f} tokens a round on your texts, where {usual:.1f} are usual"
-    return f"{fewer}; {COMMAND} adapts the draft model to them"
+    from dflash_mlx.train.adapt import PROGRAM, Adaptation, find_drafter
+    from dflash_mlx.train.rows import conversation_rows
+
+    yield None
+    adaptation = Adaptation(pair, find_drafter(config)[1], conversation_rows(folder, pair))
+    known, answers, before, told = adaptation.file.with_suffix(".answers"), 0, 0, ""
+    for _ in conversation_rows(folder, pair):
+        answers += 1
+        yield None
+    with suppress(OSError, ValueError):
+        before = int(known.read_text())
+    if answers < max(LEAST, 2 * before):
+        return
+    try:
+        while adaptation.step():
+            yield None
+    except DFlashError as error:
+        told = str(error)
+    if adaptation.kept:
+        told = f"the draft model has learned from your conversations ({adaptation.told}), for the "
+        told += f"next time that it is loaded; python -m {PROGRAM} --undo goes back"
+    with suppress(OSError):
+        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        known.write_text(str(answers))
+    if told:
+        yield told
+
+
+class Learner:
+    """Has an app's worker let the draft model learn, whenever nobody types for a while."""
+
+    def __init__(self, app: ChatApp) -> None:
+        self._app, self._since = app, 0.0
+        self._job: Job | None = None
+
+    def tick(self) -> None:
+        """Begin, or go on, when it is time."""
+        app, listener = self._app, self._app.listener
+        if app.pair is None or listener.job or listener.waiting or listener.race:
+            self.stop()
+        elif self._job is None and time.monotonic() - self._since >= AFTER:
+            folder = app.store.folder
+            self._job = app.worker.run(lambda job: app.backend.learn(folder), idle=True)
+
+    def stop(self) -> None:
+        """Somebody types or waits: end it after this piece; it goes on where it was."""
+        self._since = time.monotonic()
+        if self._job is not None:
+            self._app.worker.withdraw(self._job)
+            self._job = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 
+from dflash_chat.adapting import learning
 from dflash_chat.speeds import Timing
 from dflash_mlx.client import (
     DFlashError,
@@ -51,6 +54,8 @@ class Backend:
         self._prefixes, self._earlier = prefixes, earlier or Stores(limit=0)
         self._responder: Responder | None = None
         self._private: Responder | None = None  # of the incognito conversation
+        self._config = PairConfig()  # of the loaded pair
+        self._learning: Iterator[str | None] | None = None
 
     def load(self, config: PairConfig) -> Events:
         """Load a pair in place of the one before, which stays when that fails: Loaded.
@@ -60,7 +65,7 @@ class Backend:
         check_memory(config)
         pair = load_pair(config)
         self.leave()
-        self._private = None
+        self._private, self._config, self._learning = None, config, None
         earlier = self._earlier.of(pair.target.name, pair.tokenizer)
         self._responder = Responder(pair, self._prefixes(), earlier)
         yield Loaded(pair, mx.get_active_memory())
@@ -94,9 +99,15 @@ class Backend:
         """Decode plainly and with drafts: RaceSteps, then a RaceResult."""
         yield from race(self._loaded().pair, request)
 
+    def learn(self, folder: Path) -> Events:
+        """Let the draft model learn from the conversations in a folder; goes on where it ended."""
+        work = self._learning or learning(self._loaded().pair, self._config, folder)
+        self._learning = work
+        yield from iter(partial(next, work, ""), "")  # that closes nothing when it is closed
+
     def forget(self) -> Events:
         """Keep nothing that was read or said in any conversation, in memory or on the disk."""
-        self._private = None
+        self._private = self._learning = None
         (self._responder.prefixes if self._responder else self._prefixes()).clear()
         self._earlier.forget()
         yield from ()

@@ -18,6 +18,7 @@ from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
+from dflash_chat.adapting import Learner
 from dflash_chat.aside import Asks
 from dflash_chat.backend import Backend
 from dflash_chat.clipboard import copied
@@ -86,7 +87,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self, pair: PairConfig, decode: DecodeConfig, chat: ChatConfig, backend: Backend
     ) -> None:
         super().__init__()
-        self.pair_config, self.config, self.backend, self._chat = pair, decode, backend, chat
+        self.config, self.backend, self._chat = decode, backend, chat
+        self.pair_config = replace(pair, adapted=pair.adapted or chat.adapt)
         self.system, self.store = chat.system, Store(chat.folder)
         self.keeper, self.outbox = Keeper(self.store), Outbox(self)
         self.speeds = SpeedLog(self.store.folder)
@@ -98,6 +100,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.surely_copied = False  # the last copy, by a program of this machine
         self._unsaved = ""  # why, as it was said last
         self.commands, self.listener = CommandRunner(self), Listener(self)
+        self.learner, self.adapts = Learner(self), chat.adapt
         for theme in THEMES.values():
             self.register_theme(theme)
         self.theme = THEMES.get(chat.theme, DARK).name
@@ -153,6 +156,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         return [self._harmless, *super().get_line_filters()]
 
     async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.Key | events.Paste):
+            self.learner.stop()
         await super().on_event(as_typed(event))
 
     def on_unmount(self) -> None:

@@ -116,6 +116,8 @@ class Listener:
             if (said := sum(map(len, self._said))) > self._saved:
                 self._saved = said
                 self._app.save()
+        if self._app.adapts:
+            self._app.learner.tick()
         if self.dirty and self._pace.due(time.perf_counter(), time.thread_time()):
             await self._draw()
 

@@ -49,6 +49,6 @@ def parser() -> argparse.ArgumentParser:
         "--raw", action="store_true", help="send the text as it is, without a chat template"
     )
     result.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    cli.add_options(result, FaceConfig, without=("theme",))
+    cli.add_options(result, FaceConfig, without=("theme", "adapt"))
     cli.add_options(result, PairConfig, DecodeConfig, SamplingConfig, StructureConfig)
     return result

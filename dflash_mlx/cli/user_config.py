@@ -45,6 +45,9 @@ class FaceConfig:
     config: str | None = option(None, "file with your own defaults, or none (default: config.toml)")
     system: str | None = option(None, "system prompt")
     theme: str = option("auto", "colours; auto follows the terminal", choices=_THEMES)
+    adapt: bool = option(
+        False, "let the draft model learn from the conversations while nobody types"
+    )
     keys: Mapping[str, str] = field(default_factory=dict, metadata={"argparse": {"type": dict}})
 
 

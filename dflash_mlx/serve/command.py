@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     )
     launch.add_options(result)
     result.add_argument("more", nargs="*", metavar="-- ...", help="words for that program")
-    cli.add_options(result, FaceConfig, without=("system", "theme"))
+    cli.add_options(result, FaceConfig, without=("system", "theme", "adapt"))
     told = (
         "target: a Hugging Face id, a local folder or a GGUF file; may be repeated: the first is "
         "loaded at once, others when asked for (default: the embedded SmolLM2-135M)"

@@ -24,7 +24,7 @@ from dflash_mlx.drafters.networks import adapter
 from dflash_mlx.drafters.networks.files import read_json
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_target
-from dflash_mlx.models.names import find_names, find_source
+from dflash_mlx.models.names import Names, find_names, find_source
 from dflash_mlx.train.__main__ import TRAINEES
 from dflash_mlx.train.acceptance import measure
 from dflash_mlx.train.config import TrainConfig
@@ -37,6 +37,7 @@ HELD_OUT, LEAST = 10, 4  # one answer of so many decides, and so many have to
 _LONGEST = 768  # tokens of a row; the beginning of a longer prompt is left out
 _READ, _MEASURED = 16, 4  # tokens that a piece reads, and blocks that it measures
 _MEMORY = 256e6  # bytes of features; older answers are left out
+_STEPS = 6  # for each answer, which cost nothing on other texts
 _SURE = 2.0  # standard errors that drafts must get better by
 _TRAINING: Any = dict(
     sequences=1, anchors=6, short_share=0.0, draft_vocabulary=4096, learning_rate=3e-4, warmup=50
@@ -51,17 +52,17 @@ class Adaptation:
     for the end of one piece; where nobody is typing when it is called, for nothing.
     """
 
-    def __init__(self, pair: Pair, drafter: Path, rows: Iterable[Any], minutes: float) -> None:
-        """rows: of a corpus, the newest first. minutes: of training alone."""
+    def __init__(self, pair: Pair, drafter: Path, rows: Iterable[Any], minutes: float = 0) -> None:
+        """rows: of a corpus, the newest first. minutes: of training, 0 for a few steps a row."""
         self.told, self.kept = "", False  # what became of it
         self.file = adapter.file_of(drafter, pair.target.name)
-        self._pieces = self._run(pair, drafter, rows, TrainConfig(minutes=minutes, **_TRAINING))
+        self._pieces = self._run(pair, drafter, rows, minutes)
 
     def step(self) -> str:
         """Do the next piece: what it is, "" where all is done; DFlashError for too few answers."""
         return next(self._pieces, "")
 
-    def _run(self, pair: Pair, drafter: Path, rows: Iterable[Any], config: TrainConfig) -> Pieces:
+    def _run(self, pair: Pair, drafter: Path, rows: Iterable[Any], minutes: float) -> Pieces:
         trainee = open_trainee(drafter, pair)
         yield "opening"
         adapter.attach(self.file, trainee.network)
@@ -70,7 +71,8 @@ class Adaptation:
         if len(held_out) < LEAST:
             what = f"{len(texts)} answers of {pair.target.name} are too few to learn from"
             raise DFlashError(what, f"try again after some {2 * HELD_OUT * LEAST}")
-        trainer = Trainer(trainee, train, config)
+        length = {"minutes": minutes} if minutes else {"steps": _STEPS * len(train)}
+        trainer = Trainer(trainee, train, TrainConfig(**length, **_TRAINING))
         before = yield from _measure(trainee, held_out)
         for _ in trainer.losses():
             yield f"training, {trainer.progress:.0%}"
@@ -132,6 +134,14 @@ def open_trainee(folder: Path, pair: Pair) -> Trainee:
     raise DFlashError(what, START_FROM)
 
 
+def find_drafter(config: PairConfig) -> tuple[Names, Path]:
+    """The pair that is meant, and the folder of its drafter; DFlashError where none is known."""
+    names = find_names(config)
+    if names.drafter is None:
+        raise DFlashError(f"no drafter is known for {names.shown}", "name one with --drafter")
+    return names, find_source(names.drafter, "drafter").fetch().here
+
+
 def main(argv: Sequence[str]) -> None:
     """Adapt, or undo the last adaptation. Raises DFlashError for bad input."""
     parser = cli.Parser(prog=PROGRAM, description="Adapt a draft model to your texts.")
@@ -140,10 +150,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--undo", action="store_true", help="go back to before the last adaptation")
     cli.add_options(parser, PairConfig, without=tuple({*ALL_BUT_MODEL} - {"drafter"}))
     asked = parser.parse_args(argv)
-    names = find_names(cli.read_pair_config(asked))
-    if names.drafter is None:
-        raise DFlashError(f"no drafter is known for {names.shown}", "name one with --drafter")
-    folder = find_source(names.drafter, "drafter").fetch().here
+    names, folder = find_drafter(cli.read_pair_config(asked))
     if asked.undo:
         adapter.undo(adapter.file_of(folder, names.shown))
         return print("the draft model drafts as before the last adaptation")

@@ -15,7 +15,6 @@ import platformdirs
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
-from dflash_chat.adapting import COMMAND, offer
 from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.networks import adapter
@@ -227,6 +226,20 @@ def test_training_goes_down_and_the_target_stays_as_it_is(place, pair, monkeypat
     assert all(np.array_equal(after[name], array) for name, array in before.items())
 
 
+def test_without_minutes_it_takes_six_steps_an_answer(place, pair, monkeypatch):
+    steps: list[int] = []
+
+    def train_step(self: Any) -> float:
+        self.step += 1
+        steps.append(self.step)
+        return 0.0
+
+    monkeypatch.setattr(adapt.Trainer, "train_step", train_step)
+    done = finish(Adaptation(pair, place.drafter(), greedy_rows(50, 20)))
+    held_out = sum(each.startswith("measuring") for each in done) // 2
+    assert len(steps) == 6 * (50 - held_out)
+
+
 def test_too_few_answers_are_a_sentence(place, pair):
     for count in (0, 9):
         with pytest.raises(DFlashError, match=f"{count} answers of"):
@@ -271,15 +284,3 @@ def test_the_command_adapts_undoes_and_keeps_texts_to_itself(place, pair, monkey
     assert not file.exists()
     with pytest.raises(DFlashError, match="nothing was adapted"):
         main([*words, "--undo"])
-
-
-@pytest.mark.parametrize(
-    ("here", "usual", "rounds", "offered"),
-    [(1.5, 2.6, 500, True), (1.5, 2.6, 499, False), (2.1, 2.6, 900, False), (3.0, 2.6, 900, False)],
-)
-def test_adaptation_is_offered_where_drafts_fall_well_short(here, usual, rounds, offered):
-    said = offer(here, usual, rounds)
-    assert bool(said) == offered and (
-        not offered or all(t in said for t in ("1.5", "2.6", COMMAND))
-    )
-    assert COMMAND == adapter.COMMAND
