@@ -26,9 +26,8 @@ def learning(pair: Pair, config: PairConfig, folder: Path) -> Iterator[str | Non
     from dflash_mlx.train.adapt import PROGRAM, Adaptation, find_drafter
     from dflash_mlx.train.rows import conversation_rows
 
-    yield None
     adaptation = Adaptation(pair, find_drafter(config)[1], conversation_rows(folder, pair))
-    known, answers, before, told = adaptation.file.with_suffix(".answers"), 0, 0, ""
+    known, answers, before = adaptation.file.with_suffix(".answers"), 0, 0
     for _ in conversation_rows(folder, pair):
         answers += 1
         yield None
@@ -40,15 +39,13 @@ def learning(pair: Pair, config: PairConfig, folder: Path) -> Iterator[str | Non
         while adaptation.step():
             yield None
     except DFlashError as error:
-        told = str(error)
-    if adaptation.kept:
-        told = f"the draft model has learned from your conversations ({adaptation.told}), for the "
-        told += f"next time that it is loaded; python -m {PROGRAM} --undo goes back"
+        yield str(error)
     with suppress(OSError):
         known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         known.write_text(str(answers))
-    if told:
-        yield told
+    if adaptation.kept:
+        told = f"the draft model has learned from your conversations ({adaptation.told}), for the "
+        yield f"{told}next time that it is loaded; python -m {PROGRAM} --undo goes back"
 
 
 class Learner:
@@ -60,12 +57,11 @@ class Learner:
 
     def tick(self) -> None:
         """Begin, or go on, when it is time."""
-        app, listener = self._app, self._app.listener
-        if app.pair is None or listener.job or listener.waiting or listener.race:
+        app, heard = self._app, self._app.listener
+        if app.pair is None or heard.job or heard.waiting or heard.race:
             self.stop()
         elif self._job is None and time.monotonic() - self._since >= AFTER:
-            folder = app.store.folder
-            self._job = app.worker.run(lambda job: app.backend.learn(folder), idle=True)
+            self._job = app.worker.run(lambda _: app.backend.learn(app.store.folder), idle=True)
 
     def stop(self) -> None:
         """Somebody types or waits: end it after this piece; it goes on where it was."""

@@ -78,10 +78,10 @@ class Conversation:
         There must be a question.
         """
         last = max(i for i, turn in enumerate(self.turns) if turn.role == "user")
-        title = _next_title(self.shown_title)
-        return Conversation(
-            title=title, model=self.model, turns=self.turns[:last], private=self.private
-        )
+        found = re.fullmatch(r"(.*) \((\d\d?)\)", self.shown_title, re.DOTALL)
+        name, number = found.groups() if found else (self.shown_title, 1)
+        title = f"{name} ({int(number) + 1})"
+        return Conversation(now(), title, self.model, self.turns[:last], self.private)
 
     @property
     def last_answer(self) -> str | None:
@@ -112,12 +112,6 @@ def title_of(turns: Sequence[Turn]) -> str:
     if not line:
         return UNTITLED
     return line if len(line) <= TITLE_LENGTH else line[: TITLE_LENGTH - 1].rstrip() + "…"
-
-
-def _next_title(title: str) -> str:
-    found = re.fullmatch(r"(.*) \((\d\d?)\)", title, re.DOTALL)
-    name, number = found.groups() if found else (title, 1)
-    return f"{name} ({int(number) + 1})"
 
 
 def now() -> str:

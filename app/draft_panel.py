@@ -38,11 +38,7 @@ KNOWN = 10_000  # tokens of an answer, for its picture
 ANSWERS = 50  # whose tokens are known
 KEPT = 1000  # rounds that one can go back to
 _ROUNDS = Binding.Group("rounds", compact=True)
-STYLES = {
-    ACCEPTED: "bold $text-success",
-    REJECTED: "$text-error",
-    LINES: "$secondary",
-}
+STYLES = {ACCEPTED: "bold $text-success", REJECTED: "$text-error", LINES: "$secondary"}
 
 
 class Origins:
@@ -239,9 +235,8 @@ def _legend(delta: Delta) -> list[Line]:
 
 def styled(lines: Sequence[Line], shapes: bool = False) -> Content:
     """Segments in the colours of the theme. shapes: underlined and slanted, too, as `NO_COLOR`."""
-    return Content("\n").join(
-        assembled((text, style_of(kind, shapes)) for text, kind in line) for line in lines
-    )
+    styles = ([(text, style_of(kind, shapes)) for text, kind in line] for line in lines)
+    return Content("\n").join(map(assembled, styles))
 
 
 def style_of(kind: str, shapes: bool = False) -> str:

@@ -95,20 +95,15 @@ def times_plain(figures: Figures) -> str:
     return f"{'' if measured else '~'}{figures['times_plain']:.1f}"
 
 
-def headline(figures: Figures) -> str:
-    """Speed and what drafts make of it: "29 tok/s · 2.0x plain"."""
-    ratio = times_plain(figures)
-    return f"{speed(figures['tokens_per_second'])} tok/s" + (f" · {ratio}x plain" if ratio else "")
-
-
 def speed(tokens_per_second: float) -> str:
     """Three digits at most, as a person reads them."""
     return f"{tokens_per_second:.1f}" if tokens_per_second < 100 else f"{tokens_per_second:.0f}"
 
 
 def speed_parts(figures: Figures) -> list[str]:
-    """The first status line, most important first."""
-    return [headline(figures), *gains(figures), *pressing(figures)]
+    """The first status line, most important first: "29 tok/s · 2.0x plain", and why."""
+    now, ratio = f"{speed(figures['tokens_per_second'])} tok/s", times_plain(figures)
+    return [f"{now} · {ratio}x plain" if ratio else now, *gains(figures), *pressing(figures)]
 
 
 def gains(figures: Figures) -> list[str]:
@@ -116,10 +111,8 @@ def gains(figures: Figures) -> list[str]:
     if not figures["accepted_by_position"]:
         told = figures["generated_tokens"] >= _LEAST_TOKENS
         return [_no_drafts(figures)] if told and figures["method"] != NO_DRAFTS else []
-    return [
-        f"{figures['mean_accepted']:.1f} tokens per round",
-        f"{figures['acceptance_rate']:.0%} of drafts accepted",
-    ]
+    accepted = f"{figures['acceptance_rate']:.0%} of drafts accepted"
+    return [f"{figures['mean_accepted']:.1f} tokens per round", accepted]
 
 
 def _no_drafts(figures: Figures) -> str:
@@ -143,12 +136,9 @@ def bars(figures: Figures, width: int) -> list[str]:
         return []
     slow, mark = now / figures["times_plain"], "~" if ratio.startswith("~") else ""
     ground = (" estimated" if mark else " measured") if width >= _ROOMY else ""
-    rows = (
-        ("with drafts", now, f"{speed(now)} tok/s"),
-        ("plain decoding", slow, f"{mark}{speed(slow)} tok/s{ground}"),
-    )
-    most = max(now, slow) or 1
-    room = width - len(rows[1][0]) - 2 - len(f"~999.9 tok/s{ground}")
+    plain = ("plain decoding", slow, f"{mark}{speed(slow)} tok/s{ground}")
+    rows, most = (("with drafts", now, f"{speed(now)} tok/s"), plain), max(now, slow) or 1
+    room = width - len(plain[0]) - 2 - len(f"~999.9 tok/s{ground}")
     return [f"{name:<14} {wide_bar(value / most, room)} {told}" for name, value, told in rows]
 
 

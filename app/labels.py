@@ -12,14 +12,8 @@ GROUPS = {
     "The answer": ("temperature", "max_tokens", "stop"),
     DRAFTS: ("method", "lookup", "budget", "block_size", "acceptance", "exact", "recalibrate"),
     "How the next token is drawn": (
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "repetition_context",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
+        *("top_p", "top_k", "min_p", "repetition_penalty", "repetition_context"),
+        *("presence_penalty", "frequency_penalty", "seed"),
     ),
     OTHER: (),
 }

@@ -61,11 +61,9 @@ def run(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.Parser(
-        prog=PROGRAM,
-        description="Chat with a language model, fast, on your own machine. dflash-chat models and "
-        "dflash-chat clean list, fetch and remove what lies on the disk.",
-    )
+    told = "Chat with a language model, fast, on your own machine. dflash-chat models and "
+    told += "dflash-chat clean list, fetch and remove what lies on the disk."
+    parser = cli.Parser(prog=PROGRAM, description=told)
     parser.add_argument("question", nargs="?", help="ask this, in the chat or, piped, for its text")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version(PROGRAM)}")
     parser.add_argument("--prompt", help="answer this and leave, - reads standard input")
@@ -126,10 +124,8 @@ def _talk(
     cli.check_alone("the chat on a terminal")
     for name, stream in (("output", sys.stdout), ("error", sys.stderr)):
         if not stream.isatty():
-            raise DFlashError(
-                f"standard {name} is not a terminal, which the chat needs",
-                "give a question with --prompt, or leave the redirection out",
-            )
+            what = f"standard {name} is not a terminal, which the chat needs"
+            raise DFlashError(what, "give a question with --prompt, or leave the redirection out")
     if os.environ.get("TERM") in ("dumb", "unknown"):
         what = f"this terminal (TERM={os.environ['TERM']}) cannot show a full screen"
         raise DFlashError(what, "give a question with --prompt, or start in another terminal")

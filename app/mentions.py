@@ -55,19 +55,16 @@ def _file(match: re.Match[str], line: str) -> Path | None:
     decorator = "\n" in line and not before.strip()
     if decorator or not (match[1] or _LIKE_A_FILE.search(name.rstrip(".,;:!?"))):
         return None
-    raise DFlashError(
-        f"there is no file {name[:80]}",
-        "check the name, or put a space after the @ to send it as it is",
-    )
+    step = "check the name, or put a space after the @ to send it as it is"
+    raise DFlashError(f"there is no file {name[:80]}", step)
 
 
 def _text(file: Path, room: int) -> str:
     """The text of a file of up to `room` tokens; DFlashError for one that has no such text."""
     try:
         if file.is_dir():
-            raise DFlashError(
-                f"{file} is a folder", "name a file in it, or put a space after the @"
-            )
+            step = "name a file in it, or put a space after the @"
+            raise DFlashError(f"{file} is a folder", step)
         if not file.is_file():  # a FIFO or a device: reading one may never end
             raise DFlashError(f"{file} is not a regular file", "save what it gives to a file")
         most = max(room, 0) * TYPICAL
@@ -76,15 +73,12 @@ def _text(file: Path, room: int) -> str:
             data = b"" if size > most else opened.read(most + 1)
         size = max(size, len(data))
     except OSError as error:
-        raise DFlashError(
-            f"{file} cannot be read ({error.strerror})", "make it readable, or name another file"
-        ) from None
+        what = f"{file} cannot be read ({error.strerror})"
+        raise DFlashError(what, "make it readable, or name another file") from None
     if size > most:
-        raise DFlashError(
-            f"{file} has {size:,} bytes, about {size // TYPICAL:,} tokens, but only about "
-            f"{max(room, 0):,} are left in the context",
-            "name a shorter file, or begin a /new conversation",
-        )
+        left = f"only about {max(room, 0):,} are left in the context"
+        what = f"{file} has {size:,} bytes, about {size // TYPICAL:,} tokens, but {left}"
+        raise DFlashError(what, "name a shorter file, or begin a /new conversation")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

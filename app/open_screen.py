@@ -18,6 +18,8 @@ from dflash_chat.keeper import Keeper
 from dflash_chat.screens import Dialog, confirm
 from dflash_chat.store import Entry, Store, text_of
 
+_MOVES = {"up": "cursor_up", "down": "cursor_down", "pageup": "page_up", "pagedown": "page_down"}
+
 
 class OpenScreen(Dialog[Path | None]):
     """Lists conversations, those that have what is typed; gives the chosen file.
@@ -29,10 +31,7 @@ class OpenScreen(Dialog[Path | None]):
         ("escape", "leave", "Close"),
         Binding("ctrl+r", "rename", "Rename", priority=True),
         Binding("ctrl+d", "delete", "Delete", priority=True),
-        Binding("up", "list('cursor_up')", "Up", show=False),
-        Binding("down", "list('cursor_down')", "Down", show=False),
-        Binding("pageup", "list('page_up')", "Page up", show=False),
-        Binding("pagedown", "list('page_down')", "Page down", show=False),
+        *(Binding(key, f"list('{move}')", show=False) for key, move in _MOVES.items()),
     ]
 
     def __init__(self, keeper: Keeper) -> None:
@@ -46,9 +45,8 @@ class OpenScreen(Dialog[Path | None]):
     def compose(self) -> ComposeResult:
         keys = "Enter opens, Ctrl+R renames, Ctrl+D deletes, Esc closes"
         with self.frame("Conversations", keys):
-            yield TextField(
-                placeholder="type to search titles and texts", id="search", compact=True
-            )
+            told = "type to search titles and texts"
+            yield TextField(placeholder=told, id="search", compact=True)
             yield self.problem_line()
             yield OptionList(markup=False)
             yield TextField(placeholder="new title", id="title", max_length=LONGEST_TITLE)
@@ -170,18 +168,14 @@ class OpenScreen(Dialog[Path | None]):
         for i, entry in enumerate(entries):
             before, (day, time) = day, when(entry.modified)
             options.add_options([Option(day, disabled=True)] if day != before else ())
-            options.add_option(Option(_line(entry, time), str(i)))
+            damaged = "  (damaged; opening reads what can be read)" * entry.damaged
+            options.add_option(Option(f"  {time:<10}  {entry.title}{damaged}", str(i)))
         if entries:
             options.highlighted = options.get_option_index(str(min(at, len(entries) - 1)))
         elif self._all:
             self.say("No conversation has all these words.")
         if opens and (found := self._chosen()) is not None:
             self.dismiss(found.file)
-
-
-def _line(entry: Entry, time: str) -> str:
-    damaged = "  (damaged; opening reads what can be read)" if entry.damaged else ""
-    return f"  {time:<10}  {entry.title}{damaged}"
 
 
 def when(modified: float) -> tuple[str, str]:

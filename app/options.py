@@ -27,8 +27,6 @@ class ChatConfig(FaceConfig):
             try:
                 return self.conversations.expanduser()
             except RuntimeError:
-                raise DFlashError(
-                    f"there is no home folder for {self.conversations}",
-                    "name another folder with --conversations",
-                ) from None
+                what = f"there is no home folder for {self.conversations}"
+                raise DFlashError(what, "name another folder with --conversations") from None
         return platformdirs.user_data_path("dflash-chat") / "conversations"

@@ -60,9 +60,8 @@ class PickerScreen(Dialog[PairConfig | None]):
             yield self.problem_line()
             yield self.table
             yield Static(id="about", markup=False)
-            yield TextField(
-                placeholder="a Hugging Face id like owner/name, or a folder", compact=True
-            )
+            told = "a Hugging Face id like owner/name, or a folder"
+            yield TextField(placeholder=told, compact=True)
 
     def on_mount(self) -> None:
         for name, width in _COLUMNS.items():

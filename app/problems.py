@@ -30,10 +30,8 @@ def describe(error: Exception) -> str:
         return _OPTION.sub(_in_chat, sentence)
     reason = in_short(error)
     if isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _FULL):
-        return (
-            f"there is not enough memory ({reason}); close other programs, begin a /new "
-            "conversation, or choose a smaller or a quantised /model"
-        )
+        step = "begin a /new conversation, or choose a smaller or a quantised /model"
+        return f"there is not enough memory ({reason}); close other programs, {step}"
     log = keep_traceback(error)
     return f"something went wrong ({reason}); try again, and report it with {log} if it stays"
 

@@ -110,12 +110,8 @@ class Prompt(Asks, TextArea):
     _KEYS = own_keys([*TextArea.BINDINGS, *BINDINGS])
 
     def __init__(self) -> None:
-        super().__init__(
-            id="prompt",
-            compact=True,
-            highlight_cursor_line=False,
-            placeholder="Ask anything · / for commands · @ for a file",
-        )
+        told = "Ask anything · / for commands · @ for a file"
+        super().__init__(id="prompt", compact=True, highlight_cursor_line=False, placeholder=told)
         self.questions, self.pastes = History(), Pastes()
         self.hint = Static(id="hint", markup=False)
         self.choices = OptionList(id="choices", compact=True)

@@ -40,8 +40,7 @@ class Side(Vertical):
         self._bar.update(total=total, progress=total if step.finished else step.tokens)
         speed = f"{step.tokens / step.seconds:.1f} tok/s  " if step.seconds > 0 else ""
         shown = f"{speed}{counted(step.tokens, 'token')}  {step.seconds:.1f} s"
-        if step.finished:
-            shown += "  done"
+        shown += "  done" * step.finished
         if shown != self._drawn:
             self._drawn = shown
             self._clock.update(shown)

@@ -124,9 +124,8 @@ class CommandRunner:
             try:
                 value = float(text)
             except ValueError:
-                raise DFlashError(
-                    f"temperature is {text!r}", "type a number, 0 is greedy"
-                ) from None
+                what = f"temperature is {text!r}"
+                raise DFlashError(what, "type a number, 0 is greedy") from None
             sampling = replace(app.config.sampling, temperature=value)
             self.set_config(replace(app.config, sampling=sampling))
         value = app.config.sampling.temperature
@@ -294,11 +293,8 @@ class CommandRunner:
             if app.conversation is conversation:
                 await app.show_conversation(Conversation())
 
-        confirm(
-            app,
-            f"Delete “{conversation.shown_title}” for good?",
-            lambda: app.hear(app.keeper.delete(conversation), gone),
-        )
+        question = f"Delete “{conversation.shown_title}” for good?"
+        confirm(app, question, lambda: app.hear(app.keeper.delete(conversation), gone))
 
     async def _export(self, name: str) -> None:
         app = self._app

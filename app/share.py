@@ -28,9 +28,8 @@ _FORMATS = "svg", "png"
 _SIZE, _COLUMN, _ROW = 11, 6.622 / 72, 16.5 / 72  # points of the letters; inches
 _FONTS = "DejaVu Sans Mono", "DejaVu Sans"  # matplotlib brings them along
 _NO_FONTS = re.compile("last ?resort|color emoji", re.IGNORECASE)  # boxes; bitmaps
-_UNFIT = re.compile(
-    "[\ud800-\udfff\ufffe\uffff\u200d\ufe0f]"
-)  # no text; joins what no font here joins
+# No text; joins what no font here joins.
+_UNFIT = re.compile("[\ud800-\udfff\ufffe\uffff\u200d\ufe0f]")
 _ENDS = re.compile(f"</think>|{SPECIAL}final{SPECIAL}")  # of thoughts, as tokens tell them
 _WORD, _MUTED, _BOLD, _MARK = "$foreground", "$secondary", "bold $foreground", "bold $text-primary"
 

@@ -87,7 +87,7 @@ class SpeedLog:
         """Keep the speed of an answer, unless it was too short to say anything."""
         if figures["generated_tokens"] < _LEAST_TOKENS:
             return
-        known, key = self._read(), _key(model, figures["method"])
+        known, key = self._read(), f"{model} {figures['method']}"
         row = [date.today().isoformat(), figures["tokens_per_second"], figures["times_plain"]]
         rows = known.get(key)
         known[key] = [*(rows if isinstance(rows, list) else []), row][-_KEPT:]
@@ -97,7 +97,7 @@ class SpeedLog:
     def earlier(self, model: str, method: str) -> Earlier | None:
         """What the last answers of a model with a method showed; None where there are none."""
         try:
-            rows = self._read().get(_key(model, method), ())
+            rows = self._read().get(f"{model} {method}", ())
             speeds, ratios = [float(s) for _, s, _ in rows], [float(r) for *_, r in rows]
             days = [date.fromisoformat(day).isoformat() for day, *_ in rows]
         except (ValueError, TypeError, OverflowError):  # somebody else wrote it
@@ -113,7 +113,3 @@ class SpeedLog:
         except (OSError, ValueError, RecursionError):
             return {}
         return dict(known) if isinstance(known, Mapping) else {}
-
-
-def _key(model: str, method: str) -> str:
-    return f"{model} {method}"

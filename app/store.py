@@ -97,9 +97,8 @@ class Store:
             stamp = _stamp(file)
             data = _contents(file)
         except OSError as error:
-            raise DFlashError(
-                f"{file} cannot be read ({error.strerror})", "choose another conversation"
-            ) from None
+            what = f"{file} cannot be read ({error.strerror})"
+            raise DFlashError(what, "choose another conversation") from None
         lines = data.decode("utf-8", errors="replace").split("\n")
         head, problem = _head(lines[0])
         turns, bad_turn = _turns(lines[1:])
@@ -147,11 +146,9 @@ class Store:
 
     def _problem(self, action: str, error: OSError) -> DFlashError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return DFlashError(
-            f"cannot {action} {self.folder} ({error.strerror or error})",
-            f"{'free some space' if full else 'make it writable'}, or name another folder with "
-            "--conversations; /export saves a copy",
-        )
+        step = f"{'free some space' if full else 'make it writable'}, or name another folder with "
+        what = f"cannot {action} {self.folder} ({error.strerror or error})"
+        return DFlashError(what, f"{step}--conversations; /export saves a copy")
 
 
 def newest(store: Store) -> Opened | None:
@@ -224,13 +221,8 @@ def _write(file: Path, conversation: Conversation) -> None:
 
 
 def _as_lines(conversation: Conversation) -> str:
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "title": conversation.title,
-        "preview": conversation.shown_title,
-        "model": conversation.model,
-    }
+    head = {"format": FORMAT, "version": VERSION, "title": conversation.title}
+    head |= {"preview": conversation.shown_title, "model": conversation.model}
     turns = [
         {name: value for name, value in vars(turn).items() if value or name == "content"}
         for turn in conversation.turns

@@ -46,15 +46,13 @@ class Harmless(LineFilter):
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         """The segments, without what `for_terminal` leaves out, and without tabs and breaks."""
-        return [segment if _is_harmless(segment) else _harmless(segment) for segment in segments]
-
-
-def _is_harmless(segment: Segment) -> bool:
-    return bool(segment.control) or segment.text.isprintable()
+        return [*map(_harmless, segments)]
 
 
 def _harmless(segment: Segment) -> Segment:
     text = segment.text
+    if segment.control or text.isprintable():
+        return segment
     safe = for_terminal(text).replace("\n", "").replace("\t", "")
     return Segment(safe + " " * (cell_len(text) - cell_len(safe)), segment.style)
 

@@ -15,6 +15,7 @@ ACCEPTED, REJECTED, LINES = "accepted", "rejected", "lines"
 YES, NO = "✓", "✗"
 END, SPECIAL = "∎", "◇"  # of the answer; any other token that is no text
 BOUNDARY = "▏"  # between tokens of one word
+# White space as it lays out, with a sign where a line or a column ends.
 _BLANKS = {"\n": "↵\n", "\t": "⇥   ", "\r": ""}
 _SPECIAL = re.compile(r"<\|[^|<>]*\|>|</?s>|<(?:pad|unk|bos|eos|start_of_turn|end_of_turn)>")
 
@@ -82,14 +83,10 @@ def tint(pieces: Sequence[Segment]) -> Line:
         if joined and not text[0].isspace():
             line.append((BOUNDARY, LINES))
         for part in re.findall(r"\s+|\S+", text):
-            line.append((_blank(part), LINES) if part.isspace() else (visible(part), source))
+            blank = "".join(_BLANKS.get(c, " ") for c in part)  # nothing odd
+            line.append((blank, LINES) if part.isspace() else (visible(part), source))
         joined = not text[-1].isspace()
     return line
-
-
-def _blank(text: str) -> str:
-    """White space as it lays out, with a sign where a line or a column ends, and nothing odd."""
-    return "".join(_BLANKS.get(c, " ") for c in text)
 
 
 def draw(tree: DrawnTree, most_lines: int, width: int = 1000) -> list[Line]:

@@ -37,10 +37,8 @@ class Sample(Static):
 
     def __init__(self, number: int, question: str) -> None:
         self._question = question
-        super().__init__(
-            Content.assemble((f" {number} ", "bold $text-primary"), " ", question),
-            classes="sample",
-        )
+        told = Content.assemble((f" {number} ", "bold $text-primary"), " ", question)
+        super().__init__(told, classes="sample")
 
     def on_click(self) -> None:
         prompt = self.app.query_one(Prompt)
@@ -104,13 +102,9 @@ class Welcome(Asks, Vertical):
 
     def _say(self, facts: dict[str, str]) -> None:
         self._facts = facts
-        lines = [
-            assembled(
-                [(f"{name:<8}", "$secondary"), (said, "bold $text-primary" * (name == SPEED))]
-            )
-            for name, said in facts.items()
-            if said
-        ]
+        rows = ([(f"{name:<8}", "$secondary"), (said, "bold $text-primary" * (name == SPEED))]
+                for name, said in facts.items() if said)  # fmt: skip
+        lines = map(assembled, rows)
         self.query_one("#facts", Static).update(Content("\n").join(lines))
 
 
