@@ -15,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dflash_mlx.serve.errors import ApiError, body_of, encoded, response_of
 from dflash_mlx.serve.settings import LOCAL, is_address
 
-HEALTH = "/health"  # which needs no key
+HEALTH = "/health"
+_OPEN = HEALTH, "/page/"  # where paths begin that need no key
 
 Check = Callable[[Scope], None]  # raises ApiError
 
@@ -34,7 +35,7 @@ def check_caller(hosts: Collection[str], origins: Collection[str], scope: Scope)
         what = f"the host {host[:200]!r} is not this server"
         raise ApiError(403, f"{what}; start it with --allow-host to change that")
     origin = headers.get("origin", "").lower()
-    own = f"{scope['scheme']}://{header}"  # of a page of ours, if we had one
+    own = f"{scope['scheme']}://{header}"  # of the page
     if "origin" in headers and origin not in [own, *map(str.lower, origins)]:
         what = f"web pages of {origin[:200]!r} may not use this server"
         raise ApiError(403, f"{what}; start it with --allow-origin to change that")
@@ -46,7 +47,7 @@ def check_key(known: bytes, scope: Scope) -> None:
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
     fits = [hmac.compare_digest(digest(each), known) for each in given]
-    if not any(fits) and scope["path"] != HEALTH:
+    if not any(fits) and not scope["path"].startswith(_OPEN):
         what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
         asked = {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, what, code="invalid_api_key", headers=asked)

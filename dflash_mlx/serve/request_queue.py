@@ -43,6 +43,7 @@ class Reply(Request):
     until: list[int] = field(default_factory=list)  # how many there were with each of the parts
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
+    rounds: list[Delta] | None = None  # untold; None where nobody asks what was drafted
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
@@ -58,6 +59,8 @@ class Reply(Request):
         """What a delta adds."""
         if delta.proposal.mode == "plain":
             self.parked = delta.proposal.why
+        if self.rounds is not None:
+            self.rounds.append(delta)
         parts = self.reader.feed(self._text(delta), delta.tokens)
         is_cut = delta.finish_reason in ("length", "context")
         if delta.finish_reason is not None:
