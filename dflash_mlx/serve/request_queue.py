@@ -44,6 +44,7 @@ class Reply(Request):
     until: list[int] = field(default_factory=list)  # how many had come by the end of each part
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
+    rounds: list[Delta] | None = None  # untold; None where nobody asks what was drafted
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
     sources: Counter[str] = field(default_factory=Counter)  # of accepted drafted tokens
@@ -65,6 +66,8 @@ class Reply(Request):
         for node in delta.accepted.path[1:]:
             self.sources[source_of(tree, node, delta.statistics.method)] += 1
             self.said = max(self.said, tree.said[node] if tree.said else 0.0)
+        if self.rounds is not None:
+            self.rounds.append(delta)
         parts = self.reader.feed(self._text(delta), delta.tokens)
         is_cut = delta.finish_reason in ("length", "context")
         if delta.finish_reason is not None:
