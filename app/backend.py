@@ -17,6 +17,7 @@ from dflash_mlx.client import (
     PrefixCache,
     Question,
     Responder,
+    Stores,
     check_memory,
     comparing,
     load_pair,
@@ -24,6 +25,7 @@ from dflash_mlx.client import (
 )
 
 Events = Generator[object, None, None]
+_WRITING = 2.0  # seconds that the last answer may take to be kept
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,18 @@ class Loaded:
 class Backend:
     """The events of each job, as `Worker.submit` takes them; only its thread iterates them.
 
-    prefixes: makes what keeps conversations with a pair for their next turns. problem: a sentence
-    about why it could not, "" for nothing.
+    prefixes: makes what keeps conversations with a pair for their next turns. earlier: what drafts
+    may come from beside their own conversation. problem: a sentence about why something could not
+    be kept, "" for nothing.
     """
 
-    def __init__(self, prefixes: Callable[[], PrefixCache] = PrefixCache) -> None:
+    def __init__(
+        self, prefixes: Callable[[], PrefixCache] = PrefixCache, earlier: Stores | None = None
+    ) -> None:
         self.problem = ""
-        self._prefixes = prefixes
+        self._prefixes, self._earlier = prefixes, earlier or Stores(limit=0)
         self._responder: Responder | None = None
+        self._private: Responder | None = None  # of the incognito conversation
 
     def load(self, config: PairConfig) -> Events:
         """Load a pair in place of the one before, which stays when that fails: Loaded.
@@ -54,7 +60,9 @@ class Backend:
         check_memory(config)
         pair = load_pair(config)
         self.leave()
-        self._responder = Responder(pair, self._prefixes())
+        self._private = None
+        earlier = self._earlier.of(pair.target.name, pair.tokenizer)
+        self._responder = Responder(pair, self._prefixes(), earlier)
         yield Loaded(pair, mx.get_active_memory())
 
     def measure(self, again: bool) -> Events:
@@ -76,18 +84,21 @@ class Backend:
                 return
             yield said
 
-    def answer(self, request: Question, observer: Observer) -> Events:
-        """Answer: a Delta per round."""
-        yield from self._loaded().answer(request, observer)
+    def answer(self, request: Question, observer: Observer, private: bool = False) -> Events:
+        """Answer: a Delta per round. private: nothing of it stays for other conversations."""
+        responder = self._loaded()
+        self._private = (self._private or Responder(responder.pair)) if private else None
+        yield from (self._private or responder).answer(request, observer)
 
     def race(self, request: Question) -> Events:
         """Decode plainly and with drafts: RaceSteps, then a RaceResult."""
         yield from race(self._loaded().pair, request)
 
     def forget(self) -> Events:
-        """Keep nothing that was read of any conversation, in memory or on the disk."""
-        if self._responder is not None:
-            self._responder.prefixes.clear()
+        """Keep nothing that was read or said in any conversation, in memory or on the disk."""
+        self._private = None
+        (self._responder.prefixes if self._responder else self._prefixes()).clear()
+        self._earlier.forget()
         yield from ()
 
     def leave(self) -> None:
@@ -95,6 +106,7 @@ class Backend:
         if self._responder is not None:
             why = self._responder.prefixes.save()
             self.problem = self.problem or why
+        self.problem = self.problem or self._earlier.finish(_WRITING)
 
     def _loaded(self) -> Responder:
         if self._responder is None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from rich.traceback import Traceback
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
@@ -200,7 +201,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.status.clear()
         self.draft.begin(said)
         await self.transcript.begin(said)
-        self.listener.answer(self.worker.run(lambda job: self.backend.answer(request, job)), said)
+        answer = partial(self.backend.answer, request, private=self.conversation.private)
+        self.listener.answer(self.worker.run(answer), said)
         self.save()
 
     def request(self, extra: str | None = None) -> Question:
@@ -223,7 +225,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.listener.expect(config, job)
 
     def forget(self) -> None:
-        """Keep nothing of what the model has read; a conversation was deleted for good."""
+        """Keep nothing of what was read and said, but for the conversations themselves."""
         self.worker.run(lambda job: self.backend.forget())
 
     def action_fetch(self, name: str) -> None:
@@ -281,9 +283,13 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         if titles := self.keeper.unsaved:
             why = self.keeper.problem if in_time else f"{self.store.folder} does not answer"
             self.left = f"{' and '.join(titles)} could not be saved: {why}"
-        elif self.conversation.turns:
+        elif self.conversation.turns and not self.conversation.private:
             self.saved_as = for_terminal(self.conversation.shown_title)
         self.exit()
+
+    def _fatal_error(self) -> None:
+        """As Textual's, but without what variables hold: a log does not tell what was said."""
+        self.panic(Traceback())
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for command in COMMANDS:
@@ -377,7 +383,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         """The model and how it drafts; the title, unless it is the question that stands below."""
         pair, talk = pair_line(self.pair, self.config), self.conversation
         title = talk.shown_title if talk.title or talk.turns[2:] else ""
-        line = "  ".join(part for part in ("dflash-chat", pair, title) if part)
+        kept = "incognito: nothing of this is kept" if talk.private else ""
+        line = "  ".join(part for part in ("dflash-chat", pair, kept, title) if part)
         self.header.update(line)
         self.refresh_bindings()
         self.transcript.welcome.tell(self.pair, self.config, self.speeds)

@@ -42,6 +42,8 @@ COMMANDS = (
     Command("edit", "", "change the last question; what followed stays in /open"),
     Command("copy", "[number]", "copy the last answer, or one of its code blocks; code: the last"),
     Command("new", "", "begin a new conversation"),
+    Command("incognito", "", "begin one that is not saved, and of which nothing stays"),
+    Command("forget", "", "clear what speeds up later answers; conversations stay in /open"),
     Command("open", "", "earlier conversations: search, open, rename, delete"),
     Command("rename", "title", "name this conversation"),
     Command("delete", "", "delete this conversation"),

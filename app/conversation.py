@@ -48,6 +48,7 @@ class Conversation:
     title: str = ""
     model: str = ""
     turns: list[Turn] = field(default_factory=list)
+    private: bool = False  # never saved, and nothing of it stays
 
     @property
     def shown_title(self) -> str:
@@ -78,7 +79,9 @@ class Conversation:
         """
         last = max(i for i, turn in enumerate(self.turns) if turn.role == "user")
         title = _next_title(self.shown_title)
-        return Conversation(title=title, model=self.model, turns=self.turns[:last])
+        return Conversation(
+            title=title, model=self.model, turns=self.turns[:last], private=self.private
+        )
 
     @property
     def last_answer(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -209,7 +210,20 @@ def round_sentence(delta: Delta) -> str:
         return "No drafted token was checked: one pass of the large model, one token."
     checked = f"One pass of the large model checked {counted(drafted, 'drafted token')}"
     gained = f"so {counted(kept + 1, 'token')} for one pass"
-    return f"{checked}: {kept} accepted, and one added by the model itself, {gained}."
+    told = f"{checked}: {kept} accepted, and one added by the model itself, {gained}."
+    return f"{told}{_recalled(delta, time.time())}"
+
+
+def _recalled(delta: Delta, now: float) -> str:
+    """How many accepted tokens were said in earlier conversations, and when the latest of these."""
+    tree = delta.accepted.tree
+    said = [tree.said[node] for node in delta.accepted.path if tree.said and tree.said[node]]
+    if not said:
+        return ""
+    minutes = max(0, int(now - max(said)) // 60)
+    ago = next(((n, unit) for n, unit in ((minutes // 1440, "day"), (minutes // 60, "hour")) if n),
+               (minutes, "minute"))  # fmt: skip
+    return f" {counted(len(said), 'token')} said before, {counted(*ago)} ago."
 
 
 def _legend(delta: Delta) -> list[Line]:

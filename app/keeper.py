@@ -43,8 +43,11 @@ class Keeper:
     def save(self, conversation: Conversation, *more: Turn) -> Future[bool]:
         """Save `conversation` with `more` behind it, or delete it where that is nothing at all.
 
-        The result says whether it is a copy now, since another window had changed the file.
+        The result says whether it is a copy now, since another window had changed the file. A
+        private one is not saved.
         """
+        if conversation.private:
+            return self.ask(lambda _: False)
         turns, key = [*conversation.turns, *more], id(conversation)
         with self._lock:
             self._unsaved[key] = conversation
@@ -57,7 +60,8 @@ class Keeper:
         """Remove it for good."""
 
         def delete(store: Store) -> None:
-            store.delete(store.file_of(conversation))
+            if not conversation.private:
+                store.delete(store.file_of(conversation))
             self._unsaved.pop(id(conversation), None)
 
         return self.ask(delete)

@@ -24,6 +24,7 @@ from dflash_mlx.client import (
     Session,
     check_given,
     check_prompt,
+    earlier_texts,
     parse,
     prefix_cache,
     prompt_tokens,
@@ -137,7 +138,7 @@ def _talk(
     from dflash_chat.keymap import rebind
     from dflash_chat.terminal import caught_stderr, follow_background
 
-    backend = Backend(partial(prefix_cache, prefixes))
+    backend = Backend(partial(prefix_cache, prefixes), earlier_texts(prefixes))
     app, output = ChatApp(pair_config, config, chat, backend), deque[str](maxlen=200)
     app.first, app.user = question, arguments.user
     with app.user.telling():

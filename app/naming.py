@@ -12,7 +12,7 @@ from dflash_mlx.client import Capabilities, DecodeConfig, Pair, find_method, set
 TARGET = "target"  # the source of a token that the target chose itself
 ALONE = "not guessed"
 # Of drafted tokens, where nothing has colour.
-_SHAPES = ("underline", "underline italic", "italic", "bold")
+_SHAPES = ("underline", "underline italic", "italic", "bold", "bold italic")
 
 
 def method_name(method: str, capabilities: Capabilities) -> str:

@@ -204,7 +204,8 @@ class CommandRunner:
                 app.conversation.title = ""  # its first question names it
                 app.show_header()
             app.prompt.give_back(question)
-            await app.say("The conversation as it was is in /open; Enter asks this one.")
+            kept = "" if old.private else "The conversation as it was is in /open; "
+            await app.say(f"{kept}Enter asks this one.")
 
         self._branch(edit)
 
@@ -245,6 +246,14 @@ class CommandRunner:
         self._need_idle()
         await self._app.show_conversation(Conversation())
 
+    async def _incognito(self, _: str) -> None:
+        self._need_idle()
+        await self._app.show_conversation(Conversation(private=True))
+
+    async def _forget(self, _: str) -> None:
+        self._app.forget()
+        await self._app.say("What was read and said before no longer helps; /open has the texts.")
+
     async def _open(self, _: str) -> None:
         self._need_idle()
         app, screen = self._app, OpenScreen(self._app.keeper)
@@ -280,8 +289,8 @@ class CommandRunner:
         app, conversation = self._app, self._app.conversation
 
         async def gone(_: None) -> None:
-            self._need_idle()
             app.forget()
+            self._need_idle()
             if app.conversation is conversation:
                 await app.show_conversation(Conversation())
 

@@ -20,7 +20,7 @@ from dflash_chat.figures import read_figures, speed, times_plain
 from dflash_chat.naming import TARGET, legend, short_name
 from dflash_chat.store import free_stem, named_file, write_new
 from dflash_chat.terminal import assembled
-from dflash_chat.tree_view import Segment
+from dflash_chat.tree_view import SPECIAL, Segment
 from dflash_mlx.client import DFlashError, describe_machine, split_thinking
 
 WIDTH, ANSWER_LINES, QUESTION_LINES = 80, 36, 4  # columns; lines at most
@@ -31,7 +31,7 @@ _NO_FONTS = re.compile("last ?resort|color emoji", re.IGNORECASE)  # boxes; bitm
 _UNFIT = re.compile(
     "[\ud800-\udfff\ufffe\uffff\u200d\ufe0f]"
 )  # no text; joins what no font here joins
-_END = "</think>"
+_ENDS = re.compile(f"</think>|{SPECIAL}final{SPECIAL}")  # of thoughts, as tokens tell them
 _WORD, _MUTED, _BOLD, _MARK = "$foreground", "$secondary", "bold $foreground", "bold $text-primary"
 
 
@@ -39,7 +39,7 @@ def card(question: str, answer: Turn, tokens: Sequence[Segment], model: str) -> 
     """What a picture shows, in lines of at most WIDTH columns. tokens: none where not known."""
     shown = tokens or [(split_thinking(answer.content).answer, TARGET)]
     whole, said = "".join(text for text, _ in shown), []
-    thought = whole.rfind(_END) + len(_END) if _END in whole else 0  # characters to leave out
+    thought = max((end.end() for end in _ENDS.finditer(whole)), default=0)  # not shown
     for text, source in shown:
         said.append((text[max(thought, 0) :], style_of(source)))
         thought -= len(text)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 
 from dflash_chat.naming import TARGET
-from dflash_mlx.client import Delta, find_method
+from dflash_mlx.client import Delta, source_of
 
 ACCEPTED, REJECTED, LINES = "accepted", "rejected", "lines"
 YES, NO = "✓", "✗"
@@ -40,7 +40,7 @@ class DrawnTree:
         """The tree of a round. text_of: a token alone as text."""
         accepted, tree = delta.accepted, delta.accepted.tree
         texts = tuple(map(text_of, (delta.anchor, *tree.drafted)))
-        origins = tuple(_origin(delta, node) for node in range(len(tree)))
+        origins = tuple(source_of(tree, node, delta.statistics.method) for node in range(len(tree)))
         return cls(texts, tree.parents, accepted.path, text_of(accepted.tokens[-1]), origins)
 
     def origin(self, node: int) -> str:
@@ -50,14 +50,9 @@ class DrawnTree:
 
 def sources(delta: Delta) -> Iterator[tuple[int, str]]:
     """The tokens of a round, each with the drafter that it came from, or the target."""
-    path = delta.accepted.path
+    path, tree, method = delta.accepted.path, delta.accepted.tree, delta.statistics.method
     for i, token in enumerate(delta.tokens, start=1):
-        yield token, _origin(delta, path[i]) if i < len(path) else TARGET
-
-
-def _origin(delta: Delta, node: int) -> str:
-    known, usual = delta.accepted.tree.sources, find_method(delta.statistics.method).sources
-    return known[node] if known else usual[0].name if usual else ""
+        yield token, source_of(tree, path[i], method) if i < len(path) else TARGET
 
 
 def symbol(text: str, ends: bool) -> str | None:

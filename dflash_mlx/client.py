@@ -8,7 +8,15 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Given, label_in_words, values_given
 from dflash_mlx.core.statistics import Observer, Statistics
 from dflash_mlx.core.text import amount, counted
-from dflash_mlx.drafters.methods import check_given, family_wanted, find_method, own_options, settle
+from dflash_mlx.drafters.continuations.store import Stores
+from dflash_mlx.drafters.methods import (
+    check_given,
+    family_wanted,
+    find_method,
+    own_options,
+    settle,
+    source_of,
+)
 from dflash_mlx.drafters.methods import choices as method_choices
 from dflash_mlx.drafters.methods import sources as token_sources
 from dflash_mlx.engine.delta import Delta, SplitText, split_thinking
@@ -32,7 +40,7 @@ from dflash_mlx.models.library import (
 )
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL
-from dflash_mlx.session.session import Question, Responder, Session, prefix_cache
+from dflash_mlx.session.session import Question, Responder, Session, earlier_texts, prefix_cache
 from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text

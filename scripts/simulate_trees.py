@@ -97,6 +97,7 @@ class Place:
     paused: float = 0.0
     delayed: bool = False
     constraint: None = None
+    earlier: Any = None
 
     @property
     def tokens(self) -> list[int]:

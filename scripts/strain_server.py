@@ -164,7 +164,7 @@ def _crowded(server: Server, ask: Ask, number: int, seed: int, seconds: float) -
 def kills(number: int, seed: int) -> bool:
     """Whether a server that was killed answers as ever when it is started again."""
     draw, counted = random.Random(seed), {"kills": 0, "reused": 0, "wrong": 0}
-    kept = ("--prefix-gb", "0.000001", "--prefix-disk-gb", "1", "--grace", "5")
+    kept = ("--remember", "--prefix-gb", "0.000001", "--prefix-disk-gb", "1", "--grace", "5")
     with tempfile.TemporaryDirectory() as base:
         model, folder = write_endless_model(Path(base) / "endless"), Path(base) / "files"
         folder.mkdir()

@@ -86,6 +86,9 @@ class PairConfig:
         least=1,
         type=int,
     )
+    adapted: bool = option(
+        False, "draft with what dflash_mlx.train.adapt learned; the same answers"
+    )
     template: tuple[str, ...] = option(
         (),
         "an argument of the model's chat template, the value as JSON, as in enable_thinking=false; "
@@ -118,7 +121,7 @@ ALL_BUT_MODEL = tuple(f.name for f in fields(PairConfig) if f.name != "model")
 
 @dataclass(frozen=True)
 class PrefixConfig(Settings):
-    """How much is kept of what the model has read, for conversations that begin alike."""
+    """How much is kept of earlier conversations, for those that begin alike or repeat them."""
 
     prefix_gb: float | None = option(
         None,
@@ -132,6 +135,17 @@ class PrefixConfig(Settings):
         "gigabytes of disk for the same, after a restart; these files contain your conversations, "
         "and only you can read them; 0 keeps nothing there",
         least=0,
+    )
+    lookup_in: str = option(
+        "all",
+        "where drafts look for what the answer may repeat: conversation (this one alone), or all "
+        "(earlier ones of this user, too, which are kept for that)",
+        choices=("all", "conversation"),
+    )
+    lookup_mb: float = option(
+        64.0,
+        "megabytes of memory, and of disk, for those earlier ones; the oldest go first",
+        least=ABOVE_0,
     )
 
 

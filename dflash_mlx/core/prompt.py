@@ -11,12 +11,13 @@ import mlx.core as mx
 
 @dataclass(frozen=True)
 class Piece:
-    """Places of a prompt that stand for something else than text; their token ids say nothing."""
+    """Places of a prompt that stand for more than their token ids say, such as an image."""
 
     start: int  # its first place
     length: int
     digest: str  # of what it is and of how it was read; equal digests are equal pieces
-    embeddings: Callable[[], mx.array] | None = field(default=None, compare=False)  # [length, d]
+    # [length, d] in place of the tokens' own; None where the tokens are what is read
+    embeddings: Callable[[], mx.array] | None = field(default=None, compare=False)
 
     def key_at(self, place: int) -> int:
         """A negative number that no other piece has at this place of a prompt, and no token."""
@@ -29,7 +30,7 @@ class Prompt:
     """The whole conversation so far, as the model gets it."""
 
     tokens: tuple[int, ...] = ()
-    pieces: tuple[Piece, ...] = ()  # in order, apart from each other
+    pieces: tuple[Piece, ...] = ()  # in order, apart from each other but for a salt's
 
     @classmethod
     def of(cls, given: Prompt | Iterable[int]) -> Prompt:
@@ -39,19 +40,29 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def salted(self, salt: str) -> Prompt:
+        """One that begins like none with another salt, so that they share no prefix; "" for none.
+
+        As vLLM's `cache_salt`: how fast a prompt is read does not tell what others have asked.
+        """
+        if not (salt and self.tokens):
+            return self
+        return Prompt(self.tokens, (Piece(0, 1, f"{salt} {self.tokens[0]}"), *self.pieces))
+
     def key_at(self, place: int) -> int:
         """What prefixes are compared by: the token, or a number that tells pieces apart."""
-        for piece in self.pieces:
-            if piece.start <= place < piece.start + piece.length:
-                return piece.key_at(place)
-        return self.tokens[place]
+        return self.keys[place]
 
     @property
     def keys(self) -> Sequence[int]:
         """The key at every place; of a text its tokens."""
         if not self.pieces:
             return self.tokens
-        return [self.key_at(place) for place in range(len(self))]
+        keys = [*self.tokens]
+        for piece in reversed(self.pieces):  # where two overlap, a salt's own comes first
+            for place in range(piece.start, min(piece.start + piece.length, len(keys))):
+                keys[place] = piece.key_at(place)
+        return keys
 
     def embed(
         self, embedding: Callable[[mx.array], mx.array], first: int, last: int
@@ -60,14 +71,14 @@ class Prompt:
 
         embedding: the model's own, of tokens [n].
         """
-        pieces = [p for p in self.pieces if p.start < last and first < p.start + p.length]
+        there = [p for p in self.pieces if p.start < last and first < p.start + p.length]
+        pieces = [(piece, read) for piece in there if (read := piece.embeddings) is not None]
         if not pieces:
             return None
         rows = embedding(mx.array(self.tokens[first:last]))
-        for piece in pieces:
-            assert piece.embeddings is not None
+        for piece, read in pieces:
             begin, end = max(first, piece.start), min(last, piece.start + piece.length)
-            own = piece.embeddings()[begin - piece.start : end - piece.start]
+            own = read()[begin - piece.start : end - piece.start]
             rows[begin - first : end - first] = own.astype(rows.dtype)
         return rows
 

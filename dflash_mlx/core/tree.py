@@ -29,6 +29,7 @@ class Tree:
     parents: tuple[int, ...]  # N node ids; -1 of the root, else smaller than the node's own
     logprobs: tuple[float, ...] = ()  # N, given the tokens before, as drafters see it; or unknown
     sources: tuple[str, ...] = ()  # N, whose each token is, "" of the root; or of one drafter
+    said: tuple[float, ...] = ()  # N, Unix seconds of the earlier texts that tokens are from, or 0
 
     def __post_init__(self) -> None:
         size = self.drafts.size if isinstance(self.drafts, mx.array) else len(self.drafts)
@@ -94,6 +95,7 @@ class Tree:
             (-1, *(place[self.parents[node]] for node in nodes[1:])),
             tuple(self.logprobs[node] for node in nodes) if self.logprobs else (),
             tuple(self.sources[node] for node in nodes) if self.sources else (),
+            tuple(self.said[node] for node in nodes) if self.said else (),
         )
 
     def merge(self, tokens: Sequence[int], logprobs: Sequence[float], source: str) -> Tree:

@@ -23,7 +23,7 @@ from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import Offers, Path, best_first
 from dflash_mlx.drafters.method import (
     DRAFT,
-    LOOKUP,
+    EARLIER,
     BlockDrafter,
     Drawn,
     Method,
@@ -177,6 +177,6 @@ def step_by_step(label: str, files: FileFormat) -> Method:
         best_with=1,
         has_budget=True,
         draws=True,
-        sources=(DRAFT, LOOKUP),
+        sources=(DRAFT, *EARLIER),
         preference=1,
     )

@@ -17,7 +17,7 @@ from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.dflash.block_model import Ask, BlockModel, FeatureContext
 from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.growth.grow import TOP_K, Choices, best_first
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
+from dflash_mlx.drafters.method import DRAFT, EARLIER, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.engine.drafter import Drafter, Proposal
 from dflash_mlx.engine.state import State
 
@@ -155,7 +155,7 @@ DFLASH = dflash_method(
     "DFlash",
     _make_chain,
     draws=True,
-    sources=(DRAFT, LOOKUP),
+    sources=(DRAFT, *EARLIER),
     preference=2,
 )
 DDTREE = dflash_method(
@@ -164,6 +164,6 @@ DDTREE = dflash_method(
     lambda how: BestFirst(how.models[0], how.config.block_size, how.nodes),
     needs_trees=True,
     has_budget=True,
-    sources=(DRAFT, LOOKUP),
+    sources=(DRAFT, *EARLIER),
     preference=3,
 )

@@ -14,6 +14,7 @@ import numpy as np
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.autoregressive import StepByStep
+from dflash_mlx.drafters.continuations.recall import MOST_LOOKED_UP, Lookup, join
 from dflash_mlx.drafters.experience import (
     SAFE,
     Arm,
@@ -31,9 +32,8 @@ from dflash_mlx.drafters.growth.reliability import (
     reach,
     worth_keeping,
 )
-from dflash_mlx.drafters.method import LOOKUP, FirstDraft, Method, TwoPass
-from dflash_mlx.drafters.ngram import MOST_LOOKED_UP, lookup
-from dflash_mlx.engine.drafter import Drafter, Proposal, Reason
+from dflash_mlx.drafters.method import FirstDraft, Method, TwoPass
+from dflash_mlx.engine.drafter import Drafter, Proposal, Reason, allowed
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
 from dflash_mlx.verifier.pass_times import PassTimes, stored_times
@@ -89,7 +89,7 @@ class BatchBudget:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
-        self._scope, self.clock = scope, clock
+        self._scope, self.clock, self._lookup = scope, clock, Lookup()
         self.newest: Callable[[], PassTimes | None] = lambda: times  # may have been timed since
         rounds = RoundTimes(times)
         one_row = rounds.plain(1, ())
@@ -229,12 +229,9 @@ class BatchBudget:
         for draft, state in zip(drafts, states, strict=True):
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
             wanted = self._scope.looks_up and draft.q is None
-            tokens, logprob = lookup(state.tokens, most) if wanted else ([], 0.0)
-            if tokens:
-                if state.constraint is not None:
-                    tokens = tokens[: state.constraint.run(state.tokens, tokens)]
-                tree = draft.tree.merge(tokens, [logprob] * len(tokens), LOOKUP.name)
-                draft = replace(draft, tree=tree)
+            if wanted and most > 0:
+                recalled = allowed(Proposal(self._lookup.draft(state, most)), state).tree
+                draft = replace(draft, tree=join(draft.tree, recalled))
             found.append(draft)
         return found
 

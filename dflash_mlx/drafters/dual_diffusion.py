@@ -23,7 +23,7 @@ from dflash_mlx.drafters.growth.grow import (
 )
 from dflash_mlx.drafters.method import (
     DRAFT,
-    LOOKUP,
+    EARLIER,
     SECOND_DRAFT,
     FirstDraft,
     Plan,
@@ -248,6 +248,6 @@ METHOD = dflash_method(
     best_with=2,
     needs_trees=True,
     has_budget=True,
-    sources=(DRAFT, SECOND_DRAFT, LOOKUP),
+    sources=(DRAFT, SECOND_DRAFT, *EARLIER),
     preference=4,
 )

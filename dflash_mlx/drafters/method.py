@@ -15,6 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.sampling import DRAW, Sampler
 from dflash_mlx.core.tree import Tree
+from dflash_mlx.drafters.continuations.recall import BEFORE, HERE
 from dflash_mlx.drafters.formats import FileFormat
 from dflash_mlx.drafters.growth.grow import FIRST, LEAST, SECOND, Choices, Path
 from dflash_mlx.engine.drafter import Drafter, EachAlone, Proposal, allowed
@@ -40,7 +41,9 @@ class TokenSource:
 
 DRAFT = TokenSource(FIRST, "draft", "primary")
 SECOND_DRAFT = TokenSource(SECOND, "second draft", "warning")
-LOOKUP = TokenSource("lookup", "earlier text", "accent")
+LOOKUP = TokenSource(HERE, "earlier text", "accent")
+SAID = TokenSource(BEFORE, "said before", "secondary")  # in other conversations
+EARLIER = (LOOKUP, SAID)
 GRAMMAR = TokenSource(FORCED, "grammar", "success")  # with any method that drafts
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_mlx.core.config import AUTO, PLAIN, DecodeConfig, PairConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import Options, values_given
+from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters import block_diffusion, dual_diffusion, ngram, none
 from dflash_mlx.drafters.assistant import checkpoint as assistant
 from dflash_mlx.drafters.autoregressive import step_by_step
@@ -58,6 +59,12 @@ def sources() -> tuple[TokenSource, ...]:
     """Of all methods, each once, in the order of the method that has the most; then grammars."""
     most_first = sorted(METHODS.values(), key=lambda method: -len(method.sources))
     return tuple(dict.fromkeys((*(s for m in most_first for s in m.sources), GRAMMAR)))
+
+
+def source_of(tree: Tree, node: int, method: str) -> str:
+    """The name of the source of a drafted token; a tree that does not say has one of its method."""
+    usual = find_method(method).sources
+    return tree.sources[node] if tree.sources else usual[0].name if usual else ""
 
 
 def formats() -> tuple[FileFormat, ...]:

@@ -105,7 +105,7 @@ class PrefixFiles:
 
     def __init__(self, folder: Path, limit: int, worth: int = WORTH) -> None:
         self.folder = folder
-        self.limit = limit  # bytes that all of them may take
+        self.limit = limit  # bytes that all of them may take; 0: none is written or read
         self.worth = worth  # tokens from which on a state is written or read
         self.problem = ""  # a sentence about why states are not kept
         self._known: dict[str, Keys] = {}  # of the tokens of files by their names
@@ -123,6 +123,8 @@ class PrefixFiles:
 
         empty: makes one to read into. A file that is not whole, or not what its name says, goes.
         """
+        if not self.limit:
+            return None
         keys, key = np.array(prompt.keys[:-1], np.int64), self._key(cache_key)
         known = [(file, _shared(self._known[file.name], keys)) for file in self._usable(key)]
         for file, shared in sorted(known, key=lambda pair: -pair[1]):
@@ -140,7 +142,7 @@ class PrefixFiles:
 
     def write(self, cache_key: CacheKey, state: State) -> bool:
         """Keep a state in place of those that it covers; whether it is there now."""
-        if state.position < self.worth:
+        if state.position < self.worth or not self.limit:
             return False
         try:
             return self._write(cache_key, state)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy.typing as npt
 
 from dflash_mlx.core.prompt import Piece, Prompt, shared_length
 from dflash_mlx.core.tree import Accepted, rows_on
@@ -15,6 +16,13 @@ from dflash_mlx.verifier.block import Saved, join, split
 from dflash_mlx.verifier.sequence import SequenceCache
 
 Kind = tuple[tuple[nn.Module, ...], Hashable]  # networks, and settings of what they keep
+
+
+class Earlier(Protocol):
+    """The texts of other conversations that drafts of this one may come from."""
+
+    def find(self, suffix: npt.NDArray[Any]) -> list[Any]: ...
+    def add(self, tokens: Sequence[int]) -> None: ...
 
 
 class Context(Protocol):
@@ -72,6 +80,7 @@ class State:
         self.delayed = False  # whether the last pass had more rows of others than was known
         self.beside = 0  # rows that the next pass has for sequences of other drafters
         self.constraint: Constraint | None = None  # what this answer may be, None for anything
+        self.earlier: Earlier | None = None  # what others said, where drafts may come from that
         self.pieces: tuple[Piece, ...] = ()  # of the committed prompt
         self._tokens: list[int] = []
         self._unread: list[Accepted] = []  # of rounds that may still be running

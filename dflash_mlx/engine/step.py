@@ -68,7 +68,7 @@ class _Prefill:
         prompt, state = self.sequence.prompt, self.sequence.state
         first, last = state.position, state.position + self.length
         embeddings = None
-        if prompt.pieces:
+        if any(piece.embeddings for piece in prompt.pieces):  # else a salt, or a known prefix
             embeddings = prompt.embed(self.sequence.target.embedding(), first, last)
         block = Block(self.length, last_only=not self.sequence.misses_logprobs)
         return Rows(mx.array(prompt.tokens[first:last]), state.cache, block, embeddings)

@@ -58,7 +58,9 @@ KINDS = {
     "calibration": "how long a model's passes take on this machine, measured again when needed",
     "kernels": "which kernels are faster on this machine, measured again when needed",
     "prefixes": "conversations as models have read them, read again when needed",
+    "lookup": "earlier conversations that drafts may come from, kept again as you talk on",
     "features": "hidden states for training draft models, computed again when needed",
+    "adapters": "what draft models have learned from your conversations; then they draft as before",
     "emulator": "compiled kernels of the emulator, compiled again when needed",
 }
 GROUPS = ("on this disk", "fits this machine", "too large for this machine")
@@ -70,7 +72,7 @@ _OURS = (  # of this program's cache: kind, name, and files or folders
     (UNFINISHED, DEFAULT_MODEL, "download-*"),
     ("calibration", "", "timing/*.json"),  # their names are in the files
     ("kernels", "", "kernels/*.json"),
-    *((kind, kind, kind) for kind in ("prefixes", "features", "emulator")),
+    *((kind, kind, kind) for kind in ("prefixes", "lookup", "features", "adapters", "emulator")),
 )
 _MOMENT = 60.0  # seconds; between two files of a download nothing is locked
 _PART = ".incomplete"  # how huggingface_hub's names of files under way end

@@ -13,6 +13,7 @@ from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import check_uses, family_wanted, settle, wants_two
+from dflash_mlx.drafters.networks.adapter import add_to, file_of
 from dflash_mlx.engine.pair import Capabilities, DraftModel, Pair, Preset
 from dflash_mlx.models.check import (
     TOKENIZER,
@@ -156,6 +157,8 @@ class _Bench:
             if drafter.format.whole_models:
                 self._check_tokens(drafter)
             model = drafter.format.load(folder, drafter.config, self.target, self.config)
+            if self.config.adapted and (file := file_of(folder, self.target.name)).exists():
+                notes.append(add_to(model.module, file))
             notes += fit_drafter(model, self.target)
             tokens = likely_tokens(folder, self.tokenizer, drafter.config.vocab_size)
             try:

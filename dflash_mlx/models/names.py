@@ -248,12 +248,13 @@ def is_here(name: str, option: str = MODEL) -> bool:
 def local_folder(name: str, option: str = MODEL) -> Path | None:
     """The folder `name`, None for what may be a Hugging Face id; DFlashError for neither."""
     if (path := existing(name)) is None:
+        step = how_to_name(option)
+        if name.endswith(".gguf"):  # a file's name, which is looked for nowhere else
+            raise DFlashError(f"there is no file {name[:300]!r}", f"check its path, or {step}")
         try:
-            if name.endswith(".gguf"):  # no repository is called so
-                raise ValueError(name)
             validate_repo_id(name)
         except ValueError:
-            raise DFlashError(f"there is no folder {name[:300]!r}", how_to_name(option)) from None
+            raise DFlashError(f"there is no folder {name[:300]!r}", step) from None
     elif not path.is_dir():
         raise DFlashError(f"{name} is a file, not a model folder", how_to_name(option))
     return path

@@ -174,7 +174,8 @@ def make_app(service: Service) -> ASGIApp:
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
     app = guard.BodyTimeMiddleware(app, config.idle)
-    keys = [] if config.key is None else [partial(guard.check_key, guard.digest(config.key))]
+    known = [*map(guard.digest, config.key)]
+    keys = [partial(guard.check_key, known)] if known else []
     app = guard.CheckMiddleware(app, *keys, partial(guard.check_size, most))
     if config.allow_origin:
         origins, all_of_them = config.allow_origin, ("*",)

@@ -133,8 +133,8 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     opened = opens_thought(tokenizer, tokens)
     ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
     formed = chat.asks and (opened or chat.wants_thoughts)
-    why = "none before a given format can be cut" if formed else f"{name} has none"
-    for budget in budgets if formed or ends != END else ():  # of thoughts not known here, if any
+    why = "they cannot be cut before a given format" if formed else f"{name} has none"
+    for budget in budgets if formed or ends != END else ():
         chat.ignore(budget, f"limits thoughts, and {why}", "leave it out")
     return tokens
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str], reader: cli.TargetReader = cli.WHOLE) -> None:
     asked = each_model(arguments, serve.models_dir)
     pairs = [cli.read_pair_config(each) for each in asked]
     called = names(pairs, serve)
-    name, key = called[0][0], serve.key or "none"
+    name, key = called[0][0], serve.key[0] if serve.key else "none"
     found = launch.Served(launch.url_of(serve.host, serve.port), name, key)
     if launch.launch(arguments, found, words, more):
         return
@@ -124,7 +124,7 @@ def read_serve_config(arguments: argparse.Namespace) -> ServeConfig:
     """The server's own settings; the key may come from the environment."""
     given = vars(arguments)
     if "key" not in given and KEY in os.environ:
-        given["key"] = os.environ[KEY]
+        given["key"] = [os.environ[KEY]]
     return cli.read_options(arguments, ServeConfig)
 
 

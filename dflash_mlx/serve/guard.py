@@ -41,13 +41,17 @@ def check_caller(hosts: Collection[str], origins: Collection[str], scope: Scope)
         raise ApiError(403, f"{what}; start it with --allow-origin to change that")
 
 
-def check_key(known: bytes, scope: Scope) -> None:
-    """Refuse requests without the key of this digest; the time that it takes says nothing."""
+def check_key(known: Collection[bytes], scope: Scope) -> None:
+    """Refuse requests without a key of these digests; the time that it takes says nothing.
+
+    Which one it was becomes `request.state.user`.
+    """
     headers = Headers(scope=scope)
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-    fits = [hmac.compare_digest(digest(each), known) for each in given]
-    if not any(fits) and not scope["path"].startswith(_OPEN):
+    found = [key for each in given for key in known if hmac.compare_digest(digest(each), key)]
+    scope.setdefault("state", {})["user"] = found[0].hex() if found else ""
+    if not found and not scope["path"].startswith(_OPEN):
         what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
         asked = {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, what, code="invalid_api_key", headers=asked)

@@ -19,13 +19,14 @@ from dflash_mlx.session.calls import CALL, THOUGHT, WORDS, Part
 
 
 async def chat(body: ChatRequest, request: Request) -> Response:
-    """Answer a conversation, streamed or whole; one without words asks only for the model."""
+    """Answer a conversation, streamed or whole; one without words has the model loaded."""
     service: Service = request.app.state.service
     if not body.messages:
-        service.check(body)
+        async with service.using(body):
+            pass
         return as_json({**_said(body), "done": True, "done_reason": "load"})
     if isinstance(body, GenerateRequest) and body.raw:
-        return await answer(request, body, begin(service, body), LineWriter)
+        return await answer(request, body, begin(request, body), LineWriter)
     return await converse(request, body, LineWriter)
 
 

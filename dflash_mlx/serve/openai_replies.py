@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dflash_mlx.drafters.methods import find_method
+from dflash_mlx.drafters.methods import source_of
 from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
@@ -34,20 +34,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, begin(request.app.state.service, body), TextWriter)
+    return await answer(request, body, begin(request, body), TextWriter)
 
 
-async def begin(service: Service, body: CompletionRequest | GenerateRequest) -> ResponseStream:
+async def begin(request: Request, body: CompletionRequest | GenerateRequest) -> ResponseStream:
     """Ask for answers that go on with texts."""
+    service: Service = request.app.state.service
     body.check()
     given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
     async with service.using(body) as pair:
         prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
         configs, tokens = decoding(service.usual, body), [tokens for tokens, _ in prompts]
-        stream = await service.ask(pair, configs, tokens, goes_on=True)
-    for reply in stream.replies if isinstance(body, CompletionRequest) and body.echo else ():
-        reply.echo = prompts[reply.index // body.answers][1]
-    return stream
+        replies = service.replies(request, pair, configs, tokens)
+        for reply in replies:
+            reply.goes_on = True
+            if isinstance(body, CompletionRequest) and body.echo:
+                reply.echo = prompts[reply.index // body.answers][1]
+        return await service.queue.open(replies)
 
 
 def _prompt(pair: Pair, given: str | list[int]) -> tuple[tuple[int, ...], str]:
@@ -123,8 +126,7 @@ class ChatWriter(Writer):
         ends, found = {*self._tokenizer.eos_token_ids}, []
         for delta in reply.rounds or ():
             tree, path = delta.accepted.tree, delta.accepted.path
-            usual = next((s.name for s in find_method(delta.statistics.method).sources), "")
-            names = [tree.sources[node] if tree.sources else usual for node in path[1:]]
+            names = [source_of(tree, node, delta.statistics.method) for node in path[1:]]
             came = zip([*names, "target"], delta.tokens, strict=False)
             told = [[source, [*self._bytes(t)]] for source, t in came if t not in ends]
             found.append({"drafted": len(tree) - 1, "accepted": len(path) - 1, "tokens": told})

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.statistics import Statistics
+from dflash_mlx.drafters.methods import source_of
 from dflash_mlx.engine.delta import Delta, TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.errors import ApiError, of_settings
@@ -40,12 +41,14 @@ class Reply(Request):
     goes_on: bool = False  # with a text; a space is cut off at the beginning of others
     parts: list[Part] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # that no event has told yet
-    until: list[int] = field(default_factory=list)  # how many there were with each of the parts
+    until: list[int] = field(default_factory=list)  # how many had come by the end of each part
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
     rounds: list[Delta] | None = None  # untold; None where nobody asks what was drafted
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
+    sources: Counter[str] = field(default_factory=Counter)  # of accepted drafted tokens
+    said: float = 0.0  # Unix seconds of the latest earlier text that some are from; 0 for none
     statistics: Statistics = field(default_factory=lambda: Statistics(""))
     parked: Callable[[], str] | None = None  # says why its latest round without drafts had none
     since: float = field(default_factory=time.monotonic)
@@ -61,6 +64,10 @@ class Reply(Request):
             self.parked = delta.proposal.why
         if self.rounds is not None:
             self.rounds.append(delta)
+        tree = delta.accepted.tree
+        for node in delta.accepted.path[1:]:
+            self.sources[source_of(tree, node, delta.statistics.method)] += 1
+            self.said = max(self.said, tree.said[node] if tree.said else 0.0)
         parts = self.reader.feed(self._text(delta), delta.tokens)
         is_cut = delta.finish_reason in ("length", "context")
         if delta.finish_reason is not None:
@@ -144,10 +151,7 @@ class ResponseStream:
             self._waiting -= 1
             assert reply.sequence is not None
             reply.statistics = reply.sequence.statistics
-        elif isinstance(said, Delta):  # without rows of the vocabulary, which may wait for long
-            slim = replace(said, proposal=replace(said.proposal, q=None))
-            self._news.append((reply, slim))
-        elif isinstance(said, Exception):
+        elif isinstance(said, (Delta, Exception)):
             self._news.append((reply, said))
         self._came.set()
 
@@ -209,6 +213,9 @@ class RequestQueue:
     async def open(self, replies: Sequence[Reply]) -> ResponseStream:
         """Ask for answers, and return when all are taken in; ApiError where that cannot be."""
         self._loop = asyncio.get_running_loop()
+        if len(replies) > self._most:
+            what = f"{len(replies)} answers are asked for, and there are {self._most} places"
+            raise ApiError(400, f"{what}; ask for fewer")
         self._check_room(len(replies))
         stream = ResponseStream(self, replies)
         for each in replies:
@@ -268,7 +275,7 @@ class RequestQueue:
         self._count()
 
     def _forget(self, reply: Reply) -> None:
-        """What holds memory of an answer that is over, however slowly it is read from here on."""
+        """Let an answer that is over hold no caches and no model, however slowly it is read."""
         del self._streams[reply]
         reply.sequence = reply.pair = None
 

@@ -30,7 +30,7 @@ from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.session.models import Model, Models
 from dflash_mlx.session.scheduler import Scheduler
-from dflash_mlx.session.session import prefix_cache
+from dflash_mlx.session.session import earlier_texts, prefix_cache
 from dflash_mlx.system.machine import free_memory
 
 PROGRAM = "dflash-serve"
@@ -58,19 +58,22 @@ def run(
     room = partial(memory_for, config)
     models = Models(served, worker, queue.answers, room, config.most_loaded)
     measure = partial(_measure, usual)
+    kept = kept if config.remember else replace(kept, prefix_disk_gb=0)
     pair = models.start(lambda: make(memory=room(), prefixes=prefix_cache(kept)), measure)
     constants.HF_HUB_OFFLINE = True  # no request downloads anything; what they may load is here
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
-    service = Service(models, asked, config, queue)
+    earlier = earlier_texts(kept, config.remember, len(config.key))
+    service = Service(models, asked, config, queue, earlier)
     memory = worker.ask(lambda scheduler: scheduler.memory.limit or 0).result()
     told = f"{settle(usual, pair.capabilities).method} drafts, {amount(memory)} for caches"
     more = f" and {counted(len(served) - 1, 'other model')}" if len(served) > 1 else ""
     named = f"{served[0].names[0]}{more} at {url_of(*place.getsockname()[:2])}"
     del pair  # which may be unloaded
     asyncio.run(_until_signal(service, place, f"{PROGRAM}: {named}, {told}; Ctrl+C ends it"))
-    if problem := worker.ask(lambda each: each.prefixes.save() if each.prefixes else "").result():
-        cli.say(f"{PROGRAM}: {problem}")
+    problems = [worker.ask(lambda each: each.prefixes.save() if each.prefixes else "").result()]
     worker.close(_LATE)
+    for problem in filter(None, [*problems, earlier.finish(_LATE)]):
+        cli.say(f"{PROGRAM}: {problem}")
     service.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dflash_mlx.cli.options import say
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, prompt_of
@@ -31,7 +33,7 @@ from dflash_mlx.serve.structure import structure_of
 from dflash_mlx.session.calls import Part
 from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.models import Models
-from dflash_mlx.session.reading import AnswerReader
+from dflash_mlx.session.reading import AnswerReader, SchemaReader
 
 T = TypeVar("T")
 
@@ -49,6 +51,7 @@ class Service:
     usual: DecodeConfig  # how answers are decoded where a request does not say
     config: ServeConfig
     queue: RequestQueue
+    earlier: Stores  # of each user, what drafts may come from
     shelf: Shelf = field(default_factory=Shelf, repr=False)
     started: int = field(default_factory=lambda: int(time.time()))
     # Prompts are rendered, and grammars compiled, while answers stream on.
@@ -94,8 +97,8 @@ class Service:
         """The model that a request asks for, loaded; ApiError for what is not served."""
         self.check(body)
         try:
-            with self.queue.preparing():  # where no answer would be let in
-                pass  # who waits for a model takes no place: its load may hang
+            with self.queue.preparing():  # is there a place? It is not kept: a load may hang
+                pass
             pair = await self.models.take(body.model)
         except DFlashError as error:  # which may name folders, that clients do not learn
             say(f"{body.model} cannot be loaded: {error}")
@@ -129,25 +132,31 @@ class Service:
         self.models.close()
         self._prompts.shutdown(wait=False, cancel_futures=True)
 
-    async def ask(
+    def replies(
         self,
+        request: Request,
         pair: Pair,
         configs: Sequence[DecodeConfig],
         prompts: Sequence[tuple[int, ...]],
-        reader: Callable[[], AnswerReader] = AnswerReader,
-        goes_on: bool = False,
-    ) -> ResponseStream:
-        """Ask for an answer of each of these settings to each prompt; all are taken in then."""
+    ) -> list[Reply]:
+        """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
+        user = user_of(request)
+        own = self.earlier.of(pair.target.name, pair.tokenizer, user)
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
             for config in configs:
-                own = config if first is None else replace(config, prompt_logprobs=None)
-                reply = Reply(tokens, own, pair, behind=first, index=len(replies))
-                reply.reader, reply.goes_on = reader(), goes_on
+                its = config if first is None else replace(config, prompt_logprobs=None)
+                reply = Reply(tokens, its, pair, earlier=own, user=user, behind=first)
+                reply.index = len(replies)
                 replies.append(reply)
                 first = first or reply
-        return await self.queue.open(replies)
+        return replies
+
+
+def user_of(request: Request) -> str:
+    """Who asks: a digest of the key; without keys all are one user, who is not that of the chat."""
+    return str(getattr(request.state, "user", "") or "anyone")
 
 
 class Writer(Protocol):
@@ -191,12 +200,14 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
                 in_thought = opens_thought(pair.tokenizer, tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
-                reader = partial(AnswerReader, pair.tokenizer, form_of(pair), *how)
-            stream = await service.ask(pair, configs, [tokens], reader, chat.go_on)
-        stream.replies[0].ignored = chat.ignored or ()
-        for reply in stream.replies:
-            reply.hides_thoughts = body.include_reasoning is False
-        return stream
+                kind = AnswerReader if chat.schema is None else SchemaReader
+                reader = partial(kind, pair.tokenizer, form_of(pair), *how)
+            replies = service.replies(request, pair, configs, [tokens])
+            replies[0].ignored = chat.ignored or ()
+            for reply in replies:
+                reply.reader, reply.goes_on = reader(), chat.go_on
+                reply.hides_thoughts = body.include_reasoning is False
+            return await service.queue.open(replies)
 
     return await answer(request, body, begin(), writer)
 
@@ -311,12 +322,15 @@ def figures(replies: Sequence[Reply]) -> dict[str, Any]:
     further = sum(max(0, s.generated_tokens - 1) for s in each)
     accepted = sum(s.accepted.total() for s in each)
     longest = max(s.decode_seconds for s in each)
+    said = max(reply.said for reply in replies)  # by which other conversations helped, if any
     parked = (reply.parked() for reply in replies if reply.parked is not None)
     return {
         "method": each[0].method,
         "rounds": rounds,
         "acceptance_length": further / rounds if rounds else 0.0,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "accepted_from": dict(sum((reply.sources for reply in replies), Counter())),
+        "said_before_seconds": max(0.0, time.time() - said) if said else None,
         "tokens_per_second": further / longest if longest else 0.0,
         "time_to_first_token": min(s.time_to_first_token for s in each),
         "parked": next((why for why in parked if why), None),

@@ -22,10 +22,12 @@ class ServeConfig:
 
     host: str = option("127.0.0.1", "address to listen on; one that others reach needs a --key")
     port: int = option(8080, "port to listen on, 0 for any free one", least=0, most=65535)
-    key: str | None = option(
-        None,
-        "key that every request has to send, as Authorization: Bearer or x-api-key (default: the "
-        "environment variable DFLASH_KEY, which no list of processes shows)",
+    key: tuple[str, ...] = option(
+        (),
+        "key that requests have to send, as Authorization: Bearer or x-api-key; may be repeated, "
+        "and what one asks neither helps nor shows in answers to another (default: the environment "
+        "variable DFLASH_KEY, which no list of processes shows)",
+        action="append",
     )
     name: tuple[str, ...] = option(
         (), "another name of the model, or of the first one; may be repeated", action="append"
@@ -68,6 +70,12 @@ class ServeConfig:
         "response that they were ignored",
         action="store_true",
     )
+    remember: bool = option(
+        False,
+        "keep what was asked and answered on the disk as well, for each key apart, so that it "
+        "helps after a restart; without it nothing of a request is written",
+        action="store_true",
+    )
     watch: bool = option(
         False, "tell every few seconds what it is doing, if anything", action="store_true"
     )
@@ -80,11 +88,10 @@ class ServeConfig:
             known = is_scheme and rest and "/" not in rest
             what = "one like https://chat.example or app://obsidian.md"
             require(bool(known), "allow_origin", origin, what)
-        if self.key is not None:
-            require(self.key.isascii() and self.key.isprintable() and self.key.strip() == self.key
-                    and self.key != "", "key", "...", "visible ASCII characters without spaces "
-                    "around them")  # fmt: skip
-        elif not is_local(self.host):
+        for key in self.key:
+            plain = key.isascii() and key.isprintable() and key.strip() == key != ""
+            require(plain, "key", "...", "visible ASCII characters without spaces around them")
+        if not (self.key or is_local(self.host)):
             what = f"host is {self.host!r}, which other machines reach, and there is no key"
             raise DFlashError(what, "give one with --key or DFLASH_KEY", "host")
 

@@ -79,7 +79,7 @@ def _tools(chat: Chat, form: Form) -> dict[str, Json]:
         check_text(tool["name"], place + "name")
         if chat.required not in (None, "", tool["name"]):
             continue
-        schema = {**ANY_OBJECT}  # where it is not to be followed
+        schema = {**ANY_OBJECT}  # of arguments that need not follow the tool's
         if chat.required is not None or tool.get("strict"):
             nothing = {"properties": {}, "additionalProperties": False}
             schema |= nothing if tool.get("parameters") is None else tool["parameters"]
@@ -149,8 +149,8 @@ def grammar_of(
 ) -> str:
     """What an answer may be: calls of `tools`, JSON of the schema, or words.
 
-    Where no call has to come and no schema is given, calls stand among words. A thought that is
-    `opened` comes first, and one that is asked for may.
+    Where no call has to come and no schema is given, calls stand among words. A thought that the
+    prompt has opened comes first, and one that is asked for may come first.
     """
     rules = _Rules(form, tokenizer)
     if tools:
@@ -276,7 +276,7 @@ class _Rules(dict[str, str]):
         return "".join(f"{name}: {rule}\n" for name, rule in self.items())
 
     def _thought(self, chat: Chat, opened: bool) -> str:
-        """What may come before everything else, or has to; "" for nothing."""
+        """The thought that may come first, or has to where it is opened; "" for none."""
         begin, end, behind = BEGIN, END, r'("\n" | "\n\n")?'
         if self._form.has_channels:
             begin, end, behind = "<|channel|>analysis<|message|>", _MESSAGE[2], ""

@@ -18,9 +18,9 @@ _HEADER, _NEXT = "<|channel|>{}<|message|>", "<|end|><|start|>assistant"
 
 
 def without_thoughts(messages: Sequence[Message]) -> list[Message]:
-    """As a template of channels takes a conversation: it refuses or repeats thoughts in a text."""
+    """A conversation without the model's thoughts, which its template would refuse or repeat."""
     return [
-        {**each, "content": split_thinking(each["content"]).answer}
+        {**each, "content": split_thinking(each["content"], inside=False).answer}
         if each["role"] == "assistant"
         else each
         for each in messages
@@ -28,7 +28,7 @@ def without_thoughts(messages: Sequence[Message]) -> list[Message]:
 
 
 def in_channels(text: str) -> str:
-    """The beginning of an answer, thoughts marked, as the model has written it."""
+    """The beginning of an answer whose thoughts are marked, in the channels that it came in."""
     thought, ends, words = text.removeprefix(BEGIN).partition(END)
     if not text.startswith(BEGIN):
         thought, ends, words = "", END, text
@@ -39,7 +39,7 @@ def in_channels(text: str) -> str:
 
 
 def marked(deltas: Iterable[Delta], form: Form, said: str = "") -> Iterator[Delta]:
-    """Deltas whose text has thoughts marked. said: what the answer goes on from, in channels."""
+    """Deltas with marks of thoughts in their texts. said: in channels, what they go on from."""
     reader = AnswerReader(form=form)
     before = reader.feed(said)
     in_thought = bool(before) and before[-1].kind == THOUGHT

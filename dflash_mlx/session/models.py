@@ -42,7 +42,7 @@ class Model:
 
 
 class Models:
-    """Loads one at a time while others' answers stream on; one that takes very long lets others go.
+    """Loads one at a time while answers stream on; the next one does not wait for a late load.
 
     It takes the place of those that were used least recently, never of one that is answering: if
     all are, it waits, and so do further users of them, or its turn would never come. For one event
@@ -149,7 +149,11 @@ class Models:
                 load = loop.run_in_executor(self._loader, wanted.load)
                 await asyncio.wait([load], timeout=PATIENCE)
                 wanted.is_late = not load.done()
-            self._take_in(wanted, await load)
+            pair = await load
+            if wanted.is_late:
+                async with self._turn:
+                    await self._unload_others(0)
+            self._take_in(wanted, pair)
             await self._share_memory()
         except Exception as error:
             wanted.problem = error
@@ -164,9 +168,15 @@ class Models:
     async def _make_room(self, wanted: Model) -> None:
         """Unload others until it fits beside the rest; DFlashError where it does not even alone."""
         _check_room(wanted, mx.get_active_memory() + mx.get_cache_memory())
+        late = sum(each.needs for each in self._all if each.is_late)
+        await self._unload_others(wanted.needs + late)
+        _check_room(wanted)
+
+    async def _unload_others(self, needs: int) -> None:
+        """Unload the least used, until one more may be loaded and these bytes are free."""
         try:
             while loaded := [each for each in self._all if each.pair is not None]:
-                if len(loaded) < self._most and wanted.needs <= free_memory():
+                if len(loaded) < self._most and needs <= free_memory():
                     return
                 if idle := [each for each in loaded if not self._is_busy(each)]:
                     await self._unload(min(idle, key=lambda each: each.used))
@@ -175,7 +185,6 @@ class Models:
                     await asyncio.sleep(_AGAIN)
         finally:
             self._waits = False
-        _check_room(wanted)
 
     async def _unload(self, each: Model) -> None:
         """Let it go, its prefixes one by one, so that others' passes come in between."""

@@ -96,8 +96,12 @@ class AnswerReader:
     def _may(self, place: tuple[int, str]) -> bool:
         """Whether a mark begins something: one that is common in texts does not behind words."""
         (at, mark), form = place, self._form
-        is_first = self._last != WORDS and not self._held[:at].strip()
-        return at >= 0 and (is_first or mark != form.mark or form.start.strip("[") != "")
+        often = mark == form.mark and not form.start.strip("[")
+        return at >= 0 and (self._is_first(at) or not often)
+
+    def _is_first(self, at: int) -> bool:
+        """Whether there are no words before a place in what is held."""
+        return self._last != WORDS and not self._held[:at].strip()
 
     def _calls(self, finished: bool, cut: bool) -> Iterator[Part]:
         """Calls, as far as they are certain; what is none is words, and what was told stays."""
@@ -151,6 +155,13 @@ class AnswerReader:
         if text := text.lstrip("\n") if begins else text:
             self._last = kind
             yield Part(kind, text)
+
+
+class SchemaReader(AnswerReader):
+    """Reads an answer whose words follow a schema: no mark inside them begins anything."""
+
+    def _may(self, place: tuple[int, str]) -> bool:
+        return super()._may(place) and (self._kind != WORDS or self._is_first(place[0]))
 
 
 def _together(parts: Iterator[Part]) -> list[Part]:

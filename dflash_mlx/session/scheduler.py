@@ -24,7 +24,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, Status, make_sequence
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.state import Earlier, State
 from dflash_mlx.engine.step import guarded, step
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import STEP
@@ -138,7 +138,7 @@ class Scheduler:
         self.drafters: Drafters = {}
         self._finished: deque[Sequence] = deque()  # whose prefixes are to be kept
         self._rows: dict[Target, int] = {}  # of trees in its last pass
-        self._seconds: dict[Target, float] = {}  # that its steps took, for those that run now
+        self._seconds: dict[Target, float] = {}  # of its steps, while sequences of it run
 
     def __len__(self) -> int:
         """Sequences that are not finished, those that wait included."""
@@ -153,9 +153,11 @@ class Scheduler:
         prompt: Prompt | Iterable[int],
         config: DecodeConfig | None = None,
         pair: Pair | None = None,
+        earlier: Earlier | None = None,
     ) -> Sequence:
         """Take in a prompt, the whole conversation so far; `step` brings its answer.
 
+        earlier: where drafts may come from, and what all that was said is added to.
         Raises DFlashError where the prompt is empty or does not fit the context or the memory, and
         where the method or the grammar does not fit the pair.
         """
@@ -164,6 +166,7 @@ class Scheduler:
         config = settle(config or DecodeConfig(), pair.capabilities)
         drafter, alone = self.drafter(config, pair), self.most == 1
         sequence = make_sequence(pair, Prompt.of(prompt), config, drafter, alone)
+        sequence.state.earlier = earlier
         self.add(sequence)
         return sequence
 
@@ -186,6 +189,7 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
         if self.drop(sequence):
+            _remember(sequence)
             self._finished.append(sequence)
         self.keep_finished()
 
@@ -272,7 +276,7 @@ class Scheduler:
         return [each for each in own if each.chunk_limit or not each.is_reading], failed
 
     def _take_turn(self) -> None:
-        """Choose the target that had least time; one that comes has no claim on earlier time."""
+        """Choose the target that had least time; a new one begins level with the least of them."""
         targets = {each.target: None for each in self.running}
         known = [self._seconds[each] for each in targets if each in self._seconds]
         least = min(known, default=0.0)
@@ -349,6 +353,7 @@ class Scheduler:
             sequence.resume()  # nobody is waited for between two steps
             if delta.finish_reason is not None:
                 sequence.rounds.clear()
+                _remember(sequence)
                 sequence.state.trim(sequence.length - 1)
                 self.drop(sequence)
                 self._finished.append(sequence)
@@ -369,6 +374,12 @@ class Scheduler:
             self.running.remove(youngest)
             youngest.preempt()
             self.waiting.appendleft(youngest)
+
+
+def _remember(sequence: Sequence) -> None:
+    """Let later conversations draft from what was read and said in this one."""
+    if (earlier := sequence.state.earlier) is not None:
+        earlier.add(sequence.state.tokens[: sequence.length])
 
 
 def _reads_for(sequence: Sequence, prompt: Prompt) -> bool:

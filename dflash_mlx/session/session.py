@@ -15,6 +15,7 @@ from dflash_mlx.core.config import DecodeConfig, PrefixConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
+from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.drafters.methods import settle
 from dflash_mlx.engine.delta import BEGIN, Answer, Delta, collect, opens_thought
 from dflash_mlx.engine.exact import noise_of
@@ -22,7 +23,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, constraint_of
-from dflash_mlx.engine.state import State
+from dflash_mlx.engine.state import Earlier, State
 from dflash_mlx.session.channels import in_channels, marked, without_thoughts
 from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.scheduler import Drafters, Scheduler
@@ -43,8 +44,10 @@ class Session:
         config: DecodeConfig | None = None,
         prefixes: PrefixCache | None = None,
         drafters: Drafters | None = None,
+        earlier: Earlier | None = None,
     ) -> None:
         self.pair = pair
+        self.earlier = earlier  # other conversations that drafts may come from, see `Store`
         # Where turns find and leave their caches; without any, the last turn's are kept.
         self.prefixes = prefixes or PrefixCache()
         # Of every turn, with a method in place of `auto`.
@@ -71,7 +74,7 @@ class Session:
             raise DFlashError(what, "make a Session for each thread, or give the work to a Worker")
         self._thread = thread
         scheduler = self._scheduler(observer)
-        return self._deltas(scheduler, scheduler.submit(tokens, self.config))
+        return self._deltas(scheduler, scheduler.submit(tokens, self.config, None, self.earlier))
 
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
         self.state = sequence.state
@@ -144,8 +147,13 @@ class Question:
 class Responder:
     """Answers questions of any conversation and with any settings, one after another."""
 
-    def __init__(self, pair: Pair, prefixes: PrefixCache | None = None) -> None:
-        self.pair, self.prefixes = pair, prefixes or PrefixCache()
+    def __init__(
+        self,
+        pair: Pair,
+        prefixes: PrefixCache | None = None,
+        earlier: Earlier | None = None,  # what drafts may come from, and what is said is added to
+    ) -> None:
+        self.pair, self.prefixes, self._earlier = pair, prefixes or PrefixCache(), earlier
         self._drafters: Drafters = {}
 
     def answer(
@@ -159,7 +167,7 @@ class Responder:
         said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
         asked_for = without_thoughts(asked_for) if form.has_channels else asked_for
         tokens = prompt_tokens(pair.tokenizer, asked_for, asked.system, template=pair.template)
-        session = Session(pair, asked.config, self.prefixes, self._drafters)
+        session = Session(pair, asked.config, self.prefixes, self._drafters, self._earlier)
         opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
         if said:  # with its thought, which chat templates take out of messages
             said, opening = said.removeprefix(opening), ""
@@ -178,9 +186,16 @@ class Responder:
         return 1 / float(target.pass_times.of(1)), timing_day(target)
 
 
+def earlier_texts(config: PrefixConfig, on_disk: bool = True, users: int = 1) -> Stores:
+    """What drafts may come from beside their own conversation."""
+    folder = platformdirs.user_cache_path("dflash-chat") / "lookup" if on_disk else None
+    megabytes = config.lookup_mb if config.lookup_in == "all" else 0
+    return Stores(folder, int(megabytes * 1e6) // max(1, users))
+
+
 def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCache:
     """A cache for one pair, as the settings say. folder: of its files, by default the user's."""
     memory, disk = config.prefix_gb, int(config.prefix_disk_gb * 1e9)
     limit = available_memory() // 16 if memory is None else int(memory * 1e9)
     place = folder or platformdirs.user_cache_path("dflash-chat") / "prefixes"
-    return PrefixCache(limit, PrefixFiles(place, disk) if disk else None)
+    return PrefixCache(limit, PrefixFiles(place, disk))

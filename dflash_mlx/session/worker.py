@@ -11,9 +11,11 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.sequence import Sequence, Status
+from dflash_mlx.engine.state import Earlier
 from dflash_mlx.session.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -27,6 +29,8 @@ class Request:
     config: DecodeConfig
     pair: Pair | None = field(default=None, repr=False)  # that answers; None for the scheduler's
     sequence: Sequence | None = field(default=None, repr=False)
+    earlier: Earlier | None = field(default=None, repr=False)  # see `Scheduler.submit`
+    user: str = ""  # others share no prefix with, see `Prompt.salted`
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,9 @@ class Worker:
     def _submit(self, request: Request) -> None:
         assert self._scheduler is not None
         try:
-            sequence = self._scheduler.submit(request.tokens, request.config, request.pair)
+            prompt = Prompt(request.tokens).salted(request.user)
+            given = request.config, request.pair, request.earlier
+            sequence = self._scheduler.submit(prompt, *given)
         except Exception as error:  # of any kind: the others go on
             self._post([(request, error)])
             return

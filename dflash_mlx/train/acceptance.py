@@ -39,8 +39,8 @@ def hits_at(
     return np.cumprod(right, axis=-1)
 
 
-def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Array:
-    """[N, B - 1 - prefix] as `hits_at`, of 16 anchors of every text.
+def measure(trainee: Trainee, texts: Texts, prefix: int = 0, anchors: int = ANCHORS) -> Array:
+    """[N, B - 1 - prefix] as `hits_at`, of some anchors of every text.
 
     They are evenly spread where the prefix leaves a token to draft.
     """
@@ -48,9 +48,9 @@ def measure(trainee: Trainee, texts: Texts, prefix: int = 0) -> Array:
     for start in range(0, len(texts), _TEXTS):
         chosen, parts = np.arange(start, min(start + _TEXTS, len(texts))), []
         for i in chosen:
-            anchors = texts.texts[i].anchors
-            anchors = anchors[: max(1, len(anchors) - prefix)]
-            parts.append(anchors[np.linspace(0, len(anchors) - 1, ANCHORS).round().astype(int)])
+            places = texts.texts[i].anchors
+            places = places[: max(1, len(places) - prefix)]
+            parts.append(places[np.linspace(0, len(places) - 1, anchors).round().astype(int)])
         hits += list(hits_at(trainee, texts, chosen, np.stack(parts), prefix))
     return np.concatenate(hits)
 

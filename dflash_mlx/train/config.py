@@ -106,7 +106,7 @@ class DataConfig(Settings):
     """Where texts and features are."""
 
     corpus: tuple[Path, ...] = option(
-        (), "corpus file; may be repeated", action="append", type=Path, required=True
+        (), "corpus, or folder of chats; may be repeated", action="append", type=Path, required=True
     )
     cache: Path | None = option(
         None,

@@ -14,7 +14,7 @@ import io
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import locked, remove_partial, replacing
 from dflash_mlx.train.blocks import Array, TextTokens
 from dflash_mlx.train.config import DataConfig
-from dflash_mlx.train.rows import CorpusRow, read_rows
+from dflash_mlx.train.rows import CorpusRow, conversation_rows, read_rows
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 
@@ -131,12 +131,12 @@ def read_texts(config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> T
 
 
 def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int, ...]) -> Texts:
-    vocab_size, context = vocabulary_size(pair.target), pair.target.context_length
-    rows = read_rows(path, vocab_size, pair.tokenizer)
+    context = pair.target.context_length
+    rows = [*rows_of(path, pair)]
     usable = [(i, r) for i, r in enumerate(rows) if len(r.prompt) + len(r.answer) <= context]
     if not usable:
-        what = f"no row of {path} fits the context of {context} tokens"
-        raise DFlashError(what, "make the corpus again with shorter prompts")
+        what = f"{path} has no answer of this model that fits its context of {context} tokens"
+        raise DFlashError(what, "name another, or make the corpus again with shorter prompts")
     _tell(path, len(rows) - len(usable), f"longer than the context of {context} tokens")
     if not aux_layers:
         greedy = [Text.by_itself(row, i) for i, row in usable if row.temperature == 0]
@@ -155,6 +155,13 @@ def _read_file(path: Path, config: DataConfig, pair: Pair, aux_layers: tuple[int
     kept = enumerate(usable[: len(features)])
     texts = [Text.of(row, number, features, i) for i, (number, row) in kept]
     return Texts(f"{features.folder.name}:{len(texts)}", texts)  # with less room, other texts
+
+
+def rows_of(path: Path, pair: Pair) -> Iterable[CorpusRow]:
+    """The rows of a corpus file, or of a folder of the chat's conversations; of this target."""
+    if path.is_dir():
+        return conversation_rows(path, pair)
+    return read_rows(path, vocabulary_size(pair.target), pair.tokenizer)
 
 
 def _tell(path: Path, rows: int, why: str) -> None:
@@ -198,7 +205,7 @@ class FeatureCache:
         Raises OSError when the disk is full; what is finished stays usable. Raises DFlashError
         while another process is at it.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = self._target.kernels.mode
         try:
             with locked(self.folder, wait=False):
@@ -237,21 +244,28 @@ class FeatureCache:
             raise DFlashError(f"{self.folder} is damaged at sequence {i}", _BUILD_AGAIN) from None
 
     def _compute(self, tokens: Sequence[int]) -> dict[str, Any]:
-        cache = self._target.new_cache()
-        features, choices = [], []
-        for start in range(0, len(tokens), _CHUNK):
-            piece = mx.array(list(tokens[start : start + _CHUNK]))
-            block = Block(piece.size)
-            logits, aux_layers = self._target.forward(piece, cache, block, self._aux_layers)
-            assert aux_layers is not None
-            features.append(np.array(aux_layers.astype(mx.bfloat16).view(mx.uint16)))
-            mx.eval(cache.arrays)
-            choices.append(likeliest(logits))
-            cache.commit(range(piece.size))
+        parts = [*read_pieces(self._target, tokens, self._aux_layers, _CHUNK)]
+        features = [np.array(features.view(mx.uint16)) for features, _ in parts]
+        choices = [choices for _, choices in parts]
         return {"features": np.concatenate(features), "choices": np.concatenate(choices)}
 
     def _file(self, i: int) -> Path:
         return self.folder / f"{i}.npz"
+
+
+def read_pieces(
+    target: Target, tokens: Sequence[int], aux_layers: tuple[int, ...], size: int
+) -> Iterator[tuple[mx.array, Array]]:
+    """Features [n, m*d] (bfloat16) and CHOICE [n, CHOICES] of n tokens after n tokens."""
+    cache = target.new_cache()
+    for start in range(0, len(tokens), size):
+        piece = mx.array(list(tokens[start : start + size]))
+        logits, features = target.forward(piece, cache, Block(piece.size), aux_layers)
+        assert features is not None
+        features = features.astype(mx.bfloat16)
+        mx.eval(features, cache.arrays)
+        yield features, likeliest(logits)
+        cache.commit(range(piece.size))
 
 
 def hidden_width(target: Target) -> int:

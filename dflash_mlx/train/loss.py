@@ -90,11 +90,11 @@ class DraftVocabulary:
         self.tokens = by_frequency[: draft_size(size, config.vocab_size)]  # [V']
         self.index = np.full(config.vocab_size, -1)  # [V], where in `tokens` each is, -1 nowhere
         self.index[self.tokens] = np.arange(len(self.tokens))
-        head, ids, width = trainee.target.head(), mx.array(self.tokens), config.hidden_size
+        head, width = trainee.target.head_of(mx.array(self.tokens)), config.hidden_size
         bias = head(mx.zeros((1, width)))
         weights = head(mx.eye(width)) - bias
-        self._head = mx.contiguous(weights.T[ids].astype(mx.float32))  # [V', d]
-        self._bias = bias[:, ids].astype(mx.float32)
+        self._head = mx.contiguous(weights.T.astype(mx.float32))  # [V', d]
+        self._bias = bias.astype(mx.float32)
         self._softcap, self._multiplier = config.final_logit_softcapping, config.output_multiplier
         self._covered = float((self.index[answers] >= 0).mean())
         mx.eval(self._head, self._bias)

@@ -13,16 +13,20 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.text import parse_json
+from dflash_mlx.engine.delta import BEGIN, opens_thought
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.templates import prompt_tokens
 
 _FORMAT = {"format": "dflash-corpus", "version": 1}
 _BEGIN = json.dumps(_FORMAT)[:-1].encode()  # of a header
+CHAT = "dflash-chat conversation"  # format of a conversation's file, see app/store.py
 _ANOTHER = "name another file with --out"
 _MAKE_ANEW = "make the corpus again with python -m dflash_mlx.corpus"
 
@@ -248,3 +252,28 @@ def _difference(old: CorpusHeader, new: CorpusHeader) -> str:
     names = (before.keys() | after.keys()) - {"settings"}
     name = next(name for name in sorted(names) if before.get(name) != after.get(name))
     return f"{name} {before.get(name)!r}, not {after.get(name)!r}"
+
+
+def conversation_rows(folder: Path, pair: Pair) -> Iterator[CorpusRow]:
+    """The target's answers in a folder of the chat's conversations, the newest of these first.
+
+    Damaged files are left out, without a word of them. All answers count as sampled.
+    """
+    for file in sorted(folder.glob("[!.]*.jsonl"), reverse=True):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError, DFlashError):
+            head, *turns = map(json.loads, file.read_bytes().splitlines())
+            if head["format"] == CHAT and head["model"] == pair.target.name:
+                yield from _answers(file.stem, turns, pair)
+
+
+def _answers(name: str, turns: list[Any], pair: Pair) -> Iterator[CorpusRow]:
+    for i, turn in enumerate(turns):
+        if turn["role"] == "assistant" and turn["content"]:
+            said = [{part: each[part] for part in ("role", "content")} for each in turns[:i]]
+            prompt = prompt_tokens(pair.tokenizer, said, template=pair.template)
+            thought = BEGIN if opens_thought(pair.tokenizer, prompt) else ""
+            text = turn["content"].removeprefix(thought)
+            answer = pair.tokenizer.encode(text, add_special_tokens=False)
+            end = [pair.tokenizer.eos_token_id] if turn.get("ending") == "stop" else []
+            if whole := (*answer, *end):
+                yield CorpusRow(f"{name}-{i}", "conversation", (*prompt,), whole, 1.0)

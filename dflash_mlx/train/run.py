@@ -150,7 +150,7 @@ def restore_state(folder: Path, trainer: Trainer, data: str) -> None:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DFlashError(f"the state {file} cannot be read ({error})", again) from None
     for name, now in identity(trainer, data).items():
-        if (was := before.get(name)) != now:
+        if (was := before.get(name, now)) != now:  # an older program may have had no such field
             raise DFlashError(f"the run in {file} has {name} {was!r}, not {now!r}", _NEXT_STEP)
     own = {name: array.shape for name, array in _arrays(trainer).items()}
     if own != {name: array.shape for name, array in arrays.items()}:

@@ -94,6 +94,13 @@ def test_thoughts_and_folders_of_the_user_are_not_shown():
     assert "So it is." in [text.strip() for text in told]
 
 
+def test_of_an_answer_in_channels_only_the_final_one_is_shown():
+    raw = ["◇", "analysis", "◇", "secret", "◇", "◇", "assistant", "◇", "final", "◇", "So it is."]
+    answer = Turn("assistant", "<think>secret</think>So it is.", "", FIGURES)
+    told = texts(card("Why?", answer, [(text, "first") for text in raw], "M"))
+    assert "So it is." in told and "secret" not in "".join(told)
+
+
 def test_a_long_answer_shows_its_beginning_and_says_how_much_more_there_is():
     told = texts(lines_of("\n".join(f"line {n}" for n in range(2000)), question="why " * 500))
     assert "line 0" in told and f"line {ANSWER_LINES - 2}" in told

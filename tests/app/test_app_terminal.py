@@ -207,7 +207,8 @@ def test_a_hostile_conversation_leaves_the_terminal_as_it_was(chat, tmp_path):
 
 def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    broken = "from dflash_chat.status import Status; Status.clear = lambda self: 1 / 0; " + START
+    broken = "from dflash_chat.status import Status; "
+    broken += "Status.clear = lambda self, said='hello': 1 / 0; " + START
     options = ["--model", "./none", "--conversations", str(tmp_path / "talks")]
     with Terminal(options, tmp_path / "cache", program=broken) as terminal:
         terminal.until(lambda screen: "there is no folder" in screen)
@@ -217,6 +218,7 @@ def test_a_fault_of_the_screen_is_one_sentence_that_names_its_log(tmp_path, monk
         assert "Traceback" not in terminal.text
     (log,) = tmp_path.glob("dflash-chat-*.log")
     assert "ZeroDivisionError" in log.read_text()
+    assert "hello" not in log.read_text(), "which was asked, and is nobody else's business"
 
 
 @pytest.mark.parametrize(

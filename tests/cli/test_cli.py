@@ -135,6 +135,8 @@ REFUSED: list[tuple[Any, ...]] = [  # the options, and what the sentence says
     (["--prompt", "x" * 300], "the prompt has 318 tokens"),
     ([*PROMPT, "--model", "./nowhere/at/all"], "no folder './nowhere/at/all'"),
     ([*PROMPT, "--model", "owner/name"], "was not found here"),
+    ([*PROMPT, "--model", "owner/name-GGUF"], "was not found here"),
+    ([*PROMPT, "--model", "typo.gguf"], "no file 'typo.gguf'; check its path"),
     ([*PROMPT, "--drafter", "/nowhere/x"], "no folder '/nowhere/x'"),
     ([*PROMPT, "--drafter", "owner/name"], "was not found here"),
     # conversations

@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
             ("nowhere --bits 7", "7.*choose one of 2, 3, 4, 5, 6, 8"),  # nothing is looked at
             ("nowhere --group-size 32", "group_size is 32"),
             ("nowhere --dtype int8", "'int8'.*float16"),
-            ("nowhere.gguf", "no folder 'nowhere.gguf"),
+            ("nowhere.gguf", "no file 'nowhere.gguf"),
             ("a/b/c", "no folder 'a/b/c"),
             ("~nobody-of-this-name/x", "no folder '~nobody-of-this-name/x"),
             ("x" * 300, f"no folder '{'x' * 80}"),

@@ -119,9 +119,9 @@ def test_no_message_of_the_library_names_an_option_that_python_does_not_know():
             texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
             for text in (each.value for each in texts if id(each) not in docs):
                 found |= set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
-    # of pip, of mlx_lm.fuse and of dflash_mlx.convert; and a help text of the command line
+    # of pip, mlx_lm.fuse, dflash_mlx.convert and .train.adapt; and a help text
     others = {"--no-deps", "--no-input", "--only-binary", "--disable-pip-version-check", "--dest"}
-    others |= {"--adapter-path", "--save-path", "--mtp", "--block-size"}
+    others |= {"--adapter-path", "--save-path", "--mtp", "--block-size", "--undo"}
     said = {option for option in found if "--" not in str(DFlashError(option, ""))}
     assert found - said <= others and "--drafter" in said
 

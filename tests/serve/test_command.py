@@ -122,7 +122,7 @@ def test_ctrl_c_while_the_model_is_loaded_is_130_and_no_more(model, tmp_path):
 def test_a_kill_leaves_nothing_in_the_way_and_a_signal_ends_what_runs(model, tmp_path):
     body = chat_body("a" * 2000, model="endless", stream=True, max_tokens=50_000)
     for last in (signal.SIGKILL, signal.SIGTERM):
-        with command_of(model, tmp_path, "--grace", "0.5") as (running, url):
+        with command_of(model, tmp_path, "--remember", "--grace", "0.5") as (running, url):
             assert CLIENT.get(url + "/health").json() == {"status": "ok"}
             with CLIENT.stream("POST", url + CHAT, json=body) as response:
                 lines = response.iter_lines()

@@ -43,7 +43,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def locked():
-    with serving(lambda prompt: "so", key="s3cret", allow_origin=(PAGE,)) as server:
+    with serving(lambda prompt: "so", key=("s3cret",), allow_origin=(PAGE,)) as server:
         yield server
 
 
@@ -150,10 +150,12 @@ def test_a_key_is_compared_as_a_digest_in_constant_time_and_not_kept(monkeypatch
     compared, compare = [], hmac.compare_digest
     both = lambda *pair: (compared.append(pair), compare(*pair))[1]  # noqa: E731
     monkeypatch.setattr(guard.hmac, "compare_digest", both)
-    known, headers = guard.digest("k" * 64), [(b"x-api-key", key.encode())]
+    known, headers = [*map(guard.digest, ("k" * 64, "other"))], [(b"x-api-key", key.encode())]
+    scope = {"type": "http", "path": "/", "headers": headers}
     with contextlib.nullcontext() if key == "k" * 64 else pytest.raises(ApiError):
-        guard.check_key(known, {"type": "http", "path": "/", "headers": headers})
-    assert [[len(each) for each in pair] for pair in compared] == [[32, 32], [32, 32]]
+        guard.check_key(known, scope)
+    assert [[len(each) for each in pair] for pair in compared] == [[32, 32]] * 4
+    assert scope["state"]["user"] == (known[0].hex() if key == "k" * 64 else "")
 
 
 HEADS = {

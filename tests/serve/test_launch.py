@@ -75,7 +75,7 @@ def test_a_server_is_found_while_its_first_model_is_not_in_memory(told, capsys):
 
 
 def test_a_key_is_handed_on_but_not_shown(told, capsys):
-    with serving(speak, key="secret") as server:
+    with serving(speak, key=("secret",)) as server:
         words = ["--port", str(server.port), "--for", "claude", "--key"]
         command.main([*words, "secret"])
         with pytest.raises(SystemExit):

@@ -172,6 +172,13 @@ def test_what_fails_while_a_model_is_unloaded_is_told_and_later_ones_are_unloade
         assert [type(each) for each in server.faults] == [ZeroDivisionError]
 
 
+def test_a_request_of_ollama_s_without_words_loads_the_model():
+    with serving(saying(MODEL), further=[loading("second"), loading("third")]) as server:
+        for path, name in (("/api/chat", "second"), ("/api/generate", "third")):
+            assert server.post(path, {"model": name}).json()["done_reason"] == "load"
+            assert states(server)[name] == "loaded"
+
+
 def test_a_load_that_hangs_keeps_nobody_else_from_an_answer(monkeypatch):
     monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 1.0)
     goes_on = threading.Event()
@@ -189,6 +196,33 @@ def test_a_load_that_hangs_keeps_nobody_else_from_an_answer(monkeypatch):
         server.until(lambda: hanging.pair is not None)
         assert said(server.chat(model="second")) == "second answers hello"
         assert hanging.loads == 1 and hanging.users == 0
+
+
+def test_a_load_that_is_late_takes_the_place_of_others_when_it_is_there(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 0.1)
+    goes_on = threading.Event()
+    hanging = loading("second", lambda: goes_on.wait(30) and saying("second"))
+    with serving(saying(MODEL), further=[hanging, loading("third")], most_loaded=1) as server:
+        assert server.chat(model="second").status_code == 503
+        assert said(server.chat(model="third")) == "third answers hello"
+        goes_on.set()
+        server.until(lambda: hanging.pair is not None)
+        assert states(server)["third"] == "not-loaded"
+        assert said(server.chat(model="second")) == "second answers hello"
+
+
+def test_room_is_kept_for_a_load_that_is_late(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.session.models.PATIENCE", 0.1)
+    monkeypatch.setattr("dflash_mlx.session.models.free_memory", lambda: 10**9)
+    goes_on = threading.Event()
+    hanging = replace(loading("second", lambda: goes_on.wait(30) and saying("second")), needs=10**9)
+    with serving(saying(MODEL), further=[hanging, replace(loading("third"), needs=10)]) as server:
+        assert server.chat(model="second").status_code == 503
+        assert states(server)[MODEL] == "loaded"
+        assert said(server.chat(model="third")) == "third answers hello"
+        assert states(server)[MODEL] == "not-loaded"
+        goes_on.set()
+        server.until(lambda: hanging.pair is not None)
 
 
 @pytest.mark.parametrize(("needs", "state"), [(5 * 10**9, "loaded"), (2 * 10**9, "not-loaded")])

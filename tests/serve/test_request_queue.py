@@ -13,12 +13,10 @@ import pytest
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.core.tree import Tree
-from dflash_mlx.engine.delta import Delta
-from dflash_mlx.engine.drafter import Proposal
-from dflash_mlx.serve.request_queue import Reply, ResponseStream
+from dflash_mlx.core.tree import Accepted, Tree
+from dflash_mlx.engine.drafter import Proposal, Round
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.scheduler import Scheduler
 from support.serving import CHAT, MESSAGES, actor_pair, chat_body, message_body, said, serving
 
 
@@ -58,6 +56,11 @@ def test_answers_that_find_no_place_wait_and_further_ones_are_told_when_to_come_
         pair.target.gate.set()
         assert [said(each.result(20)) for each in found] == ["so", "so"]
         assert server.chat().status_code == 200
+
+
+def test_a_request_for_more_answers_than_there_are_places_is_not_told_to_come_back(pair):
+    with serving(pair, parallel=1, queue=1) as server:
+        assert [server.chat(n=n).status_code for n in (2, 3)] == [200, 400]
 
 
 def test_no_more_answers_than_allowed_are_decoded_at_once(pair, threads):
@@ -194,7 +197,7 @@ def test_settings_of_no_sense_are_refused():
     wrong = {
         **{"port": [-1, 65536], "parallel": [0], "queue": [-1], "memory_gb": [0]},
         **{"body_mb": [float("inf")], "idle": [0], "grace": [-1, float("inf")], "messages": [0]},
-        **{"host": ["0.0.0.0", "example.org"], "key": ["", "a\nb"], "connections": [0]},
+        **{"host": ["0.0.0.0", "example.org"], "key": [("",), ("a", "b\n")], "connections": [0]},
         "allow_origin": [("chat.example",)],
     }
     for setting, values in wrong.items():
@@ -202,8 +205,8 @@ def test_settings_of_no_sense_are_refused():
             with pytest.raises(DFlashError) as found:
                 ServeConfig(**{setting: value})
             assert found.value.setting == setting
-    assert ServeConfig(host="0.0.0.0", key="k").key == "k"
-    assert ServeConfig(host="::1").key is None
+    assert ServeConfig(host="0.0.0.0", key=("k",)).key == ("k",)
+    assert ServeConfig(host="::1").key == ()
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
@@ -221,9 +224,11 @@ def test_an_answer_that_is_over_holds_neither_caches_nor_model_while_it_is_read(
         assert path == CHAT or '"message_start"' in text
 
 
-def test_what_waits_for_a_slow_reader_has_no_rows_of_the_vocabulary():
-    stream, reply = ResponseStream(None, [Reply((1,), DecodeConfig())]), None
-    proposal = Proposal(Tree.chain([2]), mx.zeros((1, 8)))
-    stream.hear(reply, Delta("a", (2,), None, None, Statistics(""), 1, proposal))
-    ((_, told),) = stream._news
-    assert told.proposal.q is None and told.proposal.tree is proposal.tree
+def test_what_waits_for_a_slow_reader_has_no_rows_of_the_vocabulary(pair):
+    sequence = Scheduler(pair).submit((1, 2), DecodeConfig("none"))
+    sequence.start_clock()
+    proposal, rows = Proposal(Tree.chain([5]), mx.zeros((1, 8))), mx.zeros((2, 8))
+    sequence.rounds.append(Round(proposal, Accepted(proposal.tree, (0, 1), 6, logits=rows)))
+    told = sequence.next_delta()
+    assert told.tokens == (5, 6)
+    assert told.proposal.q is told.accepted.logits is None

@@ -37,6 +37,7 @@ def schema_of(**properties):
 COUNT = schema_of(count={"type": "integer", "minimum": 1, "maximum": 30})
 COLOUR = schema_of(colour={"enum": ["red", "green"]})
 NAME = schema_of(name={"type": "string", "maxLength": 5}, ok={"type": "boolean"})
+NOTE = schema_of(note={"type": "string"})
 SCHEMAS = [COUNT, COLOUR, NAME]
 BAD = {"type": "object", "properties": {"a": {"type": "numbre"}}}
 
@@ -327,6 +328,11 @@ GIVEN = {
     "strict": ({"tools": STRICT}, CALLED),
     "schema": ({"response_format": form(COUNT)}, '{"count": 3}'),
     "any object": ({"response_format": {"type": "json_object"}}, '{"a": "</think>"}'),
+    "marks in a schema": ({"response_format": form(NOTE)}, '{"note": "a <think> b"}'),
+    "marks beside tools": (
+        {"response_format": form(NOTE), "tools": STRICT},
+        '{"note": "<think> <tool_call>"}',
+    ),
 }
 
 
@@ -369,10 +375,11 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 @pytest.mark.parametrize("thought", ["", ANALYSIS])
 def test_an_answer_of_a_schema_is_in_the_final_channel_of_a_model_that_has_channels(thought):
-    answer = f'{thought}<|channel|>final<|message|>{{"count": 3}}'
+    words = '{"note": "<|end|> <think>"}'
+    answer = f"{thought}<|channel|>final<|message|>{words}"
     with serving(actor_pair(lambda prompt: answer, CHANNELS), USUAL) as server:
-        message = server.chat(response_format=form(COUNT)).json()["choices"][0]["message"]
-    assert message["content"] == '{"count": 3}'
+        message = server.chat(response_format=form(NOTE)).json()["choices"][0]["message"]
+    assert message["content"] == words
     assert message.get("reasoning_content", "") == ("Hm." if thought else "")
 
 

@@ -46,7 +46,8 @@ def test_the_beginning_of_an_answer_is_written_as_the_model_has_it(length):
 
 def test_only_the_model_s_own_thoughts_are_left_out_of_a_conversation():
     talk = [{"role": role, "content": TOLD} for role in ("user", "assistant")]
-    assert [each["content"] for each in without_thoughts(talk)] == [TOLD, "It is 3."]
+    talk.append({"role": "assistant", "content": (quoted := "</think> ends a thought.")})
+    assert [each["content"] for each in without_thoughts(talk)] == [TOLD, "It is 3.", quoted]
 
 
 def test_a_chat_has_a_second_turn_and_goes_on_with_an_answer():

@@ -29,6 +29,7 @@ from support.drafter_formats import drafter_folder
 from support.families import make_model
 from support.hybrids import target_of
 from support.models import write_model
+from support.pairs import full_pair
 from support.toys import Letters, prompt_of
 
 PROMPTS = [prompt_of(i, 7 + 9 * i) for i in range(5)]
@@ -371,12 +372,13 @@ def test_a_target_reads_a_prompt_in_chunks_while_another_decodes(pair, other, mo
     assert reading.state.position > 5 * 75 + 400, "nobody waits any more"
 
 
-def test_a_target_that_is_forgotten_is_held_by_nothing(other):
-    pair = Pair(Target(make_model("llama", seed=8), 64, "third"), Letters())
+@pytest.mark.parametrize("method", ["none", "dflash", "d2sd", "specdiff", "eagle3", "mtp", "lm"])
+def test_a_target_that_is_forgotten_is_held_by_nothing(tmp_path, other, method):
+    pair = full_pair(tmp_path, Target(make_model("llama", seed=8), 64, "third"), Letters())
     scheduler = Scheduler(memory=10**9, prefixes=PrefixCache(10**9))
-    for own in (pair, other):
+    for own, used in ((pair, method), (other, "none")):
         for prompt in PROMPTS[:2]:
-            scheduler.submit(prompt, DecodeConfig("none", max_tokens=4), own)
+            scheduler.submit(prompt, DecodeConfig(used, max_tokens=4), own)
     finish(scheduler)
     target, kept = weakref.ref(pair.target), scheduler.prefixes.nbytes
     calls = 1

@@ -161,6 +161,7 @@ class ScriptedBackend:
     held: threading.Event = field(default_factory=threading.Event)
     waits: str = ""
     requests: list[Any] = field(default_factory=list)
+    private: list[bool] = field(default_factory=list)  # of every answer
     loaded: list[PairConfig] = field(default_factory=list)
     capabilities: Capabilities = Capabilities(("dflash",) * 2)
     fallback: str = ""
@@ -190,8 +191,9 @@ class ScriptedBackend:
         self._wait_in("measure")
         yield Timing()
 
-    def answer(self, request, observer):
+    def answer(self, request, observer, private=False):
         self.requests.append(request)
+        self.private.append(private)
         result = self.answers[(len(self.requests) - 1) % len(self.answers)]
         if isinstance(result, BaseException):
             raise result

@@ -23,6 +23,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.serve.errors import ApiError
@@ -146,7 +147,7 @@ class Server:
         self.models = Models(served, self.worker, self.queue.answers, lambda held: None, most)
         make = partial(Scheduler, most=config.parallel)
         self.models.start(lambda: make(prefixes=PrefixCache(10**8)))
-        self.service = Service(self.models, usual, config, self.queue)
+        self.service = Service(self.models, usual, config, self.queue, Stores())
         self.place = socket.create_server(("127.0.0.1", 0))
         self.port = self.place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

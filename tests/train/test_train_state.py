@@ -6,11 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -20,7 +18,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_safetensors
 from dflash_mlx.train.data import Texts
 from dflash_mlx.train.loss import DraftVocabulary, draft_size
-from dflash_mlx.train.run import STATE, restore_state, save_state
+from dflash_mlx.train.run import STATE, identity, restore_state, save_state
 from dflash_mlx.train.trainer import Trainer
 from dflash_mlx.verifier.model import Target
 from support.families import VOCAB_SIZE, make_model
@@ -77,6 +75,14 @@ def test_time_and_place_go_on_too_and_a_run_may_be_made_longer(stopped, texts, c
     restore_state(stopped, trainer, "corpus")
     assert (trainer.step, trainer.seconds, trainer.tokens) == (5, 12.5, 77)
     assert (trainer.learning_rate() == before.learning_rate()) == (changes == {})
+
+
+def test_a_run_of_an_older_program_goes_on_though_that_called_fields_otherwise(stopped, texts):
+    trainer = trainer_of(texts)
+    run = {k: v for k, v in identity(trainer, "corpus").items() if "selector_" not in k}
+    saved(run={**run, "drafter's selector": None})(stopped / STATE)
+    restore_state(stopped, trainer, "corpus")
+    assert trainer.step == 3
 
 
 @pytest.mark.parametrize("room", [0, 200_000])
@@ -210,11 +216,11 @@ def test_gradients_are_clipped_to_their_norm(texts, monkeypatch):
 # The draft vocabulary
 
 
-def biased() -> Any:
+def biased() -> Target:
     """A target's head with a bias, as some families have."""
-    head = nn.Linear(WIDTH, VOCAB_SIZE)
-    head.bias = mx.arange(VOCAB_SIZE) / 10
-    return SimpleNamespace(head=lambda: head)
+    target = Target(make_model("mimo"), CONTEXT, "mimo")
+    target.model.lm_head.bias = mx.arange(VOCAB_SIZE) / 10
+    return target
 
 
 HEADS = {

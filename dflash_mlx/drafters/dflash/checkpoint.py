@@ -59,7 +59,8 @@ class BlockFiles(FileFormat):
         if not isinstance(method := told["dflash_config"], dict):
             raise ValueError(f"dflash_config is {method!r}")
         kind, fields = architecture(told), {**told, **method}
-        _check_kind(fields)
+        for each in ({**method, **told}, fields):  # where a field is in both places, either one
+            _check_kind(each)
         if fields.get("target_layer_ids") is None and "layer_ids" in fields:
             fields["target_layer_ids"] = fields["layer_ids"]
         windows, causal = own.block_attention(fields)

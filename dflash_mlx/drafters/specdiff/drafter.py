@@ -15,7 +15,7 @@ from dflash_mlx.core.option import Options, option
 from dflash_mlx.core.sampling import tempered
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.drafters.growth.grow import TOP_K, Array, Ranked, best_first, follow
-from dflash_mlx.drafters.method import DRAFT, LOOKUP, BlockDrafter, Drawn, Method, Plan
+from dflash_mlx.drafters.method import DRAFT, EARLIER, BlockDrafter, Drawn, Method, Plan
 from dflash_mlx.drafters.specdiff.checkpoint import FILES
 from dflash_mlx.drafters.specdiff.model import MaskedModel, TextContext
 from dflash_mlx.engine.drafter import Drafter, Proposal
@@ -204,6 +204,6 @@ METHOD = Method(
     best_with=1,
     draws=True,
     has_budget=True,
-    sources=(DRAFT, LOOKUP),
+    sources=(DRAFT, *EARLIER),
     preference=1,
 )
