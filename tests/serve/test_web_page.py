@@ -21,7 +21,7 @@ CSS, SCRIPT = ((FOLDER / f"page.{kind}").read_text("utf-8") for kind in ("css", 
 
 @pytest.fixture(scope="module")
 def locked():
-    with serving(speak, key="s3cret") as server:
+    with serving(speak, key=("s3cret",)) as server:
         yield server
 
 
