@@ -125,8 +125,8 @@ class ChatWriter(Writer):
         """What was drafted in the rounds that no event has told, where a request asks for it."""
         ends, found = {*self._tokenizer.eos_token_ids}, []
         for delta in reply.rounds or ():
-            tree, path, method = delta.accepted.tree, delta.accepted.path, delta.statistics.method
-            names = [source_of(tree, node, method) for node in path[1:]]
+            tree, path = delta.accepted.tree, delta.accepted.path
+            names = [source_of(tree, node, delta.statistics.method) for node in path[1:]]
             came = zip([*names, "target"], delta.tokens, strict=False)
             told = [[source, [*self._bytes(t)]] for source, t in came if t not in ends]
             found.append({"drafted": len(tree) - 1, "accepted": len(path) - 1, "tokens": told})

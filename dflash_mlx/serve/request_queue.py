@@ -62,12 +62,12 @@ class Reply(Request):
         """What a delta adds."""
         if delta.proposal.mode == "plain":
             self.parked = delta.proposal.why
+        if self.rounds is not None:
+            self.rounds.append(delta)
         tree = delta.accepted.tree
         for node in delta.accepted.path[1:]:
             self.sources[source_of(tree, node, delta.statistics.method)] += 1
             self.said = max(self.said, tree.said[node] if tree.said else 0.0)
-        if self.rounds is not None:
-            self.rounds.append(delta)
         parts = self.reader.feed(self._text(delta), delta.tokens)
         is_cut = delta.finish_reason in ("length", "context")
         if delta.finish_reason is not None:

@@ -21,7 +21,7 @@ CSS, SCRIPT = ((FOLDER / f"page.{kind}").read_text("utf-8") for kind in ("css", 
 
 @pytest.fixture(scope="module")
 def locked():
-    with serving(speak, key="s3cret") as server:
+    with serving(speak, key=("s3cret",)) as server:
         yield server
 
 
@@ -109,8 +109,8 @@ def test_a_stream_tells_what_each_round_drafted_where_a_request_asks():
     assert not any(drafts(chunk) for chunk in plain) and alone[-1]["method"] == "none"
     tokens = [token for each in rounds for token in each["tokens"]]
     assert bytes(byte for _, own in tokens for byte in own).decode() == told
-    assert {source for source, _ in tokens} == {"lookup", "target"}
-    guessed = sum(source == "lookup" for source, _ in tokens)
+    assert {source for source, _ in tokens} <= {"lookup", "said", "target"}
+    guessed = sum(source != "target" for source, _ in tokens)
     assert sum(each["accepted"] for each in rounds) == guessed > 0
     assert all(each["drafted"] >= each["accepted"] for each in rounds)
 

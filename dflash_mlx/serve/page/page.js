@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const LABELS = { first: "draft", second: "second draft", lookup: "earlier text" };
-Object.assign(LABELS, { forced: "grammar", target: "not guessed" });
+Object.assign(LABELS, { said: "said before", forced: "grammar", target: "not guessed" });
 const KEY = "dflash-key"; // in the storage of this tab
 const MOST_BARS = 80, RACE_TOKENS = 200, REFRESH = 5000;
 const BROKEN = "The answer broke off. Is the server still running?";
