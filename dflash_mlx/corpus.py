@@ -17,12 +17,20 @@ from tqdm import tqdm
 
 from dflash_mlx.cli import options as cli
 from dflash_mlx.cli.prompts import read_prompts
-from dflash_mlx.core.config import ALL_BUT_MODEL, DecodeConfig, PairConfig, SamplingConfig
+from dflash_mlx.core.config import (
+    ALL_BUT_MODEL,
+    DecodeConfig,
+    PairConfig,
+    PrefixConfig,
+    SamplingConfig,
+)
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.session import earlier_texts
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.train.answers import Answers, Job, TurnWriter, lot, read_openings
 from dflash_mlx.train.config import CorpusConfig
+from dflash_mlx.train.data import rows_of
 from dflash_mlx.train.rows import (
     CorpusFile,
     CorpusHeader,
@@ -38,6 +46,9 @@ _ONLY_HOW_MANY = ("batch_size", "method", "limit", "self_prompt")  # rows and ho
 def main(argv: Sequence[str]) -> None:
     """Answer prompts until the file has all. Raises DFlashError for bad input."""
     arguments = parser().parse_args(argv)
+    if arguments.learn is not None:
+        print(learn(cli.open_pair(arguments), arguments.learn))
+        return
     config = read_config(arguments)
     prompts = [] if arguments.prompts is None else read_prompts(arguments.prompts)
     with open_corpus(arguments.out) as file:
@@ -64,11 +75,27 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--prompts", type=Path, help="JSON lines with id, category, and messages or prompt"
     )
-    result.add_argument("--out", type=Path, required=True, help="the corpus; rows are appended")
+    which = result.add_mutually_exclusive_group(required=True)
+    which.add_argument("--out", type=Path, help="the corpus; rows are appended")
+    told = "a corpus of this model, whose answers may help to draft those of your chats"
+    which.add_argument("--learn", type=Path, metavar="FILE", help=told)
     result.add_argument("--openings", type=Path, help="a JSON list of openings, see --opening")
     others = tuple(name for name in ALL_BUT_MODEL if name not in ("drafter", "template"))
     cli.add_options(result, PairConfig, CorpusConfig, without=others)
     return result
+
+
+def learn(pair: Pair, corpus: Path) -> str:
+    """Add answers to what the chat's drafts may come from; DFlashError where they cannot be."""
+    store = earlier_texts(PrefixConfig()).of(pair.target.name, pair.tokenizer)
+    assert store is not None  # as the settings are the usual ones
+    rows = [*rows_of(corpus, pair)]
+    for row in rows:
+        store.add(row.prompt + row.answer)
+    store.wait()
+    if store.problem:
+        raise DFlashError(store.problem, "mend that, and give the command again")
+    return f"{len(rows)} answers of {corpus} may help to draft those of your chats"
 
 
 def read_config(arguments: argparse.Namespace) -> CorpusConfig:

@@ -30,6 +30,7 @@ from dflash_mlx.serve.fields import Asked
 from dflash_mlx.serve.lenient import LenientRoute, StrictRoute, unseen
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
+from dflash_mlx.serve.web_page import HOME, TYPES, is_home, page
 from dflash_mlx.session.forms import form_of
 
 # What programs call the length of a context.
@@ -83,7 +84,7 @@ async def model(name: str, request: Request) -> Response:
 
 
 async def hello(request: Request) -> Response:
-    """What this is, for people who open the address in a browser."""
+    """What this is, for programs and people without a browser, who get the page."""
     paths = "\n".join(f"  {path}" for path in _KNOWN)
     name = request.app.state.service.names[0]
     return PlainTextResponse(f"dflash-serve answers programs, with {name}. Its paths:\n\n{paths}\n")
@@ -117,6 +118,7 @@ _PATHS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "GET": {
         "/": hello,
+        **{path: partial(page, path) for path in TYPES},
         "/v1/models": models,
         "/v1/models/{name:path}": model,
         "/v1/responses/{name}": responses_replies.response,
@@ -142,6 +144,7 @@ _NOT_HERE = {  # why there is no such path, by its last part
 
 def canonical(scope: Scope) -> None:
     """Put in the path and the type of the body that are meant, where a client has others."""
+    scope["path"] = HOME if is_home(scope) else scope["path"]
     rest = _PREFIXES.sub("", scope["path"], count=1).rstrip("/")
     if (head := _HEADS.get(rest.split("/")[0])) is not None:
         scope["path"] = f"{head}/{rest}"

@@ -93,6 +93,7 @@ class Answered(Sampled, Asked):
     most_field: ClassVar[str] = "max_tokens"  # the API's own for it; this one is known in all
 
     stream: bool | None = None
+    method: Literal["none"] | None = None  # without drafts, to compare; by default the server's
     return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
     max_tokens: Count | None = None
 
@@ -187,6 +188,7 @@ def decoding(
     try:
         config = replace(
             usual,
+            method=body.method or usual.method,
             sampling=replace(usual.sampling, **asked),
             max_tokens=usual.max_tokens if body.most is None else max(1, body.most),
             reads_only=body.most == 0,

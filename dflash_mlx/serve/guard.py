@@ -15,7 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dflash_mlx.serve.errors import ApiError, body_of, encoded, response_of
 from dflash_mlx.serve.settings import LOCAL, is_address
 
-HEALTH = "/health"  # which needs no key
+HEALTH = "/health"
+_OPEN = HEALTH, "/page/"  # where paths begin that need no key
 
 Check = Callable[[Scope], None]  # raises ApiError
 
@@ -34,7 +35,7 @@ def check_caller(hosts: Collection[str], origins: Collection[str], scope: Scope)
         what = f"the host {host[:200]!r} is not this server"
         raise ApiError(403, f"{what}; start it with --allow-host to change that")
     origin = headers.get("origin", "").lower()
-    own = f"{scope['scheme']}://{header}"  # of a page of ours, if we had one
+    own = f"{scope['scheme']}://{header}"  # of the page
     if "origin" in headers and origin not in [own, *map(str.lower, origins)]:
         what = f"web pages of {origin[:200]!r} may not use this server"
         raise ApiError(403, f"{what}; start it with --allow-origin to change that")
@@ -50,7 +51,7 @@ def check_key(known: Collection[bytes], scope: Scope) -> None:
     given = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
     found = [key for each in given for key in known if hmac.compare_digest(digest(each), key)]
     scope.setdefault("state", {})["user"] = found[0].hex() if found else ""
-    if not found and scope["path"] != HEALTH:
+    if not found and not scope["path"].startswith(_OPEN):
         what = "the key is missing or wrong; send it as Authorization: Bearer or x-api-key"
         asked = {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, what, code="invalid_api_key", headers=asked)

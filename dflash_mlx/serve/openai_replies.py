@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_mlx.drafters.methods import source_of
 from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
@@ -91,6 +92,8 @@ class ChatWriter(Writer):
         }
         self._bytes = cache(partial(token_bytes, self._tokenizer))
         self._calls: dict[Reply, list[str]] = {}  # that chunks have begun
+        for each in replies if body.stream and body.return_drafts else ():
+            each.rounds = []
         self._told: Counter[Reply] = Counter()  # characters of tokens that logprobs were told of
 
     @property
@@ -100,14 +103,16 @@ class ChatWriter(Writer):
 
     def part(self, reply: Reply, part: Part) -> bytes:
         begin = self._begin(reply) if part is reply.parts[0] else b""
-        return begin + _event(self.of(self.choice(reply, self.added(reply, part))))
+        told = self.of(self.choice(reply, self.added(reply, part)))
+        told |= {"dflash": it} if (it := self._drafts(reply)) else {}
+        return begin + _event(told)
 
     def end(self, reply: Reply) -> bytes:
         begin = self._begin(reply) if not reply.parts else b""
         last = self.of(self.choice(reply, self.added(reply, None), reply.reason))
         if not all(each.reason for each in self._replies):
             return begin + _event(last)
-        done = begin + _event({**last, "dflash": figures(self._replies)})
+        done = begin + _event({**last, "dflash": {**self._drafts(reply), **figures(self._replies)}})
         options = self._body.stream_options
         if options is not None and options.include_usage:  # without a choice, as clients expect
             done += _event({**self.of(), "usage": self._usage()})
@@ -115,6 +120,18 @@ class ChatWriter(Writer):
 
     def error(self, error: ApiError) -> bytes:
         return _event(body_of(error, ""))
+
+    def _drafts(self, reply: Reply) -> Json:
+        """What was drafted in the rounds that no event has told, where a request asks for it."""
+        ends, found = {*self._tokenizer.eos_token_ids}, []
+        for delta in reply.rounds or ():
+            tree, path = delta.accepted.tree, delta.accepted.path
+            names = [source_of(tree, node, delta.statistics.method) for node in path[1:]]
+            came = zip([*names, "target"], delta.tokens, strict=False)
+            told = [[source, [*self._bytes(t)]] for source, t in came if t not in ends]
+            found.append({"drafted": len(tree) - 1, "accepted": len(path) - 1, "tokens": told})
+        reply.rounds = reply.rounds and []
+        return {"drafts": found} if found else {}
 
     def _begin(self, reply: Reply) -> bytes:
         """The first chunk of an answer; its tokens are told by the next."""

@@ -182,6 +182,7 @@ class Completed(OpenAIBody):
     """What chat completions and completions share."""
 
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    return_drafts: bool | None = None  # in a stream: what each round drafted
 
     @property
     def wanted(self) -> int:

@@ -44,6 +44,7 @@ class Reply(Request):
     until: list[int] = field(default_factory=list)  # how many had come by the end of each part
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # where they are asked for
     echo: str | None = None  # the prompt's text, where the answer is told behind it
+    rounds: list[Delta] | None = None  # untold; None where nobody asks what was drafted
     reason: str = ""  # why it ended, as OpenAI says it: "stop", "length" or TOOLS; "" before
     stop_text: str | None = None  # that ended it
     sources: Counter[str] = field(default_factory=Counter)  # of accepted drafted tokens
@@ -61,6 +62,8 @@ class Reply(Request):
         """What a delta adds."""
         if delta.proposal.mode == "plain":
             self.parked = delta.proposal.why
+        if self.rounds is not None:
+            self.rounds.append(delta)
         tree = delta.accepted.tree
         for node in delta.accepted.path[1:]:
             self.sources[source_of(tree, node, delta.statistics.method)] += 1

@@ -66,6 +66,13 @@ def test_a_suffix_array_finds_the_places_with_the_longest_matches(many, end):
         assert Counter(m.length for m in found) == Counter(length for length, _ in known)
 
 
+def test_of_many_places_that_match_alike_the_longest_match_is_found():
+    array = SuffixArray([text_of([i, 7, 7, 7, 7, 7, 100 + i], 1.0) for i in range(90)])
+    for i in range(90):
+        best = max(array.find(backwards([i, 7, 7, 7, 7, 7])))
+        assert (best.length, best.ahead) == (6, [100 + i])
+
+
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.integers(1, 20))
 def test_a_conversation_finds_its_own_places_as_it_grows(text, step):
     spoken = Spoken()
@@ -161,7 +168,9 @@ def test_the_oldest_texts_go_first_and_a_text_beyond_the_limit_is_told():
 
 def test_what_is_forgotten_is_not_found_even_if_it_was_being_sorted():
     store = Store()
-    store.add(np.random.default_rng(0).integers(9, size=200_000).tolist())
+    store.add(np.random.default_rng(0).integers(9, size=400_000).tolist())
+    while store._pending:
+        pass  # until it is being sorted
     store.forget()
     assert store.wait(60) and held(store) == 0
     store.add([1, 2, 3])

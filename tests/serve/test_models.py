@@ -286,7 +286,8 @@ runpy.run_module("dflash_mlx.serve", run_name="__main__")
 
 
 def test_a_signal_in_the_middle_of_a_load_ends_the_server_and_writes_prefixes(folders, tmp_path):
-    argv, run = ("--models-dir", str(folders), "--max-tokens", "4"), ("-c", NEVER_LOADED)
+    argv, run = ("--remember", "--models-dir", str(folders)), ("-c", NEVER_LOADED)
+    argv += ("--max-tokens", "4")
     with (
         command_of(write_endless_model(tmp_path / "endless"), tmp_path, *argv, run=run) as served,
         ThreadPoolExecutor(1) as clients,

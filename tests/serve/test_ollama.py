@@ -108,12 +108,12 @@ def test_options_say_how_tokens_are_drawn_and_those_that_change_nothing_are_name
     named = ["options.num_ctx", "options.num_thread", "keep_alive"]
     assert sorted(usual["dflash"]["ignored"]) == sorted(named)
     config = []
-    ask = server.service.ask
-    server.service.ask = lambda pair, asked, *more: config.append(asked) or ask(pair, asked, *more)
+    opened = server.queue.open
+    server.queue.open = lambda replies: config.append(replies[0].config) or opened(replies)
     drawn = {"temperature": 0.5, "min_p": 0.1, "repeat_penalty": 1.5, "seed": 3}
     whole(server, options={**drawn, "presence_penalty": 0.5, "frequency_penalty": 0.1})
-    del server.service.ask
-    asked = config[0][0].sampling
+    del server.queue.open
+    asked = config[0].sampling
     assert (asked.temperature, asked.min_p, asked.seed) == (0.5, 0.1, 3)
     assert (asked.repetition_penalty, asked.presence_penalty) == (1.5, 0.5)
 

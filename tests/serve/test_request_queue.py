@@ -108,8 +108,8 @@ def test_an_answer_that_fails_says_so_and_the_others_go_on(pair):
         scheduler = server.worker._scheduler
         submit = scheduler.submit
 
-        def failing(tokens, config, pair):
-            sequence = submit(tokens, config, pair)
+        def failing(*given):
+            sequence = submit(*given)
             sequence.rule.accept = lambda *_: 1 / 0
             return sequence
 

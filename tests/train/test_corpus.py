@@ -23,11 +23,12 @@ import pytest
 from dflash_mlx import DecodeConfig, Pair, Session, load
 from dflash_mlx import corpus as collect
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.config import SamplingConfig
+from dflash_mlx.core.config import PrefixConfig, SamplingConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.sampling import Sampler
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.models.load import load_target
+from dflash_mlx.session.session import earlier_texts
 from dflash_mlx.train.answers import Answers, Job, loop_end
 from dflash_mlx.train.rows import CorpusRow, read_rows
 from dflash_mlx.verifier.block import Block
@@ -316,3 +317,28 @@ def test_a_loop_is_cut_after_its_first_repetition():
     assert loop_end([numbers.randrange(3) for _ in range(300)]) is None
     assert loop_end(list(range(33)) * 5) is None, "too long a cycle"
     assert loop_end([5] * 40 + [6]) is None, "it has ended"
+
+
+# What the chat's drafts may come from
+
+
+def test_answers_that_are_learned_are_found_by_the_next_program(folder, answered, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    collect.main(["--model", str(folder / "model"), "--learn", str(folder / "answered.jsonl")])
+    pair = load(str(folder / "model"))
+    store = earlier_texts(PrefixConfig()).of(pair.target.name, pair.tokenizer)
+    assert store is not None and store.wait(30)
+    row = max(answered.values(), key=lambda row: len(row.answer))
+    said = np.array((row.prompt + row.answer)[-2:-10:-1], np.dtype(">u4"))
+    assert [row.answer[-1]] in [[*match.ahead[:1]] for match in store.find(said)]
+
+
+def test_another_models_answers_are_refused(folder, answered, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = (folder / "answered.jsonl").read_text().splitlines()
+    head = json.loads(rows[0])
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join([json.dumps({**head, "vocab_size": 7}), *rows[1:]]) + "\n")
+    with pytest.raises(DFlashError, match="other.jsonl"):
+        collect.main(["--model", str(folder / "model"), "--learn", str(other)])
+    assert not list(tmp_path.rglob("*.texts"))
