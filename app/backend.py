@@ -50,11 +50,10 @@ class Backend:
     def __init__(
         self, prefixes: Callable[[], PrefixCache] = PrefixCache, earlier: Stores | None = None
     ) -> None:
-        self.problem = ""
+        self.problem, self._config = "", PairConfig()  # of the loaded pair
         self._prefixes, self._earlier = prefixes, earlier or Stores(limit=0)
         self._responder: Responder | None = None
         self._private: Responder | None = None  # of the incognito conversation
-        self._config = PairConfig()  # of the loaded pair
         self._learning: Iterator[str | None] | None = None
 
     def load(self, config: PairConfig) -> Events:
