@@ -24,7 +24,7 @@ def source_style(name: str) -> str:
     """The style of tokens from a source, one for all that have no colour of their own."""
     if name == TARGET:
         return "$foreground"
-    colour = next((s.colour for s in token_sources() if s.name == name), "secondary")
+    colour = next((s.colour for s in token_sources() if s.name == name), "error")
     return f"$text-{colour} on ${colour}-muted"
 
 
