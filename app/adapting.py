@@ -23,6 +23,8 @@ def learning(pair: Pair, config: PairConfig, folder: Path) -> Iterator[str | Non
     It waits until there are twice as many answers as the last time, as long training costs
     acceptance elsewhere. folder: of conversations, where incognito ones never are.
     """
+    if not pair.drafters:
+        return
     from dflash_mlx.train.adapt import PROGRAM, Adaptation, find_drafter
     from dflash_mlx.train.rows import conversation_rows
 

@@ -226,8 +226,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         model = None if config.model == DEFAULT_MODEL else config.model
         first, second = config.drafter, config.second_drafter
         config = replace(self.pair_config, model=model, drafter=first, second_drafter=second)
-        job = self.worker.run(lambda job: self.backend.load(config))
-        self.listener.expect(config, job)
+        self.listener.expect(config, self.worker.run(lambda job: self.backend.load(config)))
 
     def forget(self) -> None:
         """Keep nothing of what was read and said, but for the conversations themselves."""
@@ -368,8 +367,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         await self.transcript.show(conversation.turns)
         self.draft.begin()
         self.status.clear()
-        stored = next((t.figures for t in reversed(conversation.turns) if t.figures), None)
-        if stored is not None:
+        if stored := next((t.figures for t in reversed(conversation.turns) if t.figures), None):
             self.status.show(read_figures(stored))
         if problem:
             await self.refuse(problem)

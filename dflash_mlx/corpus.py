@@ -90,6 +90,8 @@ def learn(pair: Pair, corpus: Path) -> str:
     store = earlier_texts(PrefixConfig()).of(pair.target.name, pair.tokenizer)
     assert store is not None  # as the settings are the usual ones
     rows = [*rows_of(corpus, pair)]
+    if not rows:
+        raise DFlashError(f"{corpus} has no answer of {pair.target.name}", "name another file")
     for row in rows:
         store.add(row.prompt + row.answer)
     store.wait()

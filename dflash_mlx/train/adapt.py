@@ -29,6 +29,7 @@ from dflash_mlx.train.__main__ import TRAINEES
 from dflash_mlx.train.acceptance import measure
 from dflash_mlx.train.config import TrainConfig
 from dflash_mlx.train.data import FeatureCache, Text, Texts, read_pieces, rows_of
+from dflash_mlx.train.rows import conversation_rows
 from dflash_mlx.train.trainee import START_FROM, Trainee
 from dflash_mlx.train.trainer import Trainer
 
@@ -56,13 +57,16 @@ class Adaptation:
         """rows: of a corpus, the newest first. minutes: of training, 0 for a few steps a row."""
         self.told, self.kept = "", False  # what became of it
         self.file = adapter.file_of(drafter, pair.target.name)
-        self._pieces = self._run(pair, drafter, rows, minutes)
+        config = TrainConfig(minutes=minutes, **_TRAINING) if minutes else None
+        self._pieces = self._run(pair, drafter, rows, config)
 
     def step(self) -> str:
         """Do the next piece: what it is, "" where all is done; DFlashError for too few answers."""
         return next(self._pieces, "")
 
-    def _run(self, pair: Pair, drafter: Path, rows: Iterable[Any], minutes: float) -> Pieces:
+    def _run(
+        self, pair: Pair, drafter: Path, rows: Iterable[Any], config: TrainConfig | None
+    ) -> Pieces:
         trainee = open_trainee(drafter, pair)
         yield "opening"
         adapter.attach(self.file, trainee.network)
@@ -71,8 +75,8 @@ class Adaptation:
         if len(held_out) < LEAST:
             what = f"{len(texts)} answers of {pair.target.name} are too few to learn from"
             raise DFlashError(what, f"try again after some {2 * HELD_OUT * LEAST}")
-        length = {"minutes": minutes} if minutes else {"steps": _STEPS * len(train)}
-        trainer = Trainer(trainee, train, TrainConfig(**length, **_TRAINING))
+        config = config or TrainConfig(steps=_STEPS * len(train), **_TRAINING)
+        trainer = Trainer(trainee, train, config)
         before = yield from _measure(trainee, held_out)
         for _ in trainer.losses():
             yield f"training, {trainer.progress:.0%}"
@@ -139,7 +143,7 @@ def find_drafter(config: PairConfig) -> tuple[Names, Path]:
     names = find_names(config)
     if names.drafter is None:
         raise DFlashError(f"no drafter is known for {names.shown}", "name one with --drafter")
-    return names, find_source(names.drafter, "drafter").fetch().here
+    return names, find_source(names.drafter, "drafter", update=False).fetch().here
 
 
 def main(argv: Sequence[str]) -> None:
@@ -155,7 +159,9 @@ def main(argv: Sequence[str]) -> None:
         adapter.undo(adapter.file_of(folder, names.shown))
         return print("the draft model drafts as before the last adaptation")
     pair, own = load_target(names.model), platformdirs.user_data_path("dflash-chat")
-    rows = (row for path in asked.corpus or [own / "conversations"] for row in rows_of(path, pair))
+    rows: Iterable[Any] = conversation_rows(own / "conversations", pair)  # there may be none yet
+    if asked.corpus:
+        rows = (row for path in asked.corpus for row in rows_of(path, pair))
     adaptation = Adaptation(pair, folder, rows, asked.minutes)
     for doing in (bar := tqdm(iter(adaptation.step, ""), unit=" pieces")):
         bar.set_postfix_str(doing, refresh=False)

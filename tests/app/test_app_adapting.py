@@ -168,6 +168,13 @@ def test_what_does_not_help_is_not_told_and_what_cannot_be_is(
     assert [*backend.learn(tmp_path / "talks")][-1] == "the memory is full; try again"
 
 
+def test_without_a_draft_model_nothing_is_looked_for(tmp_path, folders, fake):
+    backend = Backend()
+    next(backend.load(PairConfig(folders[0])))
+    talk(tmp_path / "talks", folders[0], 5)
+    assert [*backend.learn(tmp_path / "talks")] == [] and not fake.made
+
+
 def test_what_is_forgotten_is_not_learned_from(tmp_path, backend, folders, fake):
     talk(tmp_path / "talks", folders[0], 5)
     begun = backend.learn(tmp_path / "talks")

@@ -110,11 +110,10 @@ def trained(network: Any) -> dict[str, mx.array]:
 
 
 def changed(file: Path, network: Any) -> Any:
-    """The network with a random delta beside it, which is kept."""
+    """The network with a random delta beside it, which is kept; outputs stay of usual size."""
     adapter.attach(file, network)
-    network.update(
-        tree_unflatten([(n, mx.random.normal(a.shape)) for n, a in trained(network).items()])
-    )
+    delta = [(n, 0.05 * mx.random.normal(a.shape)) for n, a in trained(network).items()]
+    network.update(tree_unflatten(delta))
     adapter.keep(file, network)
     return network
 
@@ -246,6 +245,19 @@ def test_too_few_answers_are_a_sentence(place, pair):
             finish(adaptation(place, pair, count))
 
 
+def test_a_time_that_is_none_is_refused_before_anything_is_read(place, pair):
+    for minutes in (-1.0, float("nan")):
+        with pytest.raises(DFlashError, match="minutes"):
+            Adaptation(pair, place.drafter(), iter(lambda: pytest.fail("it reads"), 0), minutes)
+
+
+def test_a_disk_that_says_no_is_a_sentence(place, pair, tmp_path):
+    (tmp_path / "adapters").write_text("in the way")
+    network = adapt.open_trainee(place.drafter(), pair).network
+    with pytest.raises(DFlashError, match="cannot be written"):
+        adapter.keep(tmp_path / "adapters" / "delta.safetensors", network)
+
+
 def test_a_drafter_that_learns_from_greedy_answers_alone_is_refused(place, pair):
     from support.masked_formats import small
 
@@ -284,3 +296,5 @@ def test_the_command_adapts_undoes_and_keeps_texts_to_itself(place, pair, monkey
     assert not file.exists()
     with pytest.raises(DFlashError, match="nothing was adapted"):
         main([*words, "--undo"])
+    with pytest.raises(DFlashError, match="0 answers of"):  # nobody has talked yet
+        main(words)

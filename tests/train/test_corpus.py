@@ -330,7 +330,7 @@ def test_answers_that_are_learned_are_found_by_the_next_program(folder, answered
     assert store is not None and store.wait(30)
     row = max(answered.values(), key=lambda row: len(row.answer))
     said = np.array((row.prompt + row.answer)[-2:-10:-1], np.dtype(">u4"))
-    assert [row.answer[-1]] in [[*match.ahead[:1]] for match in store.find(said)]
+    assert (8, [row.answer[-1]]) in [(m.length, [*m.ahead[:1]]) for m in store.find(said)]
 
 
 def test_another_models_answers_are_refused(folder, answered, tmp_path, monkeypatch):
@@ -341,4 +341,7 @@ def test_another_models_answers_are_refused(folder, answered, tmp_path, monkeypa
     other.write_text("\n".join([json.dumps({**head, "vocab_size": 7}), *rows[1:]]) + "\n")
     with pytest.raises(DFlashError, match="other.jsonl"):
         collect.main(["--model", str(folder / "model"), "--learn", str(other)])
+    (tmp_path / "talks").mkdir()
+    with pytest.raises(DFlashError, match="no answer of"):
+        collect.main(["--model", str(folder / "model"), "--learn", str(tmp_path / "talks")])
     assert not list(tmp_path.rglob("*.texts"))

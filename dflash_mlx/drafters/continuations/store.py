@@ -31,6 +31,7 @@ class Store:
     def __init__(self, limit: int = LIMIT, file: Path | None = None, owner: str = "") -> None:
         self.problem = ""  # a sentence
         self._limit = limit // _A_TOKEN  # tokens
+        self._usual = self._limit * 7 // 8  # of a full store, or it would soon be full again
         self._file = TextFile(file, owner) if file else None
         self._arrays: tuple[SuffixArray, ...] = ()  # the oldest texts first
         self._pending: list[Text] = []
@@ -51,8 +52,10 @@ class Store:
 
     def add(self, tokens: Sequence[int], said: float = 0.0) -> None:
         """Take in a conversation, or what is new of it, of that Unix second, or of now for 0."""
-        if len(tokens) > self._limit:
-            size, limit = amount(_A_TOKEN * len(tokens)), amount(_A_TOKEN * self._limit)
+        if not tokens:  # as of one that was given up while it waited
+            return
+        if len(tokens) > self._usual:
+            size, limit = amount(_A_TOKEN * len(tokens)), amount(_A_TOKEN * self._usual)
             self.problem = f"a text of {size} was not kept, as what was said has {limit} in all"
             return
         with self._lock:
@@ -114,16 +117,15 @@ class Store:
         while arrays[2:] or (arrays[1:] and not arrays[1].size < _SMALL <= arrays[0].size):
             *arrays, one, other = arrays
             arrays.append(SuffixArray([*one.texts(), *other.texts()]))
-        limit = self._limit * 7 // 8  # of a full one, or it would soon be full again
         if full := sum(each.size for each in arrays) > self._limit:
             kept = [text for each in arrays for text in each.texts()]
-            arrays = [SuffixArray(newest(kept, limit))]
+            arrays = [SuffixArray(newest(kept, self._usual))]
         self._publish(arrays, begun)
         with self._disk:
             if self._file is not None and begun == self._begun:
                 self._file.append(texts)
                 if full:
-                    self._file.read(limit)
+                    self._file.read(self._usual)
 
     def _publish(self, arrays: Sequence[SuffixArray], begun: int) -> None:
         with self._lock:

@@ -38,12 +38,16 @@ def attach(file: Path, network: nn.Module) -> None:
 
 
 def keep(file: Path, network: nn.Module) -> None:
-    """Write the attached delta; what it replaces is kept for `undo`."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if file.exists():
-        shutil.copy(file, file.with_suffix(".previous"))
+    """Write the attached delta, the one before for `undo`; DFlashError where the disk says no."""
     delta: Any = tree_flatten(network.trainable_parameters())
-    replace_safetensors(file, dict(delta), {}, private=True)
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if file.exists():
+            shutil.copy(file, file.with_suffix(".previous"))
+        replace_safetensors(file, dict(delta), {}, private=True)
+    except (OSError, RuntimeError) as error:
+        what = f"what the draft model learned cannot be written to {file} ({in_one_line(error)})"
+        raise DFlashError(what, "make room there; it drafts as before") from None
 
 
 def undo(file: Path) -> None:
