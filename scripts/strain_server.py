@@ -39,6 +39,7 @@ from support.serving import Server, actor_pair, command_of, serving, spawn, user
 CHAT = "/v1/chat/completions"
 PHASES = ("loading", "reading", "answering", "idle", "leaving")
 QUESTION = "Which rivers meet in Koblenz, and which of them is longer? " * 6
+_APART = {"lookup_in": "conversation"}  # a question that is asked again helps nobody
 PROMPTS = (
     "Write a Python function that says whether a number is prime.",
     "Why is the sky blue?",
@@ -272,7 +273,7 @@ def one_by_one(
     prompt = PROMPTS[i % len(PROMPTS)]
     work = server.queue.worker.call(lambda: generate(pair, prompt, config))
     alone = work.result().statistics
-    body = {"model": name, "messages": user(prompt), "stream": True}
+    body = {"model": name, "messages": user(prompt), "stream": True, **_APART}
     begin, chunks = time.perf_counter(), []
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=300) as response:
         for line in response.iter_lines():
@@ -291,7 +292,7 @@ async def several(server: Server, name: str, clients: int) -> tuple[int, float]:
         said = 0
         async with httpx.AsyncClient(timeout=600) as client:
             for question in questions:  # which none of the others then asks
-                body = {"model": name, "messages": user(question)}
+                body = {"model": name, "messages": user(question), **_APART}
                 found = await client.post(server.url + CHAT, json=body)
                 said += found.json()["usage"]["completion_tokens"]
         return said

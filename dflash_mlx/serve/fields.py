@@ -94,6 +94,7 @@ class Answered(Sampled, Asked):
 
     stream: bool | None = None
     method: Literal["none"] | None = None  # without drafts, to compare; by default the server's
+    lookup_in: Literal["conversation"] | None = None  # alone, and is not kept for others
     return_progress: bool | None = None  # of the prompt, while a stream has nothing else to say
     max_tokens: Count | None = None
 

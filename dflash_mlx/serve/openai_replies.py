@@ -45,7 +45,7 @@ async def begin(request: Request, body: CompletionRequest | GenerateRequest) -> 
     async with service.using(body) as pair:
         prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
         configs, tokens = decoding(service.usual, body), [tokens for tokens, _ in prompts]
-        replies = service.replies(request, pair, configs, tokens)
+        replies = service.replies(request, body, pair, configs, tokens)
         for reply in replies:
             reply.goes_on = True
             if isinstance(body, CompletionRequest) and body.echo:

@@ -135,6 +135,7 @@ class Service:
     def replies(
         self,
         request: Request,
+        body: Answered,
         pair: Pair,
         configs: Sequence[DecodeConfig],
         prompts: Sequence[tuple[int, ...]],
@@ -142,6 +143,7 @@ class Service:
         """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
         user = user_of(request)
         own = self.earlier.of(pair.target.name, pair.tokenizer, user)
+        own = own if body.lookup_in is None else None
         replies: list[Reply] = []
         for tokens in prompts:
             first = None  # whose prompt the others share
@@ -202,7 +204,7 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
                 how = chat.told, in_thought, chat.one_call, streams
                 kind = AnswerReader if chat.schema is None else SchemaReader
                 reader = partial(kind, pair.tokenizer, form_of(pair), *how)
-            replies = service.replies(request, pair, configs, [tokens])
+            replies = service.replies(request, body, pair, configs, [tokens])
             replies[0].ignored = chat.ignored or ()
             for reply in replies:
                 reply.reader, reply.goes_on = reader(), chat.go_on

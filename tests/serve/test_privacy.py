@@ -149,6 +149,24 @@ def test_where_drafts_look_in_the_conversation_alone_nothing_is_kept(monkeypatch
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_request_can_be_kept_out_of_what_later_drafts_come_from_and_those_out_of_it():
+    apart = {"lookup_in": "conversation"}
+    with served() as server:
+
+        def helped(**more) -> bool:
+            told = server.post(CHAT, chat_body(SECRET, **more), headers=ANNA).json()["dflash"]
+            assert server.service.earlier.finish(20) == "" and "lookup_in" not in told["ignored"]
+            return told["said_before_seconds"] is not None
+
+        assert not helped(**apart) and not helped(), "the first was not kept"
+        assert helped() and not helped(**apart), (
+            "a race with what was just said would prove nothing"
+        )
+        assert (
+            server.post(CHAT, chat_body(SECRET, lookup_in="all"), headers=ANNA).status_code == 400
+        )
+
+
 def test_all_keys_together_have_the_memory_of_one(monkeypatch, tmp_path):
     monkeypatch.setattr(session.platformdirs, "user_cache_path", lambda name: tmp_path)
     made: list[int] = []

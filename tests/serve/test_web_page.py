@@ -98,6 +98,10 @@ def test_the_colours_are_those_of_the_chat(look):
         assert f'{source.name}: "{source.label}"' in SCRIPT
 
 
+def test_neither_side_of_the_race_drafts_from_what_the_other_said():
+    assert "...RACE }" in SCRIPT and 'lookup_in: "conversation"' in SCRIPT
+
+
 def test_a_stream_tells_what_each_round_drafted_where_a_request_asks():
     told = "one two three one two three one two three"
     with serving(lambda prompt: told, DecodeConfig("ngram", max_tokens=200)) as server:

@@ -4,8 +4,8 @@
 const $ = (id) => document.getElementById(id);
 const LABELS = { first: "draft", second: "second draft", lookup: "earlier text" };
 Object.assign(LABELS, { said: "said before", forced: "grammar", target: "not guessed" });
-const KEY = "dflash-key"; // in the storage of this tab
-const MOST_BARS = 80, RACE_TOKENS = 200, REFRESH = 5000;
+const MOST_BARS = 80, REFRESH = 5000, KEY = "dflash-key"; // in the storage of this tab
+const RACE = { temperature: 0, max_tokens: 200, lookup_in: "conversation" }; // not the other side's
 const BROKEN = "The answer broke off. Is the server still running?";
 const STREAM = { // what all requests have
   stream: true, stream_options: { include_usage: true }, return_drafts: true, return_progress: true,
@@ -290,7 +290,7 @@ async function race() {
   const node = article("race", `Race: ${text}`), sides = make("div", "sides");
   node.append(sides);
   const model = $("model").value, messages = [{ role: "user", content: text }];
-  const body = { model, messages, temperature: 0, max_tokens: RACE_TOKENS };
+  const body = { model, messages, ...RACE };
   const ran = ["Plain: one token a pass", "Drafts: several a pass"].map((title) => {
     const side = make("section", "side"), clock = make("p", "clock", "waits");
     side.append(make("h3", "", title), clock);
@@ -317,7 +317,7 @@ async function race() {
 function judge([plain, drafts]) {
   const [fast, slow] = [drafts, plain].map((each) => each.figures.told.tokens_per_second);
   const [one, other] = [drafts, plain].map(({ answer }) => answer.thought + answer.text);
-  const words = one === other ? "the same answer, to the letter" : "the answers differ at a tie";
+  const words = one === other ? "the same answer, to the letter" : "the answers differ, as near-ties can";
   if (drafts.figures.told.method === "none") return `This server makes no drafts; ${words}.`;
   if (!fast || !slow) return `Too short to compare; ${words}.`;
   (fast >= slow ? drafts : plain).side.classList.add("faster");
