@@ -83,6 +83,8 @@ class SeeingTarget(Target):
         aux_layers: tuple[int, ...] = (),
         embeddings: mx.array | None = None,
     ) -> tuple[mx.array, mx.array | None]:
+        if block.tree is not None:
+            self.check_trees()  # which has passes of its own
         if isinstance(embeddings, Embedded) and embeddings.mutual:
             block = Mutual(block.rows, last_only=block.last_only, spans=embeddings.mutual)
         self._give([(cache, block)], embeddings)

@@ -39,6 +39,7 @@ from support.seeing import (
 )
 from support.toys import Scripted, random_tree
 
+pytestmark = pytest.mark.usefixtures("interpreted")
 PLAIN = DecodeConfig("none", max_tokens=8, prefill_step=64)
 
 

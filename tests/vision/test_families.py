@@ -26,14 +26,15 @@ from support.seeing import (
 )
 from support.toys import random_tree
 
-CLOSE = 2e-4
+pytestmark = pytest.mark.usefixtures("interpreted")
+CLOSE = 2e-3  # of the spread of logits; Gemma 4 with its norms rounds most
 
 
 def read(target, prompt, step):
     """A cache that holds a prompt, read in passes of `step` tokens, and the last logits."""
     cache = target.new_cache()
-    for first in range(0, len(prompt), step):
-        last = min(first + step, len(prompt))
+    while (first := cache.length) < len(prompt):
+        last = prompt.uncut(min(first + step, len(prompt)))
         embeddings = target.embed(prompt, first, last)
         tokens = mx.array(prompt.tokens[first:last])
         logits, _ = target.forward(tokens, cache, Block(last - first), (), embeddings)
