@@ -41,6 +41,7 @@ from dflash_mlx.verifier.reading import (
     language_model,
     loading,
 )
+from dflash_mlx.vision.opening import opens
 
 TOKENIZER = "tokenizer.json"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"

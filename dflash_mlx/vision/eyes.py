@@ -68,7 +68,7 @@ class Eyes:
         images = [picture.pixels() for picture in pictures]
         with loading(self.name, _CHOOSE):
             return prepare_inputs(  # type: ignore[no-any-return]
-                self.processor, images, prompts=text, image_token_index=(self._tokens or [None])[0]
+                self.processor, images, prompts=text, image_token_index=next(iter(self._tokens), 0)
             )
 
     def places(self, inputs: dict[str, Any]) -> list[int]:

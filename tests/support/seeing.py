@@ -30,7 +30,7 @@ IMAGE, START, END, USER, ASSISTANT = range(1, 6)
 PATCH, SIDE = 4, 8  # pixels of a patch, of a placeholder's square of patches
 
 _TEXT: dict[str, Any] = {
-    "hidden_size": 32,
+    "hidden_size": 64,
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -52,7 +52,7 @@ _QWEN_TOWER = {
     **{name: value for name, value in _TOWER.items() if "num" not in name},
     "depth": 3,
     "num_heads": 2,
-    "out_hidden_size": 32,
+    "out_hidden_size": 64,
     "num_position_embeddings": 64,
 }
 _TURNED = {"type": "default", "mrope_section": [2, 1, 1]}
@@ -155,10 +155,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             **_TEXT,
             "num_hidden_layers": 4,
             "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-            "block_dim": 32,
+            "block_dim": 64,
             "block_ff_dim": 48,
             "block_multiple_of": 8,
-            "conv_dim": 32,
+            "conv_dim": 64,
         },
         "vision_config": {**_TOWER, "num_patches": 64},
         "image_token_id": IMAGE,
@@ -170,7 +170,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 3,
             "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
         },
-        "vision_config": {**_QWEN_TOWER, "out_hidden_size": 32},
+        "vision_config": {**_QWEN_TOWER, "out_hidden_size": 64},
         **_QWEN_IDS,
         "image_token_index": IMAGE,
         "video_token_index": 0,

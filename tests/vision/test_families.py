@@ -24,7 +24,6 @@ from support.seeing import (
     conversation,
     make_target,
 )
-from support.toys import random_tree
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 CLOSE = 2e-3  # of the spread of logits; Gemma 4 with its norms rounds most
