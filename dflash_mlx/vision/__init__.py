@@ -1,1 +1,1 @@
-"""Targets that see, by mlx-vlm: `opening.py` reads them, `prompts.py` makes prompts with pictures."""
+"""Targets that see, by mlx-vlm: `opening.py` reads them, `prompts.py` their prompts."""

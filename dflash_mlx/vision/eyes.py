@@ -56,6 +56,11 @@ class Eyes:
         return getattr(config, "use_bidirectional_attention", None) == "vision"
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(look.nbytes for look in self._looks.values())
+
+    @property
     def _tokens(self) -> list[int]:
         config = self.whole.config
         found = (getattr(config, f"image_token_{name}", None) for name in ("id", "index"))
@@ -105,7 +110,7 @@ class Eyes:
             inputs = self._processed.pop(key, None) or self.process(text, [picture])
             self._looks[key] = self._seen(inputs)
         self._looks.move_to_end(key)
-        while len(self._looks) > 1 and sum(l.nbytes for l in self._looks.values()) > self._kept:
+        while len(self._looks) > 1 and self.nbytes > self._kept:
             self._looks.popitem(last=False)
         return self._looks[key]
 

@@ -257,7 +257,8 @@ class Processor:
         self.tokenizer = Characters()
         self.image_processor = SimpleNamespace(to_dict=lambda: {"patch": PATCH})
         self._cut: Callable[[list[np.ndarray]], dict[str, Any]] = {
-            "gemma4": _whole, "gemma4_large": _whole, "smolvlm": _tiles, "idefics3": _tiles, "lfm2_vl": _packed
+            "gemma4": _whole, "gemma4_large": _whole,
+            "smolvlm": _tiles, "idefics3": _tiles, "lfm2_vl": _packed,
         }.get(family, _patches)  # fmt: skip
 
     def __call__(self, text: str, images: Sequence[Any], **_: Any) -> dict[str, Any]:

@@ -109,11 +109,11 @@ def test_what_the_tower_gave_is_kept_within_a_limit():
     for each in pictures:
         said(Scheduler(Pair(target, Characters())), ask(target, [message("? ", each)]))
     assert target.eyes.looked == 4
-    kept = sum(look.nbytes for look in target.eyes._looks.values())
+    kept = target.eyes.nbytes
     target.eyes._kept = kept // 2
     for each in pictures[::-1]:
         said(Scheduler(Pair(target, Characters())), ask(target, [message("? ", each)]))
-    assert sum(look.nbytes for look in target.eyes._looks.values()) <= kept // 2
+    assert target.eyes.nbytes <= kept // 2
     assert 4 < target.eyes.looked <= 8
 
 
