@@ -54,6 +54,8 @@ class Target:
     Raises DFlashError for layers that no draft can be taken back from.
     """
 
+    sees = False  # whether prompts may have pictures, see `vision/`
+
     def __init__(self, model: Any, context_length: int, name: str) -> None:
         self.model = model
         self.context_length = context_length
