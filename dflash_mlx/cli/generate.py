@@ -58,7 +58,7 @@ def with_pictures(prompt: Conversation, arguments: argparse.Namespace) -> Conver
 def picture_at(place: str, allow_urls: bool) -> Picture:
     """The picture in a file, or at an address where these are allowed."""
     if not is_address(place):
-        return open_picture(Path(place).expanduser(), place)
+        return open_picture(Path(place), place)
     if not allow_urls:
         what = f"image is {place[:200]!r}, an address, and nothing is read from the internet"
         raise DFlashError(what, "save the picture, or add --allow-image-urls", "image")

@@ -30,6 +30,7 @@ from dflash_mlx.session.scheduler import Drafters, Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_of
 from dflash_mlx.system.machine import available_memory
 from dflash_mlx.verifier.pass_times import timing_day
+from dflash_mlx.vision.album import Album
 
 
 class Session:
@@ -141,6 +142,12 @@ class Question:
     messages: tuple[Message, ...]
     system: str | None
     config: DecodeConfig
+    album: Album | None = None  # of the pictures that lines of the questions stand for
+
+    @property
+    def opened(self) -> list[Message]:
+        """The messages with their pictures; DFlashError for one that is not there any more."""
+        return [*self.messages] if self.album is None else self.album.opened(self.messages)
 
 
 class Responder:
@@ -162,7 +169,7 @@ class Responder:
 
         Where the last message is the model's, it writes on where that ends.
         """
-        pair, asked_for, form = self.pair, [*asked.messages], form_of(self.pair)
+        pair, asked_for, form = self.pair, asked.opened, form_of(self.pair)
         said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
         asked_for = without_thoughts(asked_for) if form.has_channels else asked_for
         prompt = prompt_of(pair, asked_for, asked.system)

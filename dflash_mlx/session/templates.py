@@ -65,6 +65,7 @@ def prompt_of(
 
 
 def has_pictures(prompt: Conversation) -> bool:
+    """Whether a message has parts, as only those with pictures do."""
     return not isinstance(prompt, str) and not all(isinstance(m["content"], str) for m in prompt)
 
 

@@ -53,7 +53,8 @@ class Picture:
 
     def pixels(self) -> Image.Image:
         """The first frame, RGB and upright; what is transparent is white."""
-        return _decoded(self.data)
+        with _judging("a picture", self.data):
+            return _decoded(self.data)
 
 
 def open_picture(source: bytes | Path, name: str) -> Picture:
@@ -75,9 +76,9 @@ def open_picture(source: bytes | Path, name: str) -> Picture:
     return Picture(data, image.width, image.height, digest)
 
 
-def too_large(name: str, size: int) -> DFlashError:
+def too_large(name: str, size: int, most: int = MOST_BYTES) -> DFlashError:
     """The refusal of a file of so many bytes, or more."""
-    what = f"{name} has {amount(size)}, and a picture may have {amount(MOST_BYTES)}"
+    what = f"{name} has {amount(size)}, and a picture may have {amount(most)}"
     return DFlashError(what, "make it smaller")
 
 

@@ -44,7 +44,7 @@ def fetch(address: str, most: int = MOST_BYTES, patience: float = PATIENCE) -> b
             while part := response.read1(_PART):
                 data += part
                 if len(data) > most:
-                    raise too_large(shown, len(data))
+                    raise too_large(shown, len(data), most)
                 if time.monotonic() > ends:
                     raise TimeoutError(f"it took more than {patience:.0f} s")
             return data
