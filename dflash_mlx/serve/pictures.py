@@ -179,14 +179,14 @@ def _noted(chat: Chat, given: list[tuple[str, Shown]]) -> Chat:
     """
     last = chat.messages[-1] if chat.messages else {}
     asked = "" if last.get("role") == "tool" else last.get("content") or ""
+    why, step = "is a picture, and this model reads text", "send text"
     for place, shown in given:
         if shown.text in asked:
-            told = f"{place} is a picture, and this model reads text; send text"
-            raise ApiError(400, told, place)
-        name = re.sub(r"\[\d+\]", "[]", place)
-        is_ours = not name.endswith("images[]")
-        told = f"{name} of type {shown.type}" if is_ours else name.removesuffix("[]")
-        chat.ignore(told, "is a picture, and this model reads text", "send text")
+            raise refusal(place, why, step)
+        name = re.sub(r"\[\d+\]", "[]", place).replace(".content[].content[]", ".content[]")
+        of_ollama = name.endswith("images[]")
+        name = name.removesuffix("[]") if of_ollama else f"{name} of type {shown.type}"
+        chat.ignore(name, why, step)
     if not given:
         return chat
     note = NOTE.format("a picture")

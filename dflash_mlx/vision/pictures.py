@@ -29,7 +29,7 @@ MOST_TIMES = 200  # that one side may be longer than the other, as in Qwen's own
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF")
-_SHAPE = "give a PNG, JPEG, WebP or GIF"
+_SHAPE, _SMALLER = "give a PNG, JPEG, WebP or GIF", "make it smaller, or cut a part out"
 _OTHERS = {  # what else people give, by how it begins
     b"%PDF": "PDF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"<svg": "SVG",
     b"<?xml": "XML", b"\0\0\0\x0cJXL": "JPEG XL", b"<!DOCTYPE": "HTML", b"<html": "HTML",
@@ -79,7 +79,7 @@ def open_picture(source: bytes | Path, name: str) -> Picture:
 def too_large(name: str, size: int, most: int = MOST_BYTES) -> DFlashError:
     """The refusal of a file of so many bytes, or more."""
     what = f"{name} has {amount(size)}, and a picture may have {amount(most)}"
-    return DFlashError(what, "make it smaller")
+    return DFlashError(what, _SMALLER)
 
 
 def _read(file: Path, name: str) -> bytes:
@@ -113,7 +113,10 @@ def _judging(name: str, data: bytes) -> Iterator[None]:
         found = (kind for begin, kind in _OTHERS.items() if data.lstrip().startswith(begin))
         kind = kind or next(found, "")
         raise DFlashError(f"{name} is {kind or 'no picture that is known'}", _SHAPE) from None
-    except (*_FAULTS, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError:
+        what = f"{name} has more than {MOST_PIXELS // 10**6} million pixels"
+        raise DFlashError(what, _SMALLER) from None
+    except _FAULTS as error:
         what = f"{name} is damaged ({in_one_line(error)})"
         raise DFlashError(what, "save it again, or give another picture") from None
 
@@ -123,13 +126,15 @@ def _check_size(data: bytes, name: str) -> None:
     from PIL import Image
 
     with Image.open(BytesIO(data), formats=_KINDS) as image:
-        (width, height), step = image.size, "make it smaller, or cut a part out"
+        width, height = image.size
     shown = f"{name} has {width} x {height} pixels"
     if width * height > MOST_PIXELS:
-        raise DFlashError(f"{shown}, and a picture may have {MOST_PIXELS // 10**6} million", step)
+        raise DFlashError(
+            f"{shown}, and a picture may have {MOST_PIXELS // 10**6} million", _SMALLER
+        )
     if max(width, height) > MOST_TIMES * min(width, height):
         what = f"{shown}, and no side may be more than {MOST_TIMES} times the other"
-        raise DFlashError(what, step)
+        raise DFlashError(what, _SMALLER)
 
 
 def _decoded(data: bytes) -> Image.Image:

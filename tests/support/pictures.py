@@ -18,7 +18,7 @@ from support.serving import ROLE, TEMPLATE, Act, actor_pair
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF")
 PLACES = 8  # tokens of a picture
-MARK = "~"  # each of them
+MARK = "^"  # each of them
 
 
 def picture(colour: str = "red", size: tuple[int, int] = (8, 6), kind: str = "PNG") -> bytes:
