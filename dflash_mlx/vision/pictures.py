@@ -28,7 +28,8 @@ MOST_PIXELS = 50 * 10**6  # of a picture, which takes up to 16 bytes a pixel whi
 MOST_TIMES = 200  # that one side may be longer than the other, as in Qwen's own processor
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
-_KINDS = ("PNG", "JPEG", "WEBP", "GIF")
+_KINDS, _HEADS = ("PNG", "JPEG", "WEBP", "GIF"), (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8")
+_AGAIN = "save it again, or give another picture"
 _SHAPE, _SMALLER = "give a PNG, JPEG, WebP or GIF", "make it smaller, or cut a part out"
 _OTHERS = {  # what else people give, by how it begins
     b"%PDF": "PDF", b"BM": "BMP", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"<svg": "SVG",
@@ -109,6 +110,8 @@ def _judging(name: str, data: bytes) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of broken tags, and of sizes that are checked here
             yield
     except UnidentifiedImageError:
+        if data.startswith(_HEADS):
+            raise DFlashError(f"{name} is damaged (at its beginning)", _AGAIN) from None
         kind = _BRANDS.get(data[8:12]) if data[4:8] == b"ftyp" else None
         found = (kind for begin, kind in _OTHERS.items() if data.lstrip().startswith(begin))
         kind = kind or next(found, "")
@@ -117,8 +120,7 @@ def _judging(name: str, data: bytes) -> Iterator[None]:
         what = f"{name} has more than {MOST_PIXELS // 10**6} million pixels"
         raise DFlashError(what, _SMALLER) from None
     except _FAULTS as error:
-        what = f"{name} is damaged ({in_one_line(error)})"
-        raise DFlashError(what, "save it again, or give another picture") from None
+        raise DFlashError(f"{name} is damaged ({in_one_line(error)})", _AGAIN) from None
 
 
 def _check_size(data: bytes, name: str) -> None:

@@ -69,7 +69,7 @@ async def test_a_picture_that_cannot_go_along_leaves_the_question_in_the_line(
     assert app.prompt.text == "a @other.jpg" and not backend.requests
 
 
-@in_chat()
+@in_chat(lambda: ScriptedBackend(["so"]))
 async def test_a_saved_conversation_has_its_pictures_by_place_and_digest(chat, app, backend, here):
     sees(app)
     await chat.answered("What is on @other.jpg?")
@@ -79,7 +79,7 @@ async def test_a_saved_conversation_has_its_pictures_by_place_and_digest(chat, a
     opened = newest(Store(app.store.folder))
     app.album.clear()  # as after a restart
     await app.show_conversation(opened.conversation)
-    assert "[other.jpg, 8 x 6 pixels]" in chat.text
+    await chat.shows("[other.jpg, 8 x 6 pixels]")
     await chat.answered("And?")
     assert backend.requests[-1].opened[0]["content"][0]["picture"].width == 8
     (here / "other.jpg").unlink()

@@ -197,7 +197,7 @@ def chat(*parts: Any) -> dict[str, Any]:
     ("part", "word"),
     [
         (screen(b"no picture"), "no picture"),
-        (screen(picture()[:-30]), "damaged"),
+        (screen(picture()[:40]), "damaged"),
         (screen(pictures.png(60_000, 60_000)), "50 million pixels"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}, "base64"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "addresses"),
