@@ -43,6 +43,7 @@ from dflash_chat.themes import DARK, THEMES
 from dflash_chat.transcript import Transcript
 from dflash_mlx.client import (
     DEFAULT_MODEL,
+    Album,
     DecodeConfig,
     DFlashError,
     News,
@@ -90,7 +91,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         self.config, self.backend, self._chat = decode, backend, chat
         self.pair_config = replace(pair, adapted=pair.adapted or chat.adapt)
         self.system, self.store = chat.system, Store(chat.folder)
-        self.keeper, self.outbox = Keeper(self.store), Outbox(self)
+        self.keeper, self.outbox, self.album = Keeper(self.store), Outbox(self), Album()
         self.speeds = SpeedLog(self.store.folder)
         self.conversation = Conversation()
         self.pair: Pair | None = None
@@ -219,7 +220,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
             messages.pop()
         if not messages:
             raise DFlashError("nothing has been asked yet", "ask something, or type /race question")
-        return Question(tuple(messages), self.system, self.config)
+        return Question(tuple(messages), self.system, self.config, self.album)
 
     def load(self, config: PairConfig) -> None:
         """Load another pair, then time its passes."""
@@ -230,6 +231,7 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
 
     def forget(self) -> None:
         """Keep nothing of what was read and said, but for the conversations themselves."""
+        self.album.clear()
         self.worker.run(lambda job: self.backend.forget())
 
     def action_fetch(self, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from dflash_chat.labels import label_of
-from dflash_mlx.client import split_thinking
+from dflash_mlx.client import shown, split_thinking
 
 TITLE_LENGTH = 60
 LONGEST_TITLE = 200  # characters of one that the user gives; lists read them whole
@@ -95,7 +95,8 @@ class Conversation:
         parts = [f"# {self.shown_title}", f"*{self.created}, {self.model}*"]
         for turn in self.turns:
             name = "You" if turn.role == "user" else "Model"
-            parts.append(f"## {name}\n\n{split_thinking(turn.content).answer.strip()}")
+            said = shown(split_thinking(turn.content).answer.strip())
+            parts.append(f"## {name}\n\n{said}")
         return "\n\n".join(parts) + "\n"
 
 

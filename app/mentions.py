@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dflash_mlx.client import DFlashError
+from dflash_mlx.client import Album, DFlashError, is_picture, shown
 
 TYPICAL = 4  # bytes of a token of English or of code; what a model really counts is known later
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
@@ -18,16 +18,19 @@ def mentions(line: str) -> bool:
     return _MENTION.search(line) is not None
 
 
-def attached(line: str, room: int) -> str:
+def attached(line: str, room: int, album: Album | None = None) -> str:
     """What goes behind `line`: each file that it mentions, by name and text, "" for none.
 
-    room: tokens that are left for them, counted roughly. Asks the disk, which may take a while.
-    Raises DFlashError for a file that is missing, cannot be read, is no text or too large. Words
-    that only begin like a mention stay words: handles, and decorators in code.
+    room: tokens that are left for them, counted roughly. album: takes in pictures. Asks the disk,
+    which may take a while. Raises DFlashError for a file that is missing, cannot be read, is no
+    text or too large. Words that only begin like a mention stay words: handles, and decorators.
     """
     found = (_file(match, line) for match in _MENTION.finditer(line))
     parts = []
     for file in dict.fromkeys(file for file in found if file is not None):
+        if album is not None and is_picture(file):
+            parts.append(album.line(file))
+            continue
         text = _text(file, room)
         room -= len(text) // TYPICAL
         longest = max((len(run) for run in re.findall("`+", text)), default=0)
@@ -38,7 +41,7 @@ def attached(line: str, room: int) -> str:
 
 def folded(question: str) -> str:
     """A question as it is shown: files that went with it by name and length, like a paste."""
-    return _ATTACHED.sub(lambda file: f"\n[{file[1]}, {len(file[3]):,} characters]", question)
+    return shown(_ATTACHED.sub(lambda f: f"\n[{f[1]}, {len(f[3]):,} characters]", question))
 
 
 def _file(match: re.Match[str], line: str) -> Path | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dflash_chat.aside import aside
 from dflash_chat.mentions import TYPICAL, attached, mentions
-from dflash_mlx.client import DFlashError, check_prompt
+from dflash_mlx.client import DFlashError, check_prompt, check_sees, has_picture
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
@@ -26,8 +26,8 @@ class Outbox:
         line: as it stands in the prompt. text: with pastes in place of their labels.
         """
         if mentions(line):
-            room = self._room
-            files = aside(lambda: attached(line, room))
+            room, album = self._room, self._app.album
+            files = aside(lambda: attached(line, room, album))
             self._app.hear(files, lambda files: self._with_files(line, text + files))
         else:
             await self._deliver(line, text)
@@ -49,7 +49,9 @@ class Outbox:
             prompt.give_back(*prompt.no_longer_waiting())
 
     async def _with_files(self, line: str, text: str) -> None:
-        prompt = self._app.prompt
+        prompt, pair = self._app.prompt, self._app.pair
+        if pair is not None and has_picture(text):
+            check_sees(pair)
         if prompt.text.startswith(line):  # else it was changed while its files were read
             prompt.pastes.remember(line, text)
             await self._deliver(line, text)

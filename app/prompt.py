@@ -15,6 +15,7 @@ from dflash_chat.aside import Asks, aside
 from dflash_chat.completions import COMMAND, Choice, complete
 from dflash_chat.fields import own_keys
 from dflash_chat.terminal import assembled
+from dflash_mlx.client import bare, dropped
 
 LARGE_PASTE = 10_000  # characters from which a paste is shown as a label
 _MOMENT = 0.02  # seconds that a key may wait for the disk to say what would complete it
@@ -72,7 +73,7 @@ class Pastes:
 
     def shorten(self, line: str) -> str:
         """What was typed for a question that comes back into the input line."""
-        line = self._lines.get(line, line)
+        line = self._lines.get(line, bare(line))
         for label, text in self._texts.items():
             line = line.replace(text, label)
         return line if len(line) < LARGE_PASTE else self.label(line)
@@ -231,7 +232,10 @@ class Prompt(Asks, TextArea):
             self.put(line)
 
     async def _on_paste(self, event: events.Paste) -> None:
+        text = dropped(event.text)  # the names of pictures
         if len(event.text) >= LARGE_PASTE:
+            text = self.pastes.label(event.text)
+        if text:
             event.stop()
             event.prevent_default()
-            self.insert(self.pastes.label(event.text))
+            self.insert(text)

@@ -33,6 +33,7 @@ from dflash_mlx.client import (
     PairConfig,
     Question,
     amount,
+    bare,
     check_given,
     method_choices,
     read_speed,
@@ -190,7 +191,7 @@ class CommandRunner:
         if talk.turns[-1].ending not in _CUT:
             what = "the last answer is whole, and only the last one can go on"
             raise DFlashError(what, "ask something, or type /retry")
-        request = Question((*talk.messages,), app.system, app.config)
+        request = Question((*talk.messages,), app.system, app.config, app.album)
         said = talk.turns.pop().content
         await app.transcript.show(talk.turns)
         await app.answer(request, said)
@@ -310,7 +311,7 @@ class CommandRunner:
             raise DFlashError("there is no answer yet", "ask something first")
         answer, title, colours = talk.turns[last], talk.shown_title, dict(app.theme_variables)
         tokens = app.draft.pieces_of(answer.content)
-        shown = partial(card, talk.turns[last - 1].content, answer, tokens, talk.model)
+        shown = partial(card, bare(talk.turns[last - 1].content), answer, tokens, talk.model)
         app.hear(aside(lambda: share(shown(), name, title, colours)), app.say)
 
     async def _theme(self, name: str) -> None:

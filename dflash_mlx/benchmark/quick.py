@@ -144,7 +144,7 @@ def race(pair: Pair, request: Question) -> Iterator[RaceStep | RaceResult]:
     if draws_drafts(config):
         what = "answers drawn by rejection differ from plain ones, by design"
         raise DFlashError(what, "leave out --acceptance to compare them token by token")
-    tokens = prompt_tokens(pair.tokenizer, request.messages, request.system, template=pair.template)
+    tokens = prompt_tokens(pair.tokenizer, request.opened, request.system, template=pair.template)
     plain = Lane("plain", Session(pair, replace(config, method=PLAIN)).stream(tokens))
     drafted = Lane("drafted", Session(pair, config).stream(tokens))
     while running := [lane for lane in (drafted, plain) if not lane.finished]:

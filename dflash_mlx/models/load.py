@@ -50,10 +50,11 @@ from dflash_mlx.models.read import (
     target_facts,
     unread_arguments,
 )
-from dflash_mlx.models.source import DRAFTER, SECOND_DRAFTER
+from dflash_mlx.models.source import CONFIG, DRAFTER, SECOND_DRAFTER
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.routing import begin_trials
+from dflash_mlx.vision.towers import described
 from kernels_metal.dispatch import Mode
 
 _LEFT_OUT = "name another one with --drafter, or use the pair as it is"
@@ -351,6 +352,9 @@ def lines(report: Report) -> Iterator[str]:
         yield f"  drafter  {_in_words(drafter)}"
     if not report.drafters:
         yield "  drafter  none, so drafts come from prompt lookup"
+    source, tensors = report.target.source, report.target.weights.tensors
+    if tensors and source is not None and (eyes := described(source.read_json(CONFIG), tensors)):
+        yield f"  sees     {eyes}"
     if report.target.weights.tensors:
         how = " as float32 on this processor" if on_cpu() else ""
         yield f"  memory   about {amount(report.memory(on_cpu()))}{how}"

@@ -11,6 +11,7 @@ from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Stops, Strict
 from dflash_mlx.serve.openai_requests import Format, Function, wanted
+from dflash_mlx.serve.pictures import AnyImage, Shown
 
 _FORM = "output_config.format"
 FIELDS = Fields(_FORM, f"{_FORM}.schema", tool="tools[{}].", parameters="input_schema")
@@ -54,11 +55,11 @@ class ToolResult(Cached):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Text] | None = None
+    content: str | list[Annotated[Text | AnyImage, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
 
 
-Block = Annotated[Text | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
+Block = Annotated[Text | AnyImage | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
 _OF_ROLE = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}
 
 
@@ -140,7 +141,7 @@ def _told(message: Message, place: str) -> list[Json]:
             what = f"is {block.type}, which the {role} does not send"
             raise refusal(f"{place}.content[{i}].type", what, f"send it as the {other}")
     found = [_result(block) for block in content if isinstance(block, ToolResult)]
-    texts = [block for block in content if isinstance(block, Text)]
+    texts = [block for block in content if isinstance(block, Text | Shown)]
     if texts or not found:
         found.append({"role": role, "content": text_of(texts)})
     if thoughts := [block.thinking for block in content if isinstance(block, Thinking)]:

@@ -55,7 +55,8 @@ async def studio_models(request: Request) -> Response:
     found = _listed(request)
     for each in found:
         can = ["tool_use"] * _can(each, "tools")
-        each |= {"type": "llm", "publisher": "", "compatibility_type": "mlx", "capabilities": can}
+        kind = "vlm" if _can(each, "image_input") else "llm"
+        each |= {"type": kind, "publisher": "", "compatibility_type": "mlx", "capabilities": can}
     return as_json({"object": "list", "data": found})
 
 
@@ -265,7 +266,7 @@ def _facts(pair: Pair) -> Json:
         "tools": not form_of(pair).in_prompt,
         "thinking": bool(tokenizer.has_thinking),
         "structured_outputs": find_spec("llguidance") is not None,
-        "image_input": False,
+        "image_input": bool(pair.target.sees),
         "pdf_input": False,
     }
     lengths = dict.fromkeys(_LENGTHS, length)
@@ -285,5 +286,6 @@ def _in_ollama(model: Json) -> Json:
     found |= {"size": 0, "size_vram": 0, "context_length": length}
     found |= {"details": dict.fromkeys(_DETAILS, "") | {"format": "mlx", "families": []}}
     found |= {"model_info": {"general.architecture": "mlx", "mlx.context_length": length}}
-    told = [each for each in ("tools", "thinking") if _can(model, each)]
+    names = {"tools": "tools", "thinking": "thinking", "image_input": "vision"}
+    told = [theirs for ours, theirs in names.items() if _can(model, ours)]
     return {**found, "capabilities": ["completion", *told]}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.core.config import RESERVED
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.engine.delta import END, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
-from dflash_mlx.serve.errors import ApiError, refusal
+from dflash_mlx.serve.errors import ApiError, of_settings, refusal
 from dflash_mlx.session.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
+from dflash_mlx.vision.pictures import Picture
 
 Json = dict[str, Any]
 
+NOTE = "[{} was here, which this model cannot see]"
+STAND_IN = re.compile("(\0[0-9a-f]{32}\0)")  # of a picture in a text, see pictures.py
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
 _THINKING = ("enable_thinking", "reasoning_effort")  # arguments of a template
@@ -53,6 +59,7 @@ class Chat:
     # What is said of thoughts by field: efforts, whether there are any, tokens at most.
     wishes: Mapping[str, str | bool | int] = field(default_factory=dict)
     go_on: bool = False  # the last message is the beginning of the answer
+    pictures: Mapping[str, Picture] = field(default_factory=dict)  # by what stands for them
     ignored: list[str] | None = None  # names of what changes nothing; None where that is refused
 
     def ignore(self, name: str, problem: str, next_step: str) -> None:
@@ -101,7 +108,7 @@ def call_of(name: str, arguments: str | Mapping[str, Any], identity: str) -> Jso
     return {"id": identity, "type": "function", "function": inner}
 
 
-def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
+def prompt_of(pair: Pair, chat: Chat) -> Prompt:
     """The prompt of a conversation; ApiError where the model or its template cannot take it."""
     tokenizer, name, field = pair.tokenizer, pair.target.name, chat.fields.messages
     if not tokenizer.has_chat_template:
@@ -112,31 +119,60 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     arguments = {**pair.template, **_arguments(pair, chat)}
     arguments |= {"continue_final_message": True} if chat.go_on else {}
     _check_length(pair, sum(len(each.get("content") or "") for each in chat.messages), field)
-    arguments |= {"tokenize": False, "add_generation_prompt": not chat.go_on}
+    arguments |= {"add_generation_prompt": not chat.go_on}
     try:
         messages = _messages(form_of(pair), chat)
         try:
-            text = tokenizer.apply_chat_template(messages, **arguments)
+            prompt = _rendered(pair, chat, messages, arguments)
         except TEMPLATE_FAULTS:
             if not chat.tools or not form_of(pair).in_prompt:
                 raise
             system, user, *rest = messages  # as the template may take no system prompt
             user = {**user, "content": f"{system['content']}\n\n{user['content']}"}
-            text = tokenizer.apply_chat_template([user, *rest], **arguments)
+            prompt = _rendered(pair, chat, [user, *rest], arguments)
+    except DFlashError as error:
+        raise of_settings(error) from None
     except TEMPLATE_FAULTS as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         what = f"are refused by the model's chat template ({said})"
         raise refusal(field, what, "let user and assistant take turns") from None
-    tokens = _encoded(pair, text, field, add_special_tokens=False)
     budgets = [name for name, wish in chat.wishes.items() if type(wish) is int]
     reads = budgets and not unread_arguments(tokenizer, ["enable_thinking"])
-    opened = opens_thought(tokenizer, tokens)
+    opened = opens_thought(tokenizer, prompt.tokens)
     ends = tokenizer.think_end if tokenizer.has_thinking else END if opened or reads else None
     formed = chat.asks and (opened or chat.wants_thoughts)
     why = "they cannot be cut before a given format" if formed else f"{name} has none"
     for budget in budgets if formed or ends != END else ():
         chat.ignore(budget, f"limits thoughts, and {why}", "leave it out")
-    return tokens
+    return prompt
+
+
+def _rendered(pair: Pair, chat: Chat, messages: list[Json], arguments: Json) -> Prompt:
+    if not chat.pictures:
+        text = pair.tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+        return Prompt(_encoded(pair, text, chat.fields.messages, add_special_tokens=False))
+    from dflash_mlx.vision.prompts import read_prompt
+
+    parted = [_parted(each, chat.pictures) for each in messages]
+    prompt = read_prompt(pair.target, pair.tokenizer, parted, **arguments)
+    check_tokens(pair, prompt.tokens, chat.fields.messages)
+    return prompt
+
+
+def _parted(message: Json, pictures: Mapping[str, Picture]) -> Json:
+    """With parts in place of its text, where pictures are among it."""
+    content = message.get("content") or ""
+    check_text(content, "messages")
+    pieces = [piece for piece in STAND_IN.split(content) if piece]
+    if pictures.keys().isdisjoint(pieces):
+        return message
+    parts = [
+        {"type": "image", "picture": pictures[piece]}
+        if piece in pictures
+        else {"type": "text", "text": piece}
+        for piece in pieces
+    ]
+    return {**message, "content": parts}
 
 
 def text_prompt(pair: Pair, text: str) -> tuple[int, ...]:

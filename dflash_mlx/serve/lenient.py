@@ -12,12 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from dflash_mlx.core.option import LARGEST
-from dflash_mlx.serve.chat import Json
+from dflash_mlx.serve.chat import NOTE, Json
 from dflash_mlx.serve.errors import ApiError, place_of
 
-_NOTE = "[{} was here, which this model cannot see]"
-_UNSEEN = {  # what a part is called in a note, by its type
-    **dict.fromkeys(("image", "image_url", "input_image"), "a picture"),
+_UNSEEN = {  # what a part is called in a note, by its type; pictures are known, see pictures.py
     **dict.fromkeys(("document", "file", "input_file"), "a document"),
     **dict.fromkeys(("audio", "input_audio"), "a sound"),
 }
@@ -112,7 +110,7 @@ def _has_more(value: Any, most: int) -> bool:
 
 
 def unseen(part: Any) -> str | None:
-    """What a part of a message is that a model of texts cannot see; None for any other."""
+    """What a part of a message is that no model reads here; None for any other."""
     kind = part.get("type") if isinstance(part, dict) else None
     return _UNSEEN.get(kind) if isinstance(kind, str) else None
 
@@ -151,7 +149,7 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
 
 
 def _note_unseen(body: Any) -> Iterator[str]:
-    """Put notes for pictures of tools and of earlier turns, which would end the conversation.
+    """Put notes for documents of tools and of earlier turns, which would end the conversation.
 
     Those of the last words that are not a tool's stay, and are refused: the answer is about them.
     """
@@ -163,9 +161,6 @@ def _note_unseen(body: Any) -> Iterator[str]:
             continue
         content = message.get("content", output := message.get("output"))
         is_past = i + 1 < len(messages) or message.get("role") == "tool" or bool(output)
-        if is_past and message.pop("images", None):
-            yield "messages[].images"
-            message["content"] = f"{content or ''}\n{_NOTE.format('a picture')}"
         for part in content if isinstance(content, list) else []:
             is_result = isinstance(part, dict) and part.get("type") == "tool_result"
             inner = part.get("content") if is_result else [part] if is_past else []
@@ -173,7 +168,7 @@ def _note_unseen(body: Any) -> Iterator[str]:
                 if (kind := unseen(each)) is not None:
                     yield f"{field}[].content[] of type {each['type']}"
                     each.clear()
-                    each.update(type="text", text=_NOTE.format(kind))
+                    each.update(type="text", text=NOTE.format(kind))
 
 
 def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:

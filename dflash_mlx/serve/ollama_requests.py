@@ -12,6 +12,7 @@ from dflash_mlx.serve.chat import Chat, Fields, Json
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Budget, ChatBody, Sampled, Stop
 from dflash_mlx.serve.openai_requests import AssistantMessage, Tool, told
+from dflash_mlx.serve.pictures import Images
 
 Length = Annotated[int, Field(ge=-2, le=LARGEST)]  # below 1 as the server has it
 
@@ -33,6 +34,12 @@ class Message(AssistantMessage):
     reasoning_content: Annotated[str | None, Field(alias="thinking")] = None
     name: Annotated[str | None, Field(alias="tool_name")] = None
     tool_call_id: str | None = None
+    images: Images | None = None
+
+    @property
+    def said(self) -> str:
+        """Its text, behind its pictures."""
+        return "".join((*(each.text for each in self.images or ()), self.content))
 
 
 class ChatRequest(ChatBody):
@@ -61,7 +68,7 @@ class ChatRequest(ChatBody):
         last = self.messages[-1]
         return Chat(
             self.words,
-            [told(each) for each in self.messages],
+            [{**told(each), "content": each.said} for each in self.messages],
             [each.model_dump(exclude_none=True) for each in self.tools or []],
             schema={"type": "object"} if self.format == "json" else self.format or None,
             go_on=last.role == "assistant" and bool(last.content) and not last.tool_calls,
@@ -76,15 +83,16 @@ class GenerateRequest(ChatRequest):
     prompt: str = ""
     system: str = ""
     raw: bool = False
+    images: Images | None = None
 
     def model_post_init(self, _: Any) -> None:
         super().model_post_init(_)
-        user = Message(role="user", content=self.prompt)
+        user = Message(role="user", content=self.prompt, images=self.images)
         system = [Message(role="system", content=self.system)] if self.system else []
         self.messages = [*system, user] if self.prompt else []
 
     def check(self) -> None:
         super().check()
-        for name in ("system", "format", "think") if self.raw else ():
+        for name in ("system", "format", "think", "images") if self.raw else ():
             if getattr(self, name):
                 raise refusal(name, "is not for a raw prompt", "leave it out, or raw")

@@ -12,6 +12,7 @@ from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import ChatBody, Count, Sent, Strict
 from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen, wanted
+from dflash_mlx.serve.pictures import AnyImage
 
 FIELDS = Fields("text.format", "text.format.schema", "tools[{}].", "parameters", "input")
 INPUT = "input"  # the argument that a custom tool has where the model sees it
@@ -41,12 +42,15 @@ class Text(Strict):
     logprobs: Unread = None
 
 
+Content = str | list[Annotated[Text | AnyImage, Field(discriminator="type")]]
+
+
 class Message(Returned):
     """What somebody says."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Text]
+    content: Content
 
 
 class Call(Named, Returned):
@@ -63,7 +67,7 @@ class Output(Returned):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | list[Text]
+    output: Content
 
 
 class Reference(Strict):

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dflash_mlx.cli.options import say
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
@@ -27,6 +28,7 @@ from dflash_mlx.serve.errors import ApiError, as_json, refusal
 from dflash_mlx.serve.fields import Answered, Asked, ChatBody, Conversation, decoding
 from dflash_mlx.serve.kept import Shelf
 from dflash_mlx.serve.lenient import told
+from dflash_mlx.serve.pictures import fetched, seen
 from dflash_mlx.serve.request_queue import Reply, RequestQueue, ResponseStream
 from dflash_mlx.serve.settings import ServeConfig
 from dflash_mlx.serve.structure import structure_of
@@ -37,7 +39,7 @@ from dflash_mlx.session.reading import AnswerReader, SchemaReader
 
 T = TypeVar("T")
 
-Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
+Understood = tuple[Chat, StructureConfig | None, Prompt]
 
 _PROGRESS = 1.0  # seconds between two events that say how much of a prompt is read
 _GONE = 499  # nobody reads it
@@ -113,7 +115,10 @@ class Service:
 
     async def read(self, pair: Pair, body: Conversation) -> Understood:
         """A conversation, what an answer to it has to be, and its prompt."""
-        most = self.config.messages
+        most, files = self.config.messages, dict[str, bytes]()
+        if self.config.allow_image_urls and pair.target.sees:
+            read = partial(fetched, body, int(self.config.body_mb * 10**6))
+            files = await asyncio.to_thread(read)
 
         def understand() -> Understood:
             own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}}
@@ -122,9 +127,10 @@ class Service:
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            tokens = prompt_of(pair, chat)
-            opened = opens_thought(pair.tokenizer, tokens)
-            return chat, structure_of(pair, chat, opened), tokens
+            chat = seen(pair, chat, body, files)
+            prompt = prompt_of(pair, chat)
+            opened = opens_thought(pair.tokenizer, prompt.tokens)
+            return chat, structure_of(pair, chat, opened), prompt
 
         return await self.prepare(understand)
 
@@ -138,7 +144,7 @@ class Service:
         body: Answered,
         pair: Pair,
         configs: Sequence[DecodeConfig],
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt | tuple[int, ...]],
     ) -> list[Reply]:
         """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
         user = user_of(request)
@@ -195,16 +201,16 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
     async def begin() -> ResponseStream:
         body.check()
         async with service.using(body) as pair:
-            chat, structure, tokens = await service.read(pair, body)
+            chat, structure, prompt = await service.read(pair, body)
             configs = decoding(service.usual, body, structure, chat.ignored or ())
             reader: Callable[[], AnswerReader] = AnswerReader
             if structure is None or structure.grammar is not None:  # else JSON, taken as it is
-                in_thought = opens_thought(pair.tokenizer, tokens)
+                in_thought = opens_thought(pair.tokenizer, prompt.tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
                 kind = AnswerReader if chat.schema is None else SchemaReader
                 reader = partial(kind, pair.tokenizer, form_of(pair), *how)
-            replies = service.replies(request, body, pair, configs, [tokens])
+            replies = service.replies(request, body, pair, configs, [prompt])
             replies[0].ignored = chat.ignored or ()
             for reply in replies:
                 reply.reader, reply.goes_on = reader(), chat.go_on
@@ -220,9 +226,9 @@ async def count(request: Request, body: Conversation) -> dict[str, Any]:
 
     async def made() -> dict[str, Any]:
         async with service.using(body) as pair:
-            chat, _, tokens = await service.read(pair, body)
+            chat, _, prompt = await service.read(pair, body)
         named = {"ignored": _ignored(request, body, chat.ignored or ())}
-        return {"input_tokens": len(tokens), "dflash": named}
+        return {"input_tokens": len(prompt), "dflash": named}
 
     return await unless_gone(request, made())
 

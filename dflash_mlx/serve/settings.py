@@ -13,6 +13,7 @@ LOCAL = "localhost"
 MOST_ANSWERS = 16  # of one request
 MOST_STOPS, LONGEST_STOP = 16, 500  # stop texts of a request, characters of one
 MOST_TOP_LOGPROBS = 20
+MOST_PICTURES, MOST_PIXELS = 100, 200 * 10**6  # of a request
 MOST_TOKENS = 1024  # that a request biases, or that end its answer
 
 
@@ -68,6 +69,11 @@ class ServeConfig:
         False,
         "refuse fields and names of models that are not known here, instead of telling in the "
         "response that they were ignored",
+        action="store_true",
+    )
+    allow_image_urls: bool = option(
+        False,
+        "let requests name pictures by https addresses, which the server then reads",
         action="store_true",
     )
     remember: bool = option(

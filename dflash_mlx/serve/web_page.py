@@ -1,4 +1,4 @@
-"""The page in a browser: three files of `page/`, which need no key; it asks as other clients do."""
+"""The page in a browser: four files of `page/`, which need no key; it asks as other clients do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 HOME = "/page/index.html"
-TYPES = {HOME: "text/html", "/page/page.css": "text/css", "/page/page.js": "text/javascript"}
+TYPES = {HOME: "text/html", "/page/page.css": "text/css"}
+TYPES |= dict.fromkeys(("/page/page.js", "/page/pictures.js"), "text/javascript")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; "

@@ -27,9 +27,10 @@ from dflash_mlx.engine.state import Earlier, State
 from dflash_mlx.session.channels import in_channels, marked, without_thoughts
 from dflash_mlx.session.forms import form_of
 from dflash_mlx.session.scheduler import Drafters, Scheduler
-from dflash_mlx.session.templates import Conversation, Message, prompt_tokens
+from dflash_mlx.session.templates import Conversation, Message, prompt_of
 from dflash_mlx.system.machine import available_memory
 from dflash_mlx.verifier.pass_times import timing_day
+from dflash_mlx.vision.album import Album
 
 
 class Session:
@@ -118,11 +119,10 @@ def stream(
 ) -> Iterator[Delta]:
     """Answer one prompt, a delta per round.
 
-    prompt: a user's text, or a conversation as messages with "role" and "content".
+    prompt: a user's text, or a conversation as messages with "role" and "content", see `prompt_of`.
     Raises DFlashError for an empty or too long prompt and for settings that do not fit the pair.
     """
-    tokens = prompt_tokens(pair.tokenizer, prompt, system, template=pair.template)
-    return Session(pair, config).stream(tokens, observer)
+    return Session(pair, config).stream(prompt_of(pair, prompt, system), observer)
 
 
 def generate(
@@ -142,6 +142,12 @@ class Question:
     messages: tuple[Message, ...]
     system: str | None
     config: DecodeConfig
+    album: Album | None = None  # of the pictures that lines of the questions stand for
+
+    @property
+    def opened(self) -> list[Message]:
+        """The messages with their pictures; DFlashError for one that is not there any more."""
+        return [*self.messages] if self.album is None else self.album.opened(self.messages)
 
 
 class Responder:
@@ -163,17 +169,18 @@ class Responder:
 
         Where the last message is the model's, it writes on where that ends.
         """
-        pair, asked_for, form = self.pair, [*asked.messages], form_of(self.pair)
+        pair, asked_for, form = self.pair, asked.opened, form_of(self.pair)
         said = asked_for.pop()["content"] if asked_for[-1]["role"] == "assistant" else ""
         asked_for = without_thoughts(asked_for) if form.has_channels else asked_for
-        tokens = prompt_tokens(pair.tokenizer, asked_for, asked.system, template=pair.template)
+        prompt = prompt_of(pair, asked_for, asked.system)
         session = Session(pair, asked.config, self.prefixes, self._drafters, self._earlier)
-        opening = BEGIN if opens_thought(pair.tokenizer, tokens) else ""
+        opening = BEGIN if opens_thought(pair.tokenizer, prompt.tokens) else ""
         if said:  # with its thought, which chat templates take out of messages
             said, opening = said.removeprefix(opening), ""
             said = in_channels(said) if form.has_channels else said
-            tokens += pair.tokenizer.encode(said, add_special_tokens=False)
-        deltas = session.stream(tokens, observer)
+            begun = pair.tokenizer.encode(said, add_special_tokens=False)
+            prompt = replace(prompt, tokens=(*prompt.tokens, *begun))
+        deltas = session.stream(prompt, observer)
         for delta in marked(deltas, form, said) if form.has_channels else deltas:
             yield replace(delta, text=opening + delta.text) if opening else delta
             opening = ""

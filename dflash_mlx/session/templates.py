@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.text import read_json_file
+from dflash_mlx.engine.pair import Pair
 
-Message = dict[str, str]
+Message = dict[str, Any]  # "content" is a text, or parts where pictures are among them
 Conversation = str | Sequence[Message]
 
 _SHAPE = 'a JSON list of objects like {"role": "user", "content": "..."}'
@@ -25,7 +28,8 @@ def check_prompt(prompt: Conversation, system: str | None, raw: bool) -> None:
         raise DFlashError("the prompt is empty", "give some text")
     if raw and (system is not None or not isinstance(prompt, str)):
         raise DFlashError("raw works on plain text alone", "leave it out", "raw")
-    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    contents = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    texts = [text for content in contents for text in words_of(content)]
     for text in [*texts, system or ""]:
         try:
             text.encode("utf-8")
@@ -33,6 +37,43 @@ def check_prompt(prompt: Conversation, system: str | None, raw: bool) -> None:
             raise DFlashError(
                 f"the prompt is not UTF-8: {text[:40]!r}", "convert it, with iconv for example"
             ) from None
+
+
+def words_of(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts of a message, between which there are pictures."""
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
+
+
+def prompt_of(
+    pair: Pair, prompt: Conversation, system: str | None = None, raw: bool = False
+) -> Prompt:
+    """The prompt of `prompt_tokens`, pictures included, which only some targets see.
+
+    A picture is a part {"type": "image", "picture": Picture} of a message's content.
+    """
+    if not has_pictures(prompt):
+        return Prompt.of(prompt_tokens(pair.tokenizer, prompt, system, raw, pair.template))
+    check_prompt(prompt, system, raw)
+    check_sees(pair)
+    from dflash_mlx.vision.prompts import read_prompt
+
+    arguments = {"add_generation_prompt": True, **pair.template}
+    with _template_faults(pair.template):
+        return read_prompt(pair.target, pair.tokenizer, _all(prompt, system), **arguments)
+
+
+def has_pictures(prompt: Conversation) -> bool:
+    """Whether a message has parts, as only those with pictures do."""
+    return not isinstance(prompt, str) and not all(isinstance(m["content"], str) for m in prompt)
+
+
+def check_sees(pair: Pair) -> None:
+    """DFlashError where the target does not see."""
+    if not pair.target.sees:
+        what = f"{pair.target.name} does not see pictures"
+        raise DFlashError(what, "leave them out, or choose a model that does")
 
 
 def prompt_tokens(
@@ -49,19 +90,29 @@ def prompt_tokens(
     `check_prompt` refuses, and where the model's template is missing or refuses the conversation.
     """
     check_prompt(prompt, system, raw)
+    if has_pictures(prompt):
+        raise DFlashError("the conversation has pictures, and this reads text", "leave them out")
     if raw:
         return list(tokenizer.encode(prompt))
     if not tokenizer.has_chat_template:
         raise DFlashError("this model has no chat template", "add --raw to send plain text")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
     arguments = {"add_generation_prompt": True, **(template or {})}
+    with _template_faults(template or {}):
+        return list(tokenizer.apply_chat_template(_all(prompt, system), **arguments))
+
+
+def _all(prompt: Conversation, system: str | None) -> list[Message]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+@contextmanager
+def _template_faults(template: Mapping[str, Any]) -> Iterator[None]:
+    """Say in a sentence what a chat template with these arguments refuses."""
     try:
-        return list(tokenizer.apply_chat_template(messages, **arguments))
+        yield
     except TemplateError as error:
-        named = (template or {}).items()
-        given = "".join(f" with {key}={json.dumps(value)}" for key, value in named)
+        given = "".join(f" with {key}={json.dumps(value)}" for key, value in template.items())
         raise DFlashError(
             f"the model's chat template refuses the conversation{given} ({error})",
             "leave --system or --template out, or let user and assistant take turns",

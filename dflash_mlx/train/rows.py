@@ -23,6 +23,7 @@ from dflash_mlx.core.text import parse_json
 from dflash_mlx.engine.delta import BEGIN, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.templates import prompt_tokens
+from dflash_mlx.vision.album import has_picture
 
 _FORMAT = {"format": "dflash-corpus", "version": 1}
 _BEGIN = json.dumps(_FORMAT)[:-1].encode()  # of a header
@@ -268,8 +269,9 @@ def conversation_rows(folder: Path, pair: Pair) -> Iterator[CorpusRow]:
 
 def _answers(name: str, turns: list[Any], pair: Pair) -> Iterator[CorpusRow]:
     for i, turn in enumerate(turns):
-        if turn["role"] == "assistant" and turn["content"]:
-            said = [{part: each[part] for part in ("role", "content")} for each in turns[:i]]
+        said = [{part: each[part] for part in ("role", "content")} for each in turns[:i]]
+        is_text = not any(has_picture(each["content"]) for each in said)
+        if turn["role"] == "assistant" and turn["content"] and is_text:
             prompt = prompt_tokens(pair.tokenizer, said, template=pair.template)
             thought = BEGIN if opens_thought(pair.tokenizer, prompt) else ""
             text = turn["content"].removeprefix(thought)

@@ -1,1 +1,1 @@
-"""Targets that see, by mlx-vlm: `opening.py` reads them, `prompts.py` their prompts."""
+"""Targets that see, by mlx-vlm: pictures.py checks what is given, opening.py reads the models."""

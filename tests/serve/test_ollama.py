@@ -179,10 +179,10 @@ def test_messages_reach_the_template_and_earlier_pictures_become_notes():
     with serving(lambda prompt: seen.append(prompt) or "so") as server:
         found = whole(server, messages=talk)
         whole(server, messages=[*user("a"), {"role": "assistant", "content": "s"}])
-    note = "\n[a picture was here, which this model cannot see]"
+    note = "[a picture was here, which this model cannot see]"
     assert (
         seen[0]
-        == f"[user]a{note}[assistant]<think>hm</think><tool_call>f</tool_call>[tool]b[user]c"
+        == f"[user]{note}a[assistant]<think>hm</think><tool_call>f</tool_call>[tool]b[user]c"
     )
     assert found["dflash"]["ignored"] == ["messages[].images"]
     assert seen[-1] == "[user]a", "the beginning of an answer is gone on with"

@@ -266,7 +266,7 @@ async function send() {
   const model = $("model").value, asked = article("user", "You"), node = article("model", model);
   asked.append(Object.assign(make("p", "", text), { dir: "auto" }));
   const answer = new Answer(node), figures = new Figures();
-  const messages = [...talk, { role: "user", content: text }];
+  const messages = [...talk, { role: "user", content: contentOf(text, asked) }];
   const ended = await run(async (signal) => {
     for await (const event of eventsOf({ model, messages }, signal)) {
       answer.take(event);
@@ -278,14 +278,14 @@ async function send() {
   if (answer.finish in notes) node.append(make("p", "note", notes[answer.finish]));
   if (answer.text) talk = [...messages, { role: "assistant", content: answer.text }];
   else if (!answer.finish) { // nothing was said: the question goes back to where it was typed
-    asked.remove();
-    node.remove();
+    [asked, node].forEach((each) => each.remove());
+    giveBack(messages.at(-1).content);
     $("words").value = $("words").value || text;
   }
 }
 
 async function race() {
-  const text = $("words").value.trim() || talk.findLast((each) => each.role === "user")?.content;
+  const text = $("words").value.trim() || textOf(talk.findLast((each) => each.role === "user")?.content);
   if (running || !text) return tell("Type a question first; the race answers it twice.");
   const node = article("race", `Race: ${text}`), sides = make("div", "sides");
   node.append(sides);

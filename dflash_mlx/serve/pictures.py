@@ -1,0 +1,194 @@
+"""Pictures in requests of any API: parts of messages, opened once it is known that the model sees.
+
+Until then a text of its own stands for each of them, so that messages are made of texts alone.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import secrets
+from base64 import b64decode
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, PrivateAttr
+
+from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.serve.chat import NOTE, STAND_IN, Chat, Json
+from dflash_mlx.serve.errors import ApiError, refusal
+from dflash_mlx.serve.fields import Strict
+from dflash_mlx.serve.settings import MOST_PICTURES, MOST_PIXELS
+from dflash_mlx.vision.pictures import MOST_BYTES, Picture, open_picture
+from dflash_mlx.vision.remote import fetch, is_address
+
+_DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+
+
+class Shown(Strict):
+    """A picture; `text` stands for it."""
+
+    type: str
+    _text: str = PrivateAttr(default_factory=lambda: f"\0{secrets.token_hex(16)}\0")
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    @property
+    def place(self) -> str:
+        """Its address, or itself as a data: URL."""
+        raise NotImplementedError
+
+
+class Place(Strict):
+    """Where a picture is, in the words of chat completions."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImageUrl(Shown):
+    """A picture in the words of chat completions."""
+
+    type: Literal["image_url"]
+    image_url: Place | str
+
+    @property
+    def place(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+class InputImage(Shown):
+    """A picture in the words of responses."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+    file_id: None = None
+
+    @property
+    def place(self) -> str:
+        return self.image_url
+
+
+class Source(Strict):
+    """Where a picture is, in the words of Anthropic's API."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str = ""
+    url: str = ""
+
+
+class Image(Shown):
+    """A picture in the words of Anthropic's API."""
+
+    type: Literal["image"]
+    source: Source
+    cache_control: Json | None = None
+
+    @property
+    def place(self) -> str:
+        source = self.source
+        return source.url if source.type == "url" else f"data:;base64,{source.data}"
+
+
+AnyImage = ImageUrl | InputImage | Image  # which all APIs take, as programs mix them up
+
+
+def _image(data: Any) -> Any:
+    source = {"type": "base64", "data": data}
+    return {"type": "image", "source": source} if isinstance(data, str) else data
+
+
+Images = list[Annotated[Image, BeforeValidator(_image)]]  # in the words of Ollama's API
+
+
+def pictures_in(value: object, place: str = "") -> Iterator[tuple[str, Shown]]:
+    """The pictures of a request, each behind its place there."""
+    if isinstance(value, Shown):
+        yield place, value
+    elif isinstance(value, BaseModel):
+        for name, each in value:
+            yield from pictures_in(each, f"{place}.{name}" if place else name)
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from pictures_in(each, f"{place}[{i}]")
+
+
+def fetched(body: BaseModel, most: int) -> dict[str, bytes]:
+    """The files of pictures at addresses, by their texts; these many bytes at most in all."""
+    found: dict[str, bytes] = {}
+    for place, shown in pictures_in(body):
+        if is_address(shown.place) and shown.text not in found:
+            left = most - sum(map(len, found.values()))
+            try:
+                found[shown.text] = fetch(shown.place, min(left, MOST_BYTES))
+            except DFlashError as error:
+                raise ApiError(400, str(error), place) from None
+    return found
+
+
+def seen(pair: Pair, chat: Chat, body: BaseModel, files: Mapping[str, bytes]) -> Chat:
+    """The conversation with its pictures open; with notes of them where the model reads text.
+
+    files: of pictures at addresses, where these are allowed. ApiError for what is no picture, for
+    too many, and where a model of texts is asked about one.
+    """
+    given = [*{each.text: (place, each) for place, each in pictures_in(body)}.values()]
+    if not pair.target.sees:
+        return _noted(chat, given)
+    if len(given) > MOST_PICTURES:
+        what = f"has {len(given)} pictures, and {MOST_PICTURES} may be"
+        raise refusal(chat.fields.messages, what, "send fewer")
+    opened: dict[str, Picture] = {}
+    for place, shown in given:
+        opened[shown.text] = _open(place, shown, files)
+        if sum(each.width * each.height for each in opened.values()) > MOST_PIXELS:
+            what = f"is behind pictures of {MOST_PIXELS // 10**6} million pixels in all"
+            raise refusal(place, what, "send fewer or smaller ones")
+    return replace(chat, pictures=opened)
+
+
+def _open(place: str, shown: Shown, files: Mapping[str, bytes]) -> Picture:
+    where = shown.place
+    if (data := files.get(shown.text)) is None:
+        head = _DATA.match(where)
+        if head is None:
+            what = f"is {where[:80]!r}, and pictures at addresses are not read here"
+            raise refusal(place, what, "send it in a data: URL, as base64")
+        try:
+            data = b64decode("".join(where[head.end() :].split()), validate=True)
+        except (binascii.Error, ValueError):
+            raise refusal(
+                place, "is not base64", "send the file of the picture as base64"
+            ) from None
+    try:
+        return open_picture(data, place)
+    except DFlashError as error:
+        raise ApiError(400, str(error), place) from None
+
+
+def _noted(chat: Chat, given: list[tuple[str, Shown]]) -> Chat:
+    """Pictures of tools and of earlier turns become notes, as refusing them would end the talk.
+
+    Those of the last words that are not a tool's are refused: the answer is about them.
+    """
+    last = chat.messages[-1] if chat.messages else {}
+    asked = "" if last.get("role") == "tool" else last.get("content") or ""
+    why, step = "is a picture, and this model reads text", "send text"
+    for place, shown in given:
+        if shown.text in asked:
+            raise refusal(place, why, step)
+        name = re.sub(r"\[\d+\]", "[]", place).replace(".content[].content[]", ".content[]")
+        of_ollama = name.endswith("images[]")
+        name = name.removesuffix("[]") if of_ollama else f"{name} of type {shown.type}"
+        chat.ignore(name, why, step)
+    if not given:
+        return chat
+    note = NOTE.format("a picture")
+    noted = [{**m, "content": STAND_IN.sub(note, m.get("content") or "")} for m in chat.messages]
+    return replace(chat, messages=noted)

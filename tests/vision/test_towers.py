@@ -1,0 +1,49 @@
+"""What the doctor says of models that see, from their configurations and the heads of files."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from dflash_mlx.core.config import PairConfig
+from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.vision.towers import tower_bytes
+from support.models import edit_config, write_model
+
+
+def told(folder) -> list[str]:
+    report = check_named(PairConfig(str(folder), "none"))
+    return [line.split("sees", 1)[1] for line in lines(report) if line.strip().startswith("sees")]
+
+
+def test_the_doctor_tells_what_the_tower_of_a_model_takes_and_what_it_needs(tmp_path):
+    folder = write_model(tmp_path / "model")
+    assert told(folder) == [], "one that reads text alone"
+    edit_config(folder, vision_config={"depth": 2})
+    (line,) = told(folder)
+    assert "no weights of the tower" in line
+    file = str(folder / "model.safetensors")
+    weights = {**mx.load(file), "vision_tower.blocks.0.weight": mx.zeros((500, 1000))}
+    mx.save_safetensors(file, weights, metadata={"format": "mlx"})
+    (line,) = told(folder)
+    assert "2.0 MB" in line and "extra vision" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("vision_tower.blocks.0.attn.qkv.weight", True),
+        ("model.visual.merger.mlp.0.weight", True),
+        ("visual.patch_embed.proj.weight", True),
+        ("model.vision_model.encoder.layers.0.weight", True),
+        ("vision_embedder.patch_dense.weight", True),
+        ("multi_modal_projector.linear_1.weight", True),
+        ("model.connector.modality_projection.proj.weight", True),
+        ("embed_vision.embedding_projection.weight", True),
+        ("language_model.model.layers.0.mlp.up_proj.weight", False),
+        ("model.supervision.weight", False),
+    ],
+)
+def test_weights_of_towers_are_known_by_their_names(name, counts):
+    assert tower_bytes({name: TensorHeader("F16", (3, 5))}) == 30 * counts
