@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -135,21 +136,21 @@ def test_a_family_that_cannot_take_drafts_back_is_refused_by_name():
         SeeingTarget(whole, 100, "odd")
 
 
+def turning_all_alike(attention: Any) -> None:
+    """Let an attention rotate all rows as the first, by a module that nobody finds."""
+    rope = attention.pop("rope")
+
+    def turn(x: mx.array, offset: Any = 0) -> mx.array:
+        return rope(x, offset[0] if isinstance(offset, mx.array) and offset.ndim else offset)
+
+    kind = type(attention)
+    attention.__class__ = type("Alike", (kind,), {"rope": staticmethod(turn)})
+
+
 def test_a_family_whose_rows_have_one_position_drafts_chains_only():
     whole = make_whole("smolvlm")
     for layer in whole.language_model.layers:
-        rope = layer.self_attn.rope
-
-        def first(self, x, offset=0, stock=type(rope).__call__):
-            offset = offset[0] if isinstance(offset, mx.array) and offset.ndim else offset
-            return stock(self, x, offset)
-
-        rope.__class__ = type("FirstOnly", (type(rope),), {"__call__": first})
-        layer.self_attn["rotation"] = layer.self_attn.pop("rope")
-        attention = layer.self_attn
-        attention.__class__ = type(
-            "Other", (type(attention),), {"rope": property(lambda self: self["rotation"])}
-        )
+        turning_all_alike(layer.self_attn)
     target = SeeingTarget(whole, 100, "stubborn")
     assert not target.takes_trees
     with pytest.raises(DFlashError, match="stubborn"):
