@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.text import amount
@@ -57,6 +57,13 @@ class Picture:
         """The first frame, RGB and upright; what is transparent is white."""
         with _judging("a picture", self.data):
             return _decoded(self.data)
+
+
+def check_sees(target: Any) -> None:
+    """DFlashError where a target does not see."""
+    if not target.sees:
+        step = "leave them out, or choose a model that does"
+        raise DFlashError(f"{target.name} does not see pictures", step)
 
 
 def open_picture(source: bytes | Path, name: str) -> Picture:
