@@ -364,6 +364,8 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
     async def show_conversation(self, conversation: Conversation, problem: str = "") -> None:
         """Put another conversation on screen; a question that was never answered is put back."""
         unanswered = conversation.take_unanswered()
+        if self.conversation.private and not conversation.private:
+            self.album.clear()
         self.conversation = conversation
         self.prompt.questions.replace(conversation.questions)
         await self.transcript.show(conversation.turns)

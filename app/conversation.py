@@ -95,8 +95,7 @@ class Conversation:
         parts = [f"# {self.shown_title}", f"*{self.created}, {self.model}*"]
         for turn in self.turns:
             name = "You" if turn.role == "user" else "Model"
-            said = shown(split_thinking(turn.content).answer.strip())
-            parts.append(f"## {name}\n\n{said}")
+            parts.append(f"## {name}\n\n{shown(split_thinking(turn.content).answer.strip())}")
         return "\n\n".join(parts) + "\n"
 
 

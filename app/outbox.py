@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dflash_chat.aside import aside
 from dflash_chat.mentions import TYPICAL, attached, mentions
-from dflash_mlx.client import DFlashError, check_prompt, check_sees, has_picture
+from dflash_mlx.client import DFlashError, check_prompt, check_seen
 
 if TYPE_CHECKING:
     from dflash_chat.chat_app import ChatApp
@@ -49,9 +49,8 @@ class Outbox:
             prompt.give_back(*prompt.no_longer_waiting())
 
     async def _with_files(self, line: str, text: str) -> None:
-        prompt, pair = self._app.prompt, self._app.pair
-        if pair is not None and has_picture(text):
-            check_sees(pair)
+        prompt = self._app.prompt
+        check_seen(self._app.pair, text)
         if prompt.text.startswith(line):  # else it was changed while its files were read
             prompt.pastes.remember(line, text)
             await self._deliver(line, text)

@@ -232,10 +232,8 @@ class Prompt(Asks, TextArea):
             self.put(line)
 
     async def _on_paste(self, event: events.Paste) -> None:
-        text = dropped(event.text)  # the names of pictures
-        if len(event.text) >= LARGE_PASTE:
-            text = self.pastes.label(event.text)
-        if text:
+        is_large = len(event.text) >= LARGE_PASTE
+        if text := self.pastes.label(event.text) if is_large else dropped(event.text):
             event.stop()
             event.prevent_default()
             self.insert(text)

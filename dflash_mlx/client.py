@@ -41,9 +41,9 @@ from dflash_mlx.models.library import (
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.models.names import DEFAULT_MODEL
 from dflash_mlx.session.session import Question, Responder, Session, earlier_texts, prefix_cache
-from dflash_mlx.session.templates import check_prompt, check_sees, prompt_tokens
+from dflash_mlx.session.templates import check_prompt, prompt_tokens
 from dflash_mlx.session.worker import Ended, Failed, Job, News, Prefilled, Worker
 from dflash_mlx.system.files import replace_text
 from dflash_mlx.system.machine import describe_machine, installed_memory, read_speed
 from dflash_mlx.system.terminal import for_terminal
-from dflash_mlx.vision.album import Album, bare, dropped, has_picture, is_picture, shown
+from dflash_mlx.vision.album import Album, bare, check_seen, dropped, is_picture, shown

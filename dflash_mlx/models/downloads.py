@@ -208,7 +208,8 @@ class AvailableModel:
             return self.problem
         come = "on this machine" if self.here else f"{amount(self.download)} to download"
         fits = "fits" if self.fits(installed) else "is too large for this machine"
-        return f"{come}; needs {amount(self.needs)}, {fits}" if self.needs else come
+        eyes = ", sees where its files have the tower" * self.entry.sees
+        return f"{come}; needs {amount(self.needs)}, {fits}{eyes}" if self.needs else come
 
 
 def download_plans(config: PairConfig, everything: bool = False) -> Iterator[AvailableModel]:

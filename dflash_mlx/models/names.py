@@ -71,6 +71,7 @@ class Entry:
     active: float = 0
     best_from: float = 0
     verified: bool = False
+    sees: bool = False
     alternatives: tuple[str, ...] = ()
     pickled: tuple[tuple[str, str], ...] = ()
 

@@ -15,6 +15,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.text import read_json_file
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.vision.pictures import check_sees
 
 Message = dict[str, Any]  # "content" is a text, or parts where pictures are among them
 Conversation = str | Sequence[Message]
@@ -56,7 +57,7 @@ def prompt_of(
     if not has_pictures(prompt):
         return Prompt.of(prompt_tokens(pair.tokenizer, prompt, system, raw, pair.template))
     check_prompt(prompt, system, raw)
-    check_sees(pair)
+    check_sees(pair.target)
     from dflash_mlx.vision.prompts import read_prompt
 
     arguments = {"add_generation_prompt": True, **pair.template}
@@ -67,13 +68,6 @@ def prompt_of(
 def has_pictures(prompt: Conversation) -> bool:
     """Whether a message has parts, as only those with pictures do."""
     return not isinstance(prompt, str) and not all(isinstance(m["content"], str) for m in prompt)
-
-
-def check_sees(pair: Pair) -> None:
-    """DFlashError where the target does not see."""
-    if not pair.target.sees:
-        what = f"{pair.target.name} does not see pictures"
-        raise DFlashError(what, "leave them out, or choose a model that does")
 
 
 def prompt_tokens(

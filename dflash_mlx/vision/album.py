@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.vision.pictures import SUFFIXES, Picture, open_picture
+from dflash_mlx.engine.pair import Pair
+from dflash_mlx.vision.pictures import SUFFIXES, Picture, check_sees, open_picture
 
 KEPT = 200 * 10**6  # bytes of files
 _LINE = re.compile(r"\n\n\[picture ([^\n]+), (\d+) x (\d+) pixels, sha256 ([0-9a-f]{64})\]")
@@ -27,6 +28,12 @@ def is_picture(file: Path) -> bool:
 def has_picture(question: str) -> bool:
     """Whether a picture goes with a question."""
     return _LINE.search(question) is not None
+
+
+def check_seen(pair: Pair | None, question: str) -> None:
+    """DFlashError for a picture that a loaded target does not see."""
+    if pair is not None and has_picture(question):
+        check_sees(pair.target)
 
 
 def shown(question: str) -> str:

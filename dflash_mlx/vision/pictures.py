@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.core.text import amount
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_BYTES = 20 * 10**6  # of a file
-MOST_PIXELS = 50 * 10**6  # of a picture, which takes up to 16 bytes a pixel while it is decoded
+MOST_PIXELS = 50 * 10**6  # of a picture, which takes up to 12 bytes a pixel while it is decoded
 MOST_TIMES = 200  # that one side may be longer than the other, as in Qwen's own processor
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 _KINDS, _HEADS = ("PNG", "JPEG", "WEBP", "GIF"), (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8")
+_STRIP = 64  # rows
 _AGAIN = "save it again, or give another picture"
 _SHAPE, _SMALLER = "give a PNG, JPEG, WebP or GIF", "make it smaller, or cut a part out"
 _OTHERS = {  # what else people give, by how it begins
@@ -58,6 +59,13 @@ class Picture:
             return _decoded(self.data)
 
 
+def check_sees(target: Any) -> None:
+    """DFlashError where a target does not see."""
+    if not target.sees:
+        step = "leave them out, or choose a model that does"
+        raise DFlashError(f"{target.name} does not see pictures", step)
+
+
 def open_picture(source: bytes | Path, name: str) -> Picture:
     """A picture by its file or the file's content, decoded to see that it can be.
 
@@ -72,8 +80,7 @@ def open_picture(source: bytes | Path, name: str) -> Picture:
     with _judging(name, data):
         _check_size(data, name)
         image = _decoded(data)
-        size = f"{image.width}x{image.height} ".encode()
-        digest = hashlib.sha256(size + image.tobytes()).hexdigest()
+        digest = _digest(image)
     return Picture(data, image.width, image.height, digest)
 
 
@@ -81,6 +88,14 @@ def too_large(name: str, size: int, most: int = MOST_BYTES) -> DFlashError:
     """The refusal of a file of so many bytes, or more."""
     what = f"{name} has {amount(size)}, and a picture may have {amount(most)}"
     return DFlashError(what, _SMALLER)
+
+
+def _digest(image: Image.Image) -> str:
+    found = hashlib.sha256(f"{image.width}x{image.height} ".encode())
+    for top in range(0, image.height, _STRIP):  # a copy of the whole would take as much again
+        strip = 0, top, image.width, min(top + _STRIP, image.height)
+        found.update(image.crop(strip).tobytes())
+    return found.hexdigest()
 
 
 def _read(file: Path, name: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import resource
 import sys
 import tracemalloc
@@ -14,7 +15,7 @@ from PIL import Image
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.vision.pictures import MOST_BYTES, open_picture
-from support.pictures import KINDS, bombs, encoded, hostile, picture, png
+from support.pictures import KINDS, bombs, encoded, hostile, noise, picture, png
 
 HOSTILE = 1000
 LIMIT = 200 * 10**6  # bytes that none of them may add to this process
@@ -43,6 +44,9 @@ def test_equal_pixels_have_one_digest_and_others_another():
     same = {open_picture(picture(kind=kind), NAME).digest for kind in ("PNG", "GIF")}
     assert len(same) == 1
     others = [picture("blue"), picture(size=(6, 8)), picture(size=(4, 12))]
+    tall = noise(random.Random(1), (5, 150))
+    whole = open_picture(encoded(tall), NAME).digest
+    assert whole == hashlib.sha256(b"5x150 " + tall.tobytes()).hexdigest(), "strip by strip"
     assert same.isdisjoint({open_picture(each, NAME).digest for each in others})
 
 

@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.models.downloads import AvailableModel
 from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.models.names import entries
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.vision.towers import tower_bytes
 from support.models import edit_config, write_model
@@ -28,6 +30,15 @@ def test_the_doctor_tells_what_the_tower_of_a_model_takes_and_what_it_needs(tmp_
     mx.save_safetensors(file, weights, metadata={"format": "mlx"})
     (line,) = told(folder)
     assert "2.0 MB" in line and "extra vision" in line
+
+
+def test_lists_say_of_which_models_a_tower_was_published():
+    told = {
+        entry.name: AvailableModel(PairConfig(entry.name), 10**9, entry=entry).terms(10**12)
+        for entry in entries()
+    }
+    assert "tower" in told["google/gemma-4-31B-it"] and "tower" in told["Qwen/Qwen3.5-9B"]
+    assert "tower" not in told["Qwen/Qwen3-8B"]
 
 
 @pytest.mark.parametrize(
