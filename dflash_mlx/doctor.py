@@ -19,7 +19,7 @@ from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import in_words, read_speeds
 from dflash_mlx.models.load import check_named, lines
-from dflash_mlx.system.machine import describe_machine, describe_versions, model_of
+from dflash_mlx.system.machine import describe_machine, describe_versions, model_of, namesakes
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
 from kernels_metal.gpu import gpu_family
@@ -27,6 +27,7 @@ from kernels_metal.gpu import gpu_family
 PROGRAM = "dflash_mlx.doctor"
 WRONG = 1  # exit code
 SHOWN_ROWS = (8, 16, 32, 64)
+_APART = "uninstall both, and install dflash-chat again, alone"
 _NAMES = {"model", "drafter", "second_drafter"}  # the settings that say which pair
 
 
@@ -84,6 +85,7 @@ def about(cache: Path) -> list[str]:
     return [
         *_section("machine", machine),
         *_section("versions", describe_versions()),
+        *(f"  {each} has the import name dflash_mlx, too: {_APART}" for each in namesakes()),
         *_section("backend", backend),
         "stored timing of passes (of a busy hour? dflash-chat --recalibrate takes it again)",
         *_calibrations(cache / "timing"),

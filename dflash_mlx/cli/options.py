@@ -32,6 +32,7 @@ from dflash_mlx.ranks import RankMode as RankMode
 from dflash_mlx.ranks import check_alone as check_alone
 from dflash_mlx.ranks import launched
 from dflash_mlx.system import terminal
+from dflash_mlx.system.machine import check_own_package
 
 _Settings = TypeVar("_Settings")
 
@@ -183,6 +184,7 @@ def end_program(code: int) -> NoReturn:
 
 def _outcome(main: Callable[[Sequence[str]], None], program: str) -> int:
     try:
+        check_own_package()
         main(sys.argv[1:])
         sys.stdout.flush()
         return 0

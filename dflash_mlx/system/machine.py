@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system import blas
 from dflash_mlx.system.files import kept_json
 from kernels_metal.gpu import said
@@ -79,6 +81,20 @@ def describe_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def namesakes() -> list[str]:
+    """Other packages that are installed with the import name `dflash_mlx`, with their versions."""
+    found = {*packages_distributions().get("dflash_mlx", ())} - {"dflash-chat"}
+    return [f"{name} {version(name)}" for name in sorted(found)]
+
+
+def check_own_package() -> None:
+    """DFlashError where an `__init__` that is not ours lies in our folder, or none does."""
+    if not hasattr(sys.modules["dflash_mlx"], "blas"):
+        others = ", ".join(namesakes()) or "a package that is gone again"
+        what = f"{others} has the import name dflash_mlx, too, and its files replaced some of ours"
+        raise DFlashError(what, "install dflash-chat alone, with uv tool or pipx")
 
 
 def model_key(name: str, parameters: Iterable[tuple[str, mx.array]], *settings: object) -> str:
