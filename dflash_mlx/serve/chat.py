@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_mlx.core.config import RESERVED
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.engine.delta import END, opens_thought
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, refusal
 from dflash_mlx.session.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
+from dflash_mlx.session.templates import ends_of_turns
 
 Json = dict[str, Any]
 
@@ -101,7 +104,7 @@ def call_of(name: str, arguments: str | Mapping[str, Any], identity: str) -> Jso
     return {"id": identity, "type": "function", "function": inner}
 
 
-def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
+def prompt_of(pair: Pair, chat: Chat) -> Prompt:
     """The prompt of a conversation; ApiError where the model or its template cannot take it."""
     tokenizer, name, field = pair.tokenizer, pair.target.name, chat.fields.messages
     if not tokenizer.has_chat_template:
@@ -136,7 +139,22 @@ def prompt_of(pair: Pair, chat: Chat) -> tuple[int, ...]:
     why = "they cannot be cut before a given format" if formed else f"{name} has none"
     for budget in budgets if formed or ends != END else ():
         chat.ignore(budget, f"limits thoughts, and {why}", "leave it out")
-    return tokens
+    return Prompt(tokens, ends=_ends(pair, tokens, messages, arguments))
+
+
+def _ends(
+    pair: Pair, tokens: Sequence[int], messages: Sequence[Json], arguments: Json
+) -> tuple[int, ...]:
+    """Of the turns whose states are worth keeping, where a target's states cannot be cut."""
+
+    def render(some: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        how = {**arguments, "continue_final_message": False, "add_generation_prompt": False}
+        text = pair.tokenizer.apply_chat_template([*some], **how)
+        return pair.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    with suppress(*TEMPLATE_FAULTS):
+        return ends_of_turns(tokens, messages, render) if pair.target.is_recurrent else ()
+    return ()
 
 
 def text_prompt(pair: Pair, text: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dflash_mlx.cli.options import say
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.continuations.store import Stores
 from dflash_mlx.engine.delta import opens_thought
 from dflash_mlx.engine.pair import Pair
@@ -37,7 +38,7 @@ from dflash_mlx.session.reading import AnswerReader, SchemaReader
 
 T = TypeVar("T")
 
-Understood = tuple[Chat, StructureConfig | None, tuple[int, ...]]
+Understood = tuple[Chat, StructureConfig | None, Prompt]
 
 _PROGRESS = 1.0  # seconds between two events that say how much of a prompt is read
 _GONE = 499  # nobody reads it
@@ -122,9 +123,9 @@ class Service:
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            tokens = prompt_of(pair, chat)
-            opened = opens_thought(pair.tokenizer, tokens)
-            return chat, structure_of(pair, chat, opened), tokens
+            prompt = prompt_of(pair, chat)
+            opened = opens_thought(pair.tokenizer, prompt.tokens)
+            return chat, structure_of(pair, chat, opened), prompt
 
         return await self.prepare(understand)
 
@@ -138,18 +139,18 @@ class Service:
         body: Answered,
         pair: Pair,
         configs: Sequence[DecodeConfig],
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt | tuple[int, ...]],
     ) -> list[Reply]:
         """An answer of each of these settings to each prompt, for `RequestQueue.open`."""
         user = user_of(request)
         own = self.earlier.of(pair.target.name, pair.tokenizer, user)
         own = own if body.lookup_in is None else None
         replies: list[Reply] = []
-        for tokens in prompts:
+        for prompt in prompts:
             first = None  # whose prompt the others share
             for config in configs:
                 its = config if first is None else replace(config, prompt_logprobs=None)
-                reply = Reply(tokens, its, pair, earlier=own, user=user, behind=first)
+                reply = Reply(prompt, its, pair, earlier=own, user=user, behind=first)
                 reply.index = len(replies)
                 replies.append(reply)
                 first = first or reply
@@ -195,16 +196,16 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
     async def begin() -> ResponseStream:
         body.check()
         async with service.using(body) as pair:
-            chat, structure, tokens = await service.read(pair, body)
+            chat, structure, prompt = await service.read(pair, body)
             configs = decoding(service.usual, body, structure, chat.ignored or ())
             reader: Callable[[], AnswerReader] = AnswerReader
             if structure is None or structure.grammar is not None:  # else JSON, taken as it is
-                in_thought = opens_thought(pair.tokenizer, tokens)
+                in_thought = opens_thought(pair.tokenizer, prompt.tokens)
                 streams = bool(body.stream and body.streams_calls)
                 how = chat.told, in_thought, chat.one_call, streams
                 kind = AnswerReader if chat.schema is None else SchemaReader
                 reader = partial(kind, pair.tokenizer, form_of(pair), *how)
-            replies = service.replies(request, body, pair, configs, [tokens])
+            replies = service.replies(request, body, pair, configs, [prompt])
             replies[0].ignored = chat.ignored or ()
             for reply in replies:
                 reply.reader, reply.goes_on = reader(), chat.go_on
@@ -220,9 +221,9 @@ async def count(request: Request, body: Conversation) -> dict[str, Any]:
 
     async def made() -> dict[str, Any]:
         async with service.using(body) as pair:
-            chat, _, tokens = await service.read(pair, body)
+            chat, _, prompt = await service.read(pair, body)
         named = {"ignored": _ignored(request, body, chat.ignored or ())}
-        return {"input_tokens": len(tokens), "dflash": named}
+        return {"input_tokens": len(prompt), "dflash": named}
 
     return await unless_gone(request, made())
 
@@ -309,7 +310,7 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
 
 def progress(body: Answered, reply: Reply) -> dict[str, Any]:
     """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
-    sequence, total = reply.sequence, len(reply.tokens)
+    sequence, total = reply.sequence, len(reply.prompt)
     read = total if sequence is None else sequence.state.position
     if not body.return_progress or read >= total:
         return {}

@@ -218,10 +218,13 @@ class Cache(Protocol):
         for part in self.parts:
             part.mark(length)
 
-    def mark_chunk(self) -> None:
-        """Stay able to come back to where the last pass began, which read a part of a prompt."""
+    def mark_chunk(self, ends: Sequence[int] = ()) -> None:
+        """Stay able to come back to where the last pass began, which read a part of a prompt.
+
+        ends: of its turns, which stay until another prompt has others.
+        """
         for part in self.parts:
-            part.mark_chunk()
+            part.mark_chunk(ends)
 
 
 class Forest:
