@@ -62,16 +62,19 @@ TEMPLATE = """
 {{- "<|im_start|>" + ("user" if m.role == "tool" else m.role) + "\n" }}
 {%- if m.role == "tool" %}{{ "<tool_response>\n" + m.content + "\n</tool_response>" }}
 {%- else %}
-{%- if m.thought and m.number > last.asked %}{{ "<think>\n" + m.thought + "\n</think>\n\n" }}{% endif %}
+{%- if m.thought and m.number > last.asked %}
+{{- "<think>\n" + m.thought + "\n</think>\n\n" }}
+{%- endif %}
 {{- m.content }}
 {%- endif %}{{ "<|im_end|>\n" }}
 {%- endfor %}
 {%- if begin %}{{ "<|im_start|>assistant\n" }}{% endif %}"""
 _TEMPLATE = Environment().from_string(TEMPLATE)  # noqa: S701  # no HTML
 WORDS = (
-    "always never read write check the a file test line name value first then before after every "
-    "result change small whole error message call list again other only where which keep it and"
-).split()
+    *("always", "never", "read", "write", "check", "the", "a", "file", "test", "line", "name"),
+    *("value", "first", "then", "before", "after", "every", "result", "change", "small", "whole"),
+    *("error", "message", "call", "list", "again", "other", "only", "where", "which", "keep"),
+)
 
 
 def render(messages: Sequence[Message], begin: bool = False) -> str:

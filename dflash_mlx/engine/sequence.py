@@ -92,7 +92,7 @@ class Sequence:
         return 0 if self.rule.needs_history else self.drafter.rounds_ahead
 
     def next_chunk(self) -> int:
-        """Prompt tokens that the next pass reads: up to a turn's end or the tail, if it is in reach.
+        """Prompt tokens that the next pass reads: up to a turn's end or the tail, if in reach.
 
         Where a cache has a tail, its recurrent states can go back to where such passes began.
         """
@@ -102,8 +102,9 @@ class Sequence:
         most = step if self.config.exact else min(step, limit)
         end = min(first + most, last)
         tail = last - min(rows + 1, most) if rows else last
-        cuts = (*self.prompt.ends, tail) if rows and not self.config.exact else (tail,)
-        return min((cut for cut in cuts if first < cut <= tail and cut < end), default=end) - first
+        ends = self.prompt.ends if rows and not self.config.exact else ()
+        cuts = (cut for cut in (*ends, tail) if first < cut <= tail and cut < end)
+        return min(cuts, default=end) - first
 
     def restore_from(self, other: State) -> None:
         """Reuse what another sequence has read; `other` is then of no more use."""

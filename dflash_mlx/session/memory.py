@@ -1,4 +1,4 @@
-"""The memory that answers and what is kept of earlier ones may take: one budget beside the models."""
+"""The memory of answers and of what is kept of earlier ones: one budget beside the models."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from dflash_mlx.core.config import PrefixConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
+from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.drafter import Drafter
 from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.sequence import Sequence
 from dflash_mlx.engine.state import State
-from dflash_mlx.system.machine import free_memory
+from dflash_mlx.system.cpu_math import applies as on_cpu
+from dflash_mlx.system.machine import available_memory, free_memory, memory_limit
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.cache import STEP
 from dflash_mlx.verifier.model import Target
@@ -22,6 +25,34 @@ from dflash_mlx.verifier.model import Target
 def for_caches(held: int = 0, free: int | None = None) -> int:
     """Bytes for caches and kept prefixes together: half of what is free, or held by them now."""
     return ((free_memory() if free is None else free) + held) // 2
+
+
+def budget(pair: int, kept: PrefixConfig, target: Target | None = None) -> dict[str, str]:
+    """How the memory is shared out, in words. pair: bytes that it needs. target: for its window."""
+    free = free_memory()
+    caches = CacheMemory(for_caches(free=max(0, free - pair)))
+    told = {
+        "limit": f"{amount(memory_limit())} for this process, of which {amount(free)} are free",
+        "pair": f"{amount(pair)}; of several models idle ones go first",
+        "caches": f"{amount(caches.limit or 0)} for answers and kept prefixes; these go first",
+        "prefixes": f"{amount(prefix_bytes(kept))} of that at most, and those used last at least",
+        "texts": f"{amount(kept.lookup_mb * 1e6)} of earlier ones, for each model and key",
+    }
+    if target is not None:
+        wider = mx.float32.size // target.dtype.size if on_cpu() else 1  # as it is loaded there
+        fits = caches.window(target, NoDraft()) // wider
+        told["window"] = f"about {fits:,} tokens of one conversation fit into the caches"
+    return told
+
+
+def prefix_bytes(kept: PrefixConfig) -> int:
+    """For prefixes in memory, at most."""
+    return available_memory() // 16 if kept.prefix_gb is None else int(kept.prefix_gb * 1e9)
+
+
+def is_short() -> bool:
+    """Whether so little is left that something has to go."""
+    return free_memory() < memory_limit() // 16
 
 
 class CacheMemory:
@@ -92,5 +123,7 @@ def _measured(target: Target, drafter: Drafter, state: State) -> list[int]:
         state.cache.commit(range(1))
         rows = None if features is None else mx.repeat(features, STEP, axis=0)
         state.context.append(mx.zeros(STEP, mx.int32), rows)
-        sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
+        ways = sum(part.ways * sum(a.nbytes for a in part.arrays) for part in state.cache.parts)
+        arrays = (*state.cache.arrays, *state.context.arrays)
+        sizes.append(ways + sum(array.nbytes for array in arrays))
     return sizes

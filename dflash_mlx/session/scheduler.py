@@ -10,7 +10,6 @@ from functools import partial
 from time import perf_counter
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
 from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
@@ -20,7 +19,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, Status, make_sequence
-from dflash_mlx.engine.state import Earlier, State
+from dflash_mlx.engine.state import Earlier
 from dflash_mlx.engine.step import guarded, step
 from dflash_mlx.session.memory import CacheMemory
 from dflash_mlx.verifier.model import Target
@@ -115,6 +114,11 @@ class Scheduler:
             del self.drafters[oldest]
         self.drafters[key] = drafter
         return drafter
+
+    def window(self, config: DecodeConfig, pair: Pair) -> tuple[int, int]:
+        """Bytes for caches, and the tokens of one conversation that fit into them."""
+        drafter = self.drafter(settle(config, pair.capabilities), pair)
+        return self.memory.limit or 0, self.memory.window(pair.target, drafter)
 
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
@@ -225,6 +229,10 @@ class Scheduler:
             left = self.memory.left(self.running)
             if self.running and left is not None and self.memory.reserved(each) > left:
                 break
+            if (problem := guarded(partial(self.memory.check, each))) is not None:
+                self.drop(each)  # as there was more memory when it was taken in
+                failed.append((each, problem))
+                continue
             each.status = Status.PREFILL if each.is_reading else Status.DECODE
             self.waiting.remove(each)
             self.running.append(each)

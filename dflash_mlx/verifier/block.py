@@ -161,6 +161,7 @@ class Cache(Protocol):
     length: int = 0  # committed tokens
     parts: Sequence[Cache] = ()  # that move together
     tail: int = 0  # rows of a prompt that are best passed with its last one and no others
+    ways: int = 0  # earlier states that it keeps, at most
     kind: Hashable = ()  # settings that another has to share, to go on with what this has saved
 
     @property

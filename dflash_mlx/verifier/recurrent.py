@@ -188,7 +188,7 @@ class RecurrentStates(Cache):
     _marks: list[int] = field(default_factory=list)
     _chunks: list[Pass] = field(default_factory=list)  # only what was before each
     _ends: Sequence[int] = ()  # of turns of the last prompt
-    tail = TAIL
+    tail, ways = TAIL, _CHUNKS + _RECENT + 2 * _MARKS
 
     @property
     def arrays(self) -> list[mx.array]:
