@@ -15,10 +15,13 @@ import platformdirs
 
 from dflash_mlx import mac
 from dflash_mlx.cli import options as cli
-from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.config import PairConfig, PrefixConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import in_words, read_speeds
+from dflash_mlx.models.check import Report, check_built
 from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.session.memory import budget
+from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of, namesakes
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
@@ -42,6 +45,7 @@ def main(argv: Sequence[str]) -> None:
         raise DFlashError(f"{name} is for --mac alone", "add --mac, or leave it out", name)
     report = check_named(PairConfig(**{name: given[name] for name in _NAMES & given.keys()}))
     print("\n".join(lines(report)), flush=True)
+    print("\n".join(_section("memory", memory(report))), flush=True)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))))
     print("kernels\n  not tried; python -m kernels_metal.sweep runs each against its reference")
     if report.errors:
@@ -74,6 +78,15 @@ def parser() -> argparse.ArgumentParser:
         help="with --mac: in the emulator, without times",
     )
     return result
+
+
+def memory(report: Report) -> dict[str, str]:
+    """How the memory is shared out beside a pair; no weight is read."""
+    source, target = report.target.source, None
+    if not report.errors and source is not None and source.folder is not None:
+        target = check_built(source.folder)
+        target.context_length = report.target.context_length
+    return budget(report.memory(on_cpu()), PrefixConfig(), target)
 
 
 def about(cache: Path) -> list[str]:

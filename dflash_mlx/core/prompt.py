@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -32,6 +32,7 @@ class Prompt:
 
     tokens: tuple[int, ...] = ()
     pieces: tuple[Piece, ...] = ()  # in order, apart from each other but for a salt's
+    ends: tuple[int, ...] = field(default=(), compare=False)  # up to which later ones will be alike
 
     @classmethod
     def of(cls, given: Prompt | Iterable[int]) -> Prompt:
@@ -48,7 +49,8 @@ class Prompt:
         """
         if not (salt and self.tokens):
             return self
-        return Prompt(self.tokens, (Piece(0, 1, f"{salt} {self.tokens[0]}"), *self.pieces))
+        own = Piece(0, 1, f"{salt} {self.tokens[0]}")
+        return replace(self, pieces=(own, *self.pieces))
 
     def key_at(self, place: int) -> int:
         """What prefixes are compared by: the token, or a number that tells pieces apart."""

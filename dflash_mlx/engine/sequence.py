@@ -92,9 +92,9 @@ class Sequence:
         return 0 if self.rule.needs_history else self.drafter.rounds_ahead
 
     def next_chunk(self) -> int:
-        """Prompt tokens that the next pass reads: up to the tail, where that is a pass of its own.
+        """Prompt tokens that the next pass reads: up to a turn's end or the tail, if in reach.
 
-        A recurrent state can go back to where the pass over the tail began.
+        Where a cache has a tail, its recurrent states can go back to where such passes began.
         """
         first, last, rows = self.state.position, len(self.prompt), self.state.cache.tail
         step = self.config.prefill_step
@@ -102,7 +102,9 @@ class Sequence:
         most = step if self.config.exact else min(step, limit)
         end = min(first + most, last)
         tail = last - min(rows + 1, most) if rows else last
-        return self.prompt.uncut(tail if first < tail < end else end) - first
+        ends = self.prompt.ends if rows and not self.config.exact else ()
+        cuts = (cut for cut in (*ends, tail) if first < cut <= tail and cut < end)
+        return self.prompt.uncut(min(cuts, default=end)) - first
 
     def restore_from(self, other: State) -> None:
         """Reuse what another sequence has read; `other` is then of no more use."""
@@ -116,7 +118,7 @@ class Sequence:
         self.status, self.preempted_nbytes = Status.PREEMPTED, self.state.nbytes
         if self.state.has_begun:
             *tokens, newest = self.state.tokens
-            self.prompt = Prompt(tuple(tokens), self.prompt.pieces)
+            self.prompt = replace(self.prompt, tokens=tuple(tokens))
             self._preempted_at = Accepted(Tree.chain(), (0,), newest)
         self.state.restore_from(State(self.target.new_cache(), self.drafter.new_context()))
         self.looked_for_prefix = False

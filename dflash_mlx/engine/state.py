@@ -145,7 +145,7 @@ class State:
         first = self.position
         tokens = prompt.tokens[first : first + length]
         self.cache.commit(range(length))
-        self.cache.mark_chunk()
+        self.cache.mark_chunk(prompt.ends)
         self.context.append(mx.array(tokens), features)
         self.pieces = tuple(piece for piece in prompt.pieces if piece.start < first + length)
         self._tokens.extend(tokens)

@@ -359,9 +359,9 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("note", why, step)
 
 
-def check_built(folder: Path) -> None:
-    """Build a model without its weights; DFlashError where mlx-lm, or drafting, cannot do that."""
+def check_built(folder: Path) -> Target:
+    """A model whose weights are not read; DFlashError where mlx-lm, or drafting, cannot do that."""
     from mlx_lm.utils import load_model
 
     with loading(str(folder), _CHOOSE):
-        Target(load_model(folder, lazy=True)[0], 1, str(folder))
+        return Target(load_model(folder, lazy=True)[0], 1, str(folder))

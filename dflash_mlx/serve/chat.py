@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dflash_mlx.core.config import RESERVED
@@ -16,6 +17,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.read import unread_arguments
 from dflash_mlx.serve.errors import ApiError, of_settings, refusal
 from dflash_mlx.session.forms import PLAIN, TEMPLATE_FAULTS, Form, form_of, plain
+from dflash_mlx.session.templates import ends_of_turns
 from dflash_mlx.vision.pictures import Picture
 
 Json = dict[str, Any]
@@ -144,7 +146,8 @@ def prompt_of(pair: Pair, chat: Chat) -> Prompt:
     why = "they cannot be cut before a given format" if formed else f"{name} has none"
     for budget in budgets if formed or ends != END else ():
         chat.ignore(budget, f"limits thoughts, and {why}", "leave it out")
-    return prompt
+    ends = () if chat.pictures else _ends(pair, prompt.tokens, messages, arguments)
+    return replace(prompt, ends=ends)
 
 
 def _rendered(pair: Pair, chat: Chat, messages: list[Json], arguments: Json) -> Prompt:
@@ -173,6 +176,21 @@ def _parted(message: Json, pictures: Mapping[str, Picture]) -> Json:
         for piece in pieces
     ]
     return {**message, "content": parts}
+
+
+def _ends(
+    pair: Pair, tokens: Sequence[int], messages: Sequence[Json], arguments: Json
+) -> tuple[int, ...]:
+    """Of the turns whose states are worth keeping, where a target's states cannot be cut."""
+
+    def render(some: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        how = {**arguments, "continue_final_message": False, "add_generation_prompt": False}
+        text = pair.tokenizer.apply_chat_template([*some], **how)
+        return pair.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    with suppress(*TEMPLATE_FAULTS):
+        return ends_of_turns(tokens, messages, render) if pair.target.is_recurrent else ()
+    return ()
 
 
 def text_prompt(pair: Pair, text: str) -> tuple[int, ...]:

@@ -28,10 +28,10 @@ from dflash_mlx.serve.guard import LimitedProtocol
 from dflash_mlx.serve.request_queue import RequestQueue
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.settings import ServeConfig
+from dflash_mlx.session.memory import for_caches
 from dflash_mlx.session.models import Model, Models
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import earlier_texts, prefix_cache
-from dflash_mlx.system.machine import free_memory
 
 PROGRAM = "dflash-serve"
 _PAUSE = 2.0  # seconds between lines of --watch
@@ -64,8 +64,9 @@ def run(
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
     earlier = earlier_texts(kept, config.remember, len(config.key))
     service = Service(models, asked, config, queue, earlier)
-    memory = worker.ask(lambda scheduler: scheduler.memory.limit or 0).result()
+    memory, window = worker.ask(partial(Scheduler.window, config=usual, pair=pair)).result()
     told = f"{settle(usual, pair.capabilities).method} drafts, {amount(memory)} for caches"
+    told += f" (up to {window:,} tokens in one conversation)"
     more = f" and {counted(len(served) - 1, 'other model')}" if len(served) > 1 else ""
     named = f"{served[0].names[0]}{more} at {url_of(*place.getsockname()[:2])}"
     del pair  # which may be unloaded
@@ -91,7 +92,7 @@ def _measure(usual: DecodeConfig, pair: Pair) -> Generator[object, None, None]:
 
 def memory_for(config: ServeConfig, held: int = 0) -> int:
     """Bytes for the caches of all answers, beside what is loaded. held: what caches have now."""
-    return (free_memory() + held) // 2 if config.memory_gb is None else int(config.memory_gb * 1e9)
+    return for_caches(held) if config.memory_gb is None else int(config.memory_gb * 1e9)
 
 
 async def _until_signal(service: Service, place: socket.socket, told: str) -> None:

@@ -151,11 +151,11 @@ class Service:
         own = self.earlier.of(pair.target.name, pair.tokenizer, user)
         own = own if body.lookup_in is None else None
         replies: list[Reply] = []
-        for tokens in prompts:
+        for prompt in prompts:
             first = None  # whose prompt the others share
             for config in configs:
                 its = config if first is None else replace(config, prompt_logprobs=None)
-                reply = Reply(tokens, its, pair, earlier=own, user=user, behind=first)
+                reply = Reply(prompt, its, pair, earlier=own, user=user, behind=first)
                 reply.index = len(replies)
                 replies.append(reply)
                 first = first or reply
@@ -315,7 +315,7 @@ async def _events(stream: ResponseStream, writer: Writer) -> AsyncIterator[bytes
 
 def progress(body: Answered, reply: Reply) -> dict[str, Any]:
     """The field `dflash` while a prompt is read, where a request asks for that; else nothing."""
-    sequence, total = reply.sequence, len(reply.tokens)
+    sequence, total = reply.sequence, len(reply.prompt)
     read = total if sequence is None else sequence.state.position
     if not body.return_progress or read >= total:
         return {}

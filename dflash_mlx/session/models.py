@@ -15,6 +15,7 @@ import mlx.core as mx
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import amount
 from dflash_mlx.engine.pair import Pair
+from dflash_mlx.session.memory import is_short
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.worker import Job, Worker
 from dflash_mlx.system.machine import free_memory
@@ -123,6 +124,19 @@ class Models:
                         await self._unload_after(seconds, each)
                 except Exception as error:
                     failed(error)
+            async with self._turn:
+                await self._relieve()
+
+    async def _relieve(self) -> None:
+        """Where memory is short, let idle models go but the last, and caches give up their share.
+
+        Of these kept prefixes go first; then answers wait, the youngest first.
+        """
+        if not is_short():
+            return
+        loaded = sorted((each for each in self._all if each.pair), key=lambda each: each.used)
+        idle = [each for each in loaded[:-1] if not self._is_busy(each)]
+        await (self._unload(idle[0]) if idle else self._share_memory())
 
     async def _unload_after(self, seconds: float, each: Model) -> None:
         if self._is_busy(each):

@@ -8,15 +8,10 @@ from collections import abc, deque
 from collections.abc import Hashable, Iterable
 from functools import partial
 from time import perf_counter
-from weakref import WeakKeyDictionary
-
-import mlx.core as mx
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.core.statistics import Observer
-from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import drafting_of, make_drafter, settle
 from dflash_mlx.engine.delta import Delta
 from dflash_mlx.engine.drafter import Drafter
@@ -24,10 +19,9 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import CacheKey
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.sequence import Sequence, Status, make_sequence
-from dflash_mlx.engine.state import Earlier, State
+from dflash_mlx.engine.state import Earlier
 from dflash_mlx.engine.step import guarded, step
-from dflash_mlx.verifier.block import Block
-from dflash_mlx.verifier.cache import STEP
+from dflash_mlx.session.memory import CacheMemory
 from dflash_mlx.verifier.model import Target
 
 LONGEST = 1.75  # times a step without prompts that one with a chunk of a prompt may take
@@ -38,71 +32,6 @@ _WORTH_SHARING = 64  # tokens that two prompts begin with
 Said = list[tuple[Sequence, Delta | Exception]]  # what a step brings, in order
 # By the target, and what those that draft alike have in common.
 Drafters = dict[tuple[Target, Hashable], Drafter]
-
-
-class CacheMemory:
-    """Bytes of the caches of targets and drafters, with a limit for all of them together."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit  # bytes, None for no limit
-        # Bytes of STEP tokens, and of twice as many, by what is in the caches, and by drafter.
-        self._by_key: dict[CacheKey, list[int]] = {}
-        self._sizes: WeakKeyDictionary[Drafter, list[int]] = WeakKeyDictionary()
-
-    def check(self, sequence: Sequence) -> None:
-        """Raise DFlashError for a sequence that alone would not fit."""
-        if self.limit is None:
-            return
-        tokens = sequence.state.end + 1
-        if (need := self.bytes_of(sequence.target, sequence.drafter, tokens)) > self.limit:
-            raise DFlashError(
-                f"an answer of up to {tokens} tokens, the prompt included, takes {amount(need)}, "
-                f"more than the limit of {amount(self.limit)}",
-                "ask for a shorter one, shorten the prompt, or raise the limit",
-            )
-
-    def left(self, running: Iterable[Sequence]) -> int | None:
-        """Bytes that these leave to others, perhaps below 0; None without a limit."""
-        return None if self.limit is None else self.limit - self.used(running)
-
-    def used(self, running: Iterable[Sequence]) -> int:
-        return sum(map(self.reserved, running))
-
-    def reserved(self, sequence: Sequence) -> int:
-        """Bytes that a sequence takes, or will as soon as its prompt is read."""
-        now = sequence.state.nbytes
-        if self.limit is None or not sequence.is_reading:
-            return now
-        tokens = len(sequence.prompt) + 1
-        prompt = self.bytes_of(sequence.target, sequence.drafter, tokens)
-        return max(now, sequence.preempted_nbytes, prompt)
-
-    def bytes_of(self, target: Target, drafter: Drafter, tokens: int) -> int:
-        """What a sequence of so many tokens takes, by two passes over one row."""
-        if drafter not in self._sizes:
-            state = State(target.new_cache(), drafter.new_context())
-            key = CacheKey.of(target, drafter, state)
-            self._sizes[drafter] = self._by_key.get(key) or _measured(target, drafter, state)
-            self._by_key[key] = self._sizes[drafter]
-        least, more = self._sizes[drafter]
-        return least + (more - least) * (tokens // STEP)
-
-    def forget(self, target: Target) -> None:
-        """Know no more of a target, which its keys would keep in memory."""
-        self._by_key = {k: sizes for k, sizes in self._by_key.items() if k.target is not target}
-
-
-def _measured(target: Target, drafter: Drafter, state: State) -> list[int]:
-    sizes: list[int] = []
-    for lengthened in (0, STEP - 1):
-        state.cache.lengthen(lengthened)
-        ids, layers = mx.zeros(1, mx.int32), drafter.aux_layers
-        _, features = target.forward(ids, state.cache, Block(1), layers)
-        state.cache.commit(range(1))
-        rows = None if features is None else mx.repeat(features, STEP, axis=0)
-        state.context.append(mx.zeros(STEP, mx.int32), rows)
-        sizes.append(sum(a.nbytes for a in (*state.cache.arrays, *state.context.arrays)))
-    return sizes
 
 
 class Scheduler:
@@ -185,6 +114,11 @@ class Scheduler:
             del self.drafters[oldest]
         self.drafters[key] = drafter
         return drafter
+
+    def window(self, config: DecodeConfig, pair: Pair) -> tuple[int, int]:
+        """Bytes for caches, and the tokens of one conversation that fit into them."""
+        drafter = self.drafter(settle(config, pair.capabilities), pair)
+        return self.memory.limit or 0, self.memory.window(pair.target, drafter)
 
     def cancel(self, sequence: Sequence) -> None:
         """Give up a sequence, wherever it is; the others do not notice. What it read is kept."""
@@ -295,6 +229,10 @@ class Scheduler:
             left = self.memory.left(self.running)
             if self.running and left is not None and self.memory.reserved(each) > left:
                 break
+            if (problem := guarded(partial(self.memory.check, each))) is not None:
+                self.drop(each)  # as there was more memory when it was taken in
+                failed.append((each, problem))
+                continue
             each.status = Status.PREFILL if each.is_reading else Status.DECODE
             self.waiting.remove(each)
             self.running.append(each)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import platformdirs
@@ -26,11 +27,13 @@ from dflash_mlx.engine.sequence import Sequence, constraint_of
 from dflash_mlx.engine.state import Earlier, State
 from dflash_mlx.session.channels import in_channels, marked, without_thoughts
 from dflash_mlx.session.forms import form_of
+from dflash_mlx.session.memory import CacheMemory, for_caches, prefix_bytes
 from dflash_mlx.session.scheduler import Drafters, Scheduler
 from dflash_mlx.session.templates import Conversation, Message, prompt_of
-from dflash_mlx.system.machine import available_memory
 from dflash_mlx.verifier.pass_times import timing_day
 from dflash_mlx.vision.album import Album
+
+LONG = 2048  # tokens of prompts that are looked at for whether they fit into memory
 
 
 class Session:
@@ -74,8 +77,11 @@ class Session:
             what = "this Session belongs to the thread of its first answer"
             raise DFlashError(what, "make a Session for each thread, or give the work to a Worker")
         self._thread = thread
-        scheduler = self._scheduler(observer)
-        return self._deltas(scheduler, scheduler.submit(tokens, self.config, None, self.earlier))
+        scheduler, prompt = self._scheduler(observer), Prompt.of(tokens)
+        if len(prompt) >= LONG:
+            scheduler.memory = self.pair.recall(("memory",), partial(CacheMemory, None))
+            scheduler.memory.limit = for_caches(self.prefixes.nbytes)
+        return self._deltas(scheduler, scheduler.submit(prompt, self.config, None, self.earlier))
 
     def _deltas(self, scheduler: Scheduler, sequence: Sequence) -> Iterator[Delta]:
         self.state = sequence.state
@@ -202,7 +208,6 @@ def earlier_texts(config: PrefixConfig, on_disk: bool = True, users: int = 1) ->
 
 def prefix_cache(config: PrefixConfig, folder: Path | None = None) -> PrefixCache:
     """A cache for one pair, as the settings say. folder: of its files, by default the user's."""
-    memory, disk = config.prefix_gb, int(config.prefix_disk_gb * 1e9)
-    limit = available_memory() // 16 if memory is None else int(memory * 1e9)
+    disk = int(config.prefix_disk_gb * 1e9)
     place = folder or platformdirs.user_cache_path("dflash-chat") / "prefixes"
-    return PrefixCache(limit, PrefixFiles(place, disk))
+    return PrefixCache(prefix_bytes(config), PrefixFiles(place, disk))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.core.prompt import Prompt, shared_length
 from dflash_mlx.core.text import read_json_file
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.vision.pictures import check_sees
@@ -111,6 +111,24 @@ def _template_faults(template: Mapping[str, Any]) -> Iterator[None]:
             f"the model's chat template refuses the conversation{given} ({error})",
             "leave --system or --template out, or let user and assistant take turns",
         ) from None
+
+
+def ends_of_turns(
+    tokens: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    render: Callable[[Sequence[Mapping[str, Any]]], Sequence[int]],
+) -> tuple[int, ...]:
+    """Up to where prompts to come will begin as `tokens` do: a system prompt, a user's last words.
+
+    Other conversations part from this one behind the first, and behind the other templates leave
+    out the thoughts of earlier answers. render: the tokens of messages, without an answer begun.
+    """
+    asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    if not asked:
+        return ()
+    other = [*messages[: asked[0]], {"role": "user", "content": ""}]
+    ends = (shared_length(tokens, render(some)) for some in (other, messages[: asked[-1] + 1]))
+    return tuple(sorted({*ends}))
 
 
 def read_messages(file: Path) -> list[Message]:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Request:
     """One answer that is asked for; itself the handle by which it is known."""
 
-    tokens: Prompt | tuple[int, ...]
+    prompt: Prompt | tuple[int, ...]
     config: DecodeConfig
     pair: Pair | None = field(default=None, repr=False)  # that answers; None for the scheduler's
     sequence: Sequence | None = field(default=None, repr=False)
@@ -220,7 +220,7 @@ class Worker:
     def _submit(self, request: Request) -> None:
         assert self._scheduler is not None
         try:
-            prompt = Prompt.of(request.tokens).salted(request.user)
+            prompt = Prompt.of(request.prompt).salted(request.user)
             given = request.config, request.pair, request.earlier
             sequence = self._scheduler.submit(prompt, *given)
         except Exception as error:  # of any kind: the others go on

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,12 @@ from dflash_mlx.system.files import kept_json
 from kernels_metal.gpu import said
 
 UNKNOWN = "unknown model"
+CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+_CACHED = ("inactive_file", "active_file")
 
 _PACKAGES = ("dflash-chat", "mlx", "mlx-lm", "numpy", "transformers", "cmeel-openblas")
 
@@ -43,14 +52,55 @@ def installed_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_limit() -> int:
+    """Bytes that this process may take: all, or what a GPU, a container or a shell allows it."""
+    return min(installed_memory(), *(limit for limit, _ in _limits()))
+
+
 def available_memory() -> int:
-    """Bytes that can be had: what Linux calls available, elsewhere all that is installed."""
+    """Bytes that can be had: what Linux calls available, elsewhere all; less where limits do."""
+    found = _in_bytes(Path("/proc/meminfo"), "MemAvailable") or installed_memory()
+    return max(0, min(found, *(limit - taken for limit, taken in _limits())))
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limits for this process in bytes, and what is taken of each."""
+    yield sys.maxsize, 0
+    if mx.metal.is_available():
+        yield int(mx.device_info()["max_recommended_working_set_size"]), 0
+    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            yield limit, _in_bytes(Path("/proc/self/status"), name)
+    for folder, (most, used) in product(_cgroups(), _CGROUP_FILES):
+        with suppress(OSError, ValueError):  # as "max" is no number
+            limit, taken = (int((folder / name).read_text()) for name in (most, used))
+            yield limit, taken - _cached_files(folder)
+
+
+def _cgroups() -> Iterator[Path]:
+    """The folders of this process's memory cgroups, of either version, up to their root."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, kinds, place = line.split(":", 2)
+            if kinds in ("", "memory"):
+                folder = CGROUPS / kinds / place.strip("/")
+                yield from (each for each in (folder, *folder.parents) if CGROUPS in each.parents)
+                yield CGROUPS
+
+
+def _cached_files(cgroup: Path) -> int:
+    """Bytes of files that count as taken and are given up when memory is short."""
+    lines = (cgroup / "memory.stat").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] in _CACHED)
+
+
+def _in_bytes(file: Path, name: str) -> int:
+    """A figure of a file of /proc, 0 where it is not there."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
+        found = dict(line.split(":", 1) for line in file.read_text(encoding="utf-8").splitlines())
+        return int(found[name].split()[0]) * 1024
     except (OSError, ValueError, KeyError, IndexError):
-        return installed_memory()
+        return 0
 
 
 def free_memory() -> int:

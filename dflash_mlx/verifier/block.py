@@ -161,6 +161,7 @@ class Cache(Protocol):
     length: int = 0  # committed tokens
     parts: Sequence[Cache] = ()  # that move together
     tail: int = 0  # rows of a prompt that are best passed with its last one and no others
+    ways: int = 0  # earlier states that it keeps, at most
     kind: Hashable = ()  # settings that another has to share, to go on with what this has saved
 
     @property
@@ -218,10 +219,13 @@ class Cache(Protocol):
         for part in self.parts:
             part.mark(length)
 
-    def mark_chunk(self) -> None:
-        """Stay able to come back to where the last pass began, which read a part of a prompt."""
+    def mark_chunk(self, ends: Sequence[int] = ()) -> None:
+        """Stay able to come back to where the last pass began, which read a part of a prompt.
+
+        ends: of its turns, which stay until another prompt has others.
+        """
         for part in self.parts:
-            part.mark_chunk()
+            part.mark_chunk(ends)
 
 
 class Forest:

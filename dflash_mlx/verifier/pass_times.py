@@ -111,6 +111,7 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
     passes = (_REPEATS + 1) * sum(len(sizes) for _, sizes, _ in tables)
     for context, sizes, tree in tables:
         cache.lengthen(context - cache.length)
+        mx.eval(cache.arrays)
         seconds = []
         for rows in sizes:
             block, times = _tree_of(rows) if tree else Block(rows), []

@@ -9,7 +9,7 @@ Gated delta nets are not called at all (`tape.py`); in trees mixers run along pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -77,13 +77,16 @@ class Pass:
         return all(row in rows and self.parents[row] == before for row, before in steps)
 
 
-def spread(chunks: list[Pass]) -> list[Pass]:
-    """At most _CHUNKS of them, in order and the last among them, that leave no wide gaps."""
-    while len(chunks) > _CHUNKS:
+def spread(chunks: list[Pass], kept: Collection[int] = ()) -> list[Pass]:
+    """At most _CHUNKS of them, in order and the last among them, that leave no wide gaps.
+
+    kept: where passes began that stay beside these.
+    """
+    while sum(chunk.start not in kept for chunk in chunks) > _CHUNKS:
         starts = [0, *(chunk.start for chunk in chunks)]
-        gaps = [after - before for before, after in zip(starts, starts[2:], strict=False)]
-        leaves = gaps.index(min(gaps))
-        chunks = [chunk for i, chunk in enumerate(chunks) if i != leaves]
+        gaps = zip(starts, starts[1:], starts[2:], strict=False)
+        _, leaves = min((after - before, at) for before, at, after in gaps if at not in kept)
+        chunks = [chunk for chunk in chunks if chunk.start != leaves]
     return chunks
 
 
@@ -195,7 +198,8 @@ class RecurrentStates(Cache):
     _passes: list[Pass] = field(default_factory=list)
     _marks: list[int] = field(default_factory=list)
     _chunks: list[Pass] = field(default_factory=list)  # only what was before each
-    tail = TAIL
+    _ends: Sequence[int] = ()  # of turns of the last prompt
+    tail, ways = TAIL, _CHUNKS + _RECENT + 2 * _MARKS
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -250,10 +254,15 @@ class RecurrentStates(Cache):
         self._marks = [mark for mark in self._marks if mark < length][1 - _MARKS :]
         self._marks.append(length)
 
-    def mark_chunk(self) -> None:
-        last = self._passes[-1]
+    def mark_chunk(self, ends: Sequence[int] = ()) -> None:
+        last, self._ends = self._passes[-1], ends
         if last.start and not any(chunk.start == last.start for chunk in self._chunks):
-            self._chunks = spread([*self._chunks, last.beginning()])
+            self._chunks = spread([*self._chunks, last.beginning()], self._before(ends))
+
+    def _before(self, marks: Sequence[int]) -> set[int]:
+        """Where the last passes before these began."""
+        starts = [way.start for way in self._ways]
+        return {max((start for start in starts if start <= mark), default=0) for mark in marks}
 
     def nearest(self, length: int) -> int:
         if length >= self.length:
@@ -294,13 +303,14 @@ class RecurrentStates(Cache):
             other.cache = [own(array) for array in layer.cache]
             other.running = running
             layers.append(other)
-        kept = list(self._passes), list(self._marks), list(self._chunks)
+        kept = list(self._passes), list(self._marks), list(self._chunks), self._ends
         return RecurrentStates(layers, self.length, running, *kept)
 
     def saved(self) -> Saved:
         """The states, and some from before; within a pass there is no way back from there."""
         starts = {way.start: way.beginning() for way in self._ways if way.start}
-        chunks = spread([starts[start] for start in sorted(starts)])
+        needed = self._before((*self._marks, *self._ends))
+        chunks = spread([starts[start] for start in sorted(starts)], needed)
         states = [tuple(layer.cache) for layer in self.parts]
         kept = chain.from_iterable([*states, *chain.from_iterable(c.before for c in chunks)])
         flat = [*map(settled, kept)]
@@ -334,7 +344,7 @@ class RecurrentStates(Cache):
         """Keep the newest passes, and for every mark the oldest that leads to it."""
         passes = self._passes
         kept = set(range(len(passes))[-_RECENT:])
-        for mark in self._marks:
+        for mark in (*self._marks, *self._ends):
             ways = (i for i, p in enumerate(passes) if p.start <= mark == p.nearest(mark))
             kept.update(list(ways)[:1])
         self._passes = [passes[i] for i in sorted(kept)]

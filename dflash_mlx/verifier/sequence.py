@@ -106,7 +106,6 @@ class SequenceCache(Several):
     def lengthen(self, rows: int) -> None:
         if rows:
             super().lengthen(rows)
-        mx.eval(self.arrays)
 
 
 class Rows(NamedTuple):
