@@ -36,7 +36,8 @@ NOT_ASKED = ("kernels", "drafter_bits", "kv_bits", "draft_window", "draft_vocabu
 
 def main(argv: Sequence[str]) -> None:
     """Measure what is missing, and print each table when it is whole."""
-    asked = parser().parse_args(argv)
+    own, options = split(list(argv))
+    asked = parser().parse_args(own, argparse.Namespace(options=options))
     numbers = [name for name in ("limit", "rows", "max_tokens", "steps") if vars(asked)[name]]
     for name in (*numbers, "minutes"):
         require(vars(asked)[name] > 0, name, vars(asked)[name], "more than 0")
@@ -51,6 +52,12 @@ def main(argv: Sequence[str]) -> None:
         print(f"\n{text}", flush=True)
         done += text + "\n\n"
         write_report(asked.out / f"{asked.paper}.md", done)
+
+
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words before -- and behind it, which argparse does not part behind a positional."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,7 +76,6 @@ def parser() -> argparse.ArgumentParser:
     ends.add_argument("--minutes", type=float, default=30, help="train each variant so long")
     ends.add_argument("--steps", type=int, help="or for so many steps, which others cannot disturb")
     cli.add_options(result, PairConfig, without=NOT_ASKED)
-    result.add_argument("options", nargs="*", help="of every training")
     return result
 
 

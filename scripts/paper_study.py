@@ -118,12 +118,10 @@ class Study:
     def _drafter(self, name: str) -> str | None:
         if name in ("", PLAIN):
             return name or None
-        own = find_names(self.config).drafter
-        if own is None:
-            raise DFlashError("the pair has no draft model to start from", "name one")
         ends = ["--minutes", str(self.asked.minutes)]
         ends = ends if self.asked.steps is None else ["--steps", str(self.asked.steps)]
         words = [*self._model, *ends, "--cache", str(self.out / "features"), *self.asked.options]
+        own = find_names(self.config).drafter
         return str(trained(name, self._place, ["--corpus", str(self.corpus), *words], own))
 
     @property

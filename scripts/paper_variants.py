@@ -11,6 +11,7 @@ from shutil import copyfile, rmtree
 from typing import Any
 from unittest import mock
 
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.files import replace_text
 from dflash_mlx.train.__main__ import main as train
 from dflash_mlx.train.blocks import SAMPLERS, BlockSampler
@@ -57,16 +58,19 @@ VARIANTS = {
 }
 
 
-def trained(name: str, place: Path, words: list[str], init: str) -> Path:
+def trained(name: str, place: Path, words: list[str], init: str | None) -> Path:
     """The folder of a variant, trained there unless it is finished; what was begun goes on.
 
-    words: of every training, what ends it included. init: see `Variant.words`.
+    words: of every training, what ends it included. init: see `Variant.words`; DFlashError where a
+    pair has none.
     """
     variant = VARIANTS[name]
     if variant.read_in is not None:
         like = next(n for n, v in VARIANTS.items() if v.words == variant.words and not v.read_in)
         return _read_in(trained(like, place, words, init), place / name, variant.read_in)
     folder = place / name
+    if init is None and "{init}" in variant.words:
+        raise DFlashError("the pair has no draft model to start from", "name one with --drafter")
     if not (folder / FINISHED).exists():
         own = variant.words.format(init=init).split()
         laws = {law: partial(BlockSampler, **variant.law) for law in SAMPLERS if variant.law}
