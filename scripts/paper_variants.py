@@ -84,7 +84,7 @@ def trained(name: str, place: Path, words: list[str], init: str | None) -> Path:
 def _read_in(source: Path, folder: Path, size: int) -> Path:
     """A copy that says that its blocks are of another size."""
     folder.mkdir(exist_ok=True)
-    for file in source.glob("*.safetensors"):
+    for file in (*source.glob("*.safetensors"), source / "history.jsonl"):
         copyfile(file, folder / file.name)
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     replace_text(folder / "config.json", json.dumps({**raw, "block_size": size}, indent=1))
