@@ -1,8 +1,9 @@
 """What the papers' tables compare, and the figures that they published.
 
-Tokens a round, greedy unless a column says otherwise. DFlash: arXiv 2602.06036, tables 1 (Qwen3-8B),
-6, 7, 8 and 10. D2SD: 2606.04446, tables 1 and 3, and 5 to 7 as means of four sets, Qwen3-8B, as a
-public review of the paper has them. SpecDiff's (2408.05636) gamma and steps are not at hand.
+Tokens a round, greedy unless a column says otherwise. DFlash: arXiv 2602.06036, tables 1 (for
+Qwen3-8B), 6 to 8 and 10. D2SD, for Qwen3-8B: 2606.04446, tables 1 and 3, and 5 to 7 as means of
+four sets, as a public review of the paper has them. SpecDiff's (2408.05636) gamma and steps are not
+at hand.
 """
 
 from __future__ import annotations
