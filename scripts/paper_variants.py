@@ -29,9 +29,10 @@ class Variant:
 
 
 _DFLASH = "--mode dflash --short-share 0"
+_USUAL = f"{_DFLASH} --taps 5 --layers 3 --block-size 8"
 _SECOND = "--mode variable-prefix --short-share 0 --init {init}"
 VARIANTS = {
-    "taps-5": Variant(f"{_DFLASH} --taps 5 --layers 3 --block-size 8"),  # the others' middle
+    "taps-5": Variant(_USUAL),  # the others' middle
     # A block diffusion model that reads the text by itself
     "no-features": Variant(
         "--mode specdiff --short-share 0 --reveal-share 0 --layers 3 --block-size 8"
@@ -42,11 +43,9 @@ VARIANTS = {
         f"layers-{n}": Variant(f"{_DFLASH} --taps 5 --layers {n} --block-size 8") for n in (1, 5, 8)
     },
     "block-16": Variant(f"{_DFLASH} --taps 5 --layers 3 --block-size 16"),
-    "block-8-as-16": Variant(f"{_DFLASH} --taps 5 --layers 3 --block-size 8", read_in=16),
-    "decay": Variant(f"{_DFLASH} --taps 5 --layers 3 --block-size 8 --loss decay --tau 4 --soft 0"),
-    "uniform": Variant(
-        f"{_DFLASH} --taps 5 --layers 3 --block-size 8 --loss decay --tau 1e9 --soft 0"
-    ),
+    "block-8-as-16": Variant(_USUAL, read_in=16),
+    "decay": Variant(f"{_USUAL} --loss decay --tau 4 --soft 0"),
+    "uniform": Variant(f"{_USUAL} --loss decay --tau 1e9 --soft 0"),
     "eagle3": Variant("--mode eagle3 --short-share 0 --block-size 8"),
     "mtp": Variant("--mode mtp --short-share 0 --block-size 8"),
     **{f"first-{n}": Variant(f"{_DFLASH} --init {{init}} --block-size {n}") for n in (16, 24, 32)},
@@ -76,8 +75,8 @@ def trained(name: str, place: Path, words: list[str], init: str | None) -> Path:
         laws = {law: partial(BlockSampler, **variant.law) for law in SAMPLERS if variant.law}
         with mock.patch.dict(SAMPLERS, laws):
             train([*own, "--out", str(folder), *words])
-        rmtree(folder / "state", ignore_errors=True)
         replace_text(folder / FINISHED, "")
+        rmtree(folder / "state", ignore_errors=True)
     return folder
 
 
