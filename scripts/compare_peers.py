@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str]) -> None:
     asked = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     config = cli.read_pair_config(asked)

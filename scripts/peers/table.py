@@ -17,6 +17,8 @@ OURS = ""  # the environment that this runs in
 _MLX = ("mlx[cpu]", "cmeel-openblas<0.3.30") if sys.platform == "linux" else ("mlx",)
 ENVIRONMENTS: Mapping[str, Requirements] = {
     "common": (("mlx-lm", "mlx-vlm", "mlx-dspark", *_MLX), ("--no-deps", "dflash")),
+    "rapid": (("rapid-mlx", *_MLX),),
+    "apart": (("dflash-mlx", *_MLX),),
 }
 
 
@@ -86,9 +88,9 @@ def _options(**named: Any) -> Mapping[str, Any]:
 _DFLASH, _DRAFTER = _options(draft="dflash"), ("drafter",)
 ALONE: Mapping[str, Alone] = {
     "ours": Alone("dflash-chat", "ours", OURS, _options(method="auto")),
-    "ours, plain": Alone("dflash-chat", "ours", OURS, _options(method="none")),
+    "ours plain": Alone("dflash-chat", "ours", OURS, _options(method="none")),
     "mlx-lm": Alone("mlx-lm", "mlx_lm"),
-    "mlx-lm, small": Alone("mlx-lm", "mlx_lm", options=_options(draft=True), needs=("small",)),
+    "mlx-lm small": Alone("mlx-lm", "mlx_lm", options=_options(draft=True), needs=("small",)),
     "z-lab": Alone("dflash", "zlab", needs=_DRAFTER, patches=("z-lab's dflash reads a folder",)),
     "mlx-dspark": Alone(
         "mlx-dspark",
@@ -97,10 +99,10 @@ ALONE: Mapping[str, Alone] = {
         patches=("mlx-dspark does not quantise the drafter, and tries no kernels",),
     ),
     "mlx-vlm": Alone("mlx-vlm", "vlm"),
-    "mlx-vlm, DFlash": Alone("mlx-vlm", "vlm", options=_DFLASH, needs=_DRAFTER),
-    "mlx-vlm, MTP": Alone("mlx-vlm", "vlm", options=_options(draft="mtp"), needs=("head",)),
+    "mlx-vlm DFlash": Alone("mlx-vlm", "vlm", options=_DFLASH, needs=_DRAFTER),
+    "mlx-vlm MTP": Alone("mlx-vlm", "vlm", options=_options(draft="mtp"), needs=("head",)),
 }
-PLAIN = "ours, plain"  # what answers are compared with
+PLAIN = "ours plain"  # what answers are compared with
 
 
 def chosen(names: str | None, known: Sequence[str]) -> list[str]:

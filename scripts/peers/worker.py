@@ -77,11 +77,13 @@ def zlab(places: Places) -> Answer:
 
 def dspark(places: Places) -> Answer:
     """As its command line does it: how many drafts it verifies comes from what it measures."""
-    from mlx_dspark import calibrate, generate, load
+    from mlx_dspark.generate import dflash_generate
+    from mlx_dspark.load import load_dflash, load_target
 
-    target, tokenizer = load.load_target(places.target, require_tap=True)
+    calibrate: Any = sys.modules["mlx_dspark.calibrate"]  # the package shows a function
+    target, tokenizer = load_target(places.target, require_tap=True)
     packed = places.options["quantize"]
-    drafter, config = load.load_dflash(places.drafter, quantize=packed)
+    drafter, config = load_dflash(places.drafter, quantize=packed)
     drafter.bind(target.model)
     names = {"target_repo": places.target, "drafter_repo": places.drafter}
     if packed:  # on a Mac, where its kernels run
@@ -96,7 +98,7 @@ def dspark(places: Places) -> Answer:
 
     def answer(tokens: list[int], most: int) -> Iterator[Said]:
         begin = time.perf_counter()
-        found = generate.dflash_generate(
+        found = dflash_generate(
             target, tokenizer, drafter,
             prompt_ids=tokens, max_new_tokens=most, max_draft_tokens=most_drafts,
         )  # fmt: skip
