@@ -14,11 +14,19 @@ WITHOUT_METAL = (BLAS, FLOATS)  # for all of them, where MLX has no Metal
 
 Requirements = tuple[tuple[str, ...], ...]  # for one call of pip after the other
 OURS = ""  # the environment that this runs in
+APART = "apart"  # that of a package with our name, which reads another pair
 _MLX = ("mlx[cpu]", "cmeel-openblas<0.3.30") if sys.platform == "linux" else ("mlx",)
+# Without torch and vision, which are two gigabytes and of no use to text.
+_RAPID = (
+    *("mlx-lm<0.32", "transformers<5.16", "tokenizers<0.23", "huggingface-hub<2", "fastapi<0.163"),
+    *("uvicorn", "python-multipart", "tiktoken", "pypdf", "tomli-w", "requests", "rich", "psutil"),
+    *("tabulate", "mcp<2", "jsonschema", "argcomplete", "websockets", "openai-harmony"),
+    *("llguidance", "pillow", *_MLX),
+)
 ENVIRONMENTS: Mapping[str, Requirements] = {
     "common": (("mlx-lm", "mlx-vlm", "mlx-dspark", *_MLX), ("--no-deps", "dflash")),
-    "rapid": (("rapid-mlx", *_MLX),),
-    "apart": (("dflash-mlx", *_MLX),),
+    "rapid": (_RAPID, ("--no-deps", "rapid-mlx")),
+    APART: (("dflash-mlx", *_MLX),),
 }
 
 
@@ -57,6 +65,11 @@ SERVERS: Mapping[str, Server] = {
         (*_VLM, "--draft-model", "{drafter}", "--draft-kind", "dflash"),
         needs_drafter=True,
         gives_up="falling back to autoregressive generation",
+    ),
+    "rapid-mlx": Server(
+        "rapid-mlx",
+        ("rapid_mlx.cli", "serve", "{target}", "--host", "127.0.0.1", "--port", "{port}"),
+        "rapid",
     ),
     "mlx-dspark": Server(
         "mlx-dspark",
@@ -100,6 +113,7 @@ ALONE: Mapping[str, Alone] = {
     ),
     "mlx-vlm": Alone("mlx-vlm", "vlm"),
     "mlx-vlm DFlash": Alone("mlx-vlm", "vlm", options=_DFLASH, needs=_DRAFTER),
+    "dflash-mlx": Alone("dflash-mlx", "dflash_mlx", APART, needs=_DRAFTER),
     "mlx-vlm MTP": Alone("mlx-vlm", "vlm", options=_options(draft="mtp"), needs=("head",)),
 }
 PLAIN = "ours plain"  # what answers are compared with
