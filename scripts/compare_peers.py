@@ -17,8 +17,11 @@ with what is missing. Who cannot run is a row with the reason. Let nothing else 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,8 @@ from peers.environment import PeerError, python_of, versions_of
 from peers.pair import written
 from peers.place import Place
 from peers.runs import Runs
-from peers.table import ALONE, SERVERS, WITHOUT_METAL, chosen
+from peers.table import ALONE, APART, PLAIN, SERVERS, WITHOUT_METAL, chosen
+from peers.tiny import tiny
 
 from dflash_mlx.benchmark.selection import questions, read_contexts
 from dflash_mlx.cli.prompts import first_of_each, read_prompts
@@ -70,20 +74,34 @@ def compare_servers(asked: Any, place: Place) -> list[str]:
 
 
 def compare_alone(asked: Any, place: Place) -> list[str]:
-    """Measure what is missing, and tell all of it."""
+    """Measure what is missing, and tell all of it; who reads another pair comes last."""
     names = chosen(asked.peers, list(ALONE))
+    own = [name for name in names if ALONE[name].environment == APART]
+    shared = [name for name in names if name not in own]
+    lines = _alone(asked, place, shared, "peers") if shared else []
+    if own:
+        target = place.folders.target
+        raw = json.loads((target / "config.json").read_text())
+        pair = tiny(place.out / "tiny", target, raw["vocab_size"], raw.get("eos_token_id"))
+        told = {"model": str(pair.target), "drafter": str(pair.drafter)}
+        apart = Place(place.out, place.python, pair, told)
+        lines += ["a tiny random Qwen pair", ""]
+        lines += _alone(asked, apart, [report.OURS, PLAIN, *own], "tiny")
+    patches = [what for name in names if on_cpu() for what in ALONE[name].patches]
+    return [*lines, *circumstances(patches)]
+
+
+def _alone(asked: Any, place: Place, names: list[str], file: str) -> list[str]:
     rows = rows_of(asked)
     tokenizer, contexts = load_tokenizer(place.folders.target), read_contexts(asked.context)
     prompts = questions(tokenizer, rows, contexts, rows, place.folders.template)
-    runs = Runs(place.out / "peers.jsonl", most=asked.max_tokens)
+    runs = Runs(place.out / f"{file}.jsonl", most=asked.max_tokens)
     failed = alone.measure(names, place, prompts, asked.max_tokens, runs)
     for line in runs.lines:  # of an earlier run that is complete
         failed = {**line["failed"], **failed}
     versions = versions_by_package({ALONE[name].package for name in names}, place)
-    lines = report.of_peers(runs, failed, versions, margins(place))
-    draw.peers(runs, place.out / "peers.png")
-    patches = [what for name in names if on_cpu() for what in ALONE[name].patches]
-    return [*lines, *circumstances(patches)]
+    draw.peers(runs, place.out / f"{file}.png")
+    return report.of_peers(runs, failed, versions, margins(place))
 
 
 def rows_of(asked: Any) -> list[dict[str, Any]]:
@@ -138,6 +156,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str]) -> None:
     asked = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     config = cli.read_pair_config(asked)

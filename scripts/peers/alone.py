@@ -38,7 +38,7 @@ class Worker:
         python = python_of(peer.environment, place.environments, place.python)
         options = {**peer.options, "pair": dict(place.pair), "quantize": not on_cpu()}
         names = [str(each or "") for each in (folders.target, folders.drafter, folders.small)]
-        self.log = place.out / f"{name.replace(' ', '-').replace(',', '')}.log"
+        self.log = place.out / f"{name.replace(' ', '-')}.log"
         with open(self.log, "ab") as output:
             self.process = subprocess.Popen(
                 [str(python), str(WORKER), peer.who, *names, json.dumps(options)],

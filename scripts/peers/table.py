@@ -14,9 +14,19 @@ WITHOUT_METAL = (BLAS, FLOATS)  # for all of them, where MLX has no Metal
 
 Requirements = tuple[tuple[str, ...], ...]  # for one call of pip after the other
 OURS = ""  # the environment that this runs in
+APART = "apart"  # that of a package with our name, which reads another pair
 _MLX = ("mlx[cpu]", "cmeel-openblas<0.3.30") if sys.platform == "linux" else ("mlx",)
+# Without torch and vision, which are two gigabytes and of no use to text.
+_RAPID = (
+    *("mlx-lm<0.32", "transformers<5.16", "tokenizers<0.23", "huggingface-hub<2", "fastapi<0.163"),
+    *("uvicorn", "python-multipart", "tiktoken", "pypdf", "tomli-w", "requests", "rich", "psutil"),
+    *("tabulate", "mcp<2", "jsonschema", "argcomplete", "websockets", "openai-harmony"),
+    *("llguidance", "pillow", *_MLX),
+)
 ENVIRONMENTS: Mapping[str, Requirements] = {
     "common": (("mlx-lm", "mlx-vlm", "mlx-dspark", *_MLX), ("--no-deps", "dflash")),
+    "rapid": (_RAPID, ("--no-deps", "rapid-mlx")),
+    APART: (("dflash-mlx", *_MLX),),
 }
 
 
@@ -56,6 +66,11 @@ SERVERS: Mapping[str, Server] = {
         needs_drafter=True,
         gives_up="falling back to autoregressive generation",
     ),
+    "rapid-mlx": Server(
+        "rapid-mlx",
+        ("rapid_mlx.cli", "serve", "{target}", "--host", "127.0.0.1", "--port", "{port}"),
+        "rapid",
+    ),
     "mlx-dspark": Server(
         "mlx-dspark",
         ("mlx_dspark", "serve", "--model", "{target}", "--drafter", "{drafter}", "--mode", "dflash",
@@ -86,9 +101,9 @@ def _options(**named: Any) -> Mapping[str, Any]:
 _DFLASH, _DRAFTER = _options(draft="dflash"), ("drafter",)
 ALONE: Mapping[str, Alone] = {
     "ours": Alone("dflash-chat", "ours", OURS, _options(method="auto")),
-    "ours, plain": Alone("dflash-chat", "ours", OURS, _options(method="none")),
+    "ours plain": Alone("dflash-chat", "ours", OURS, _options(method="none")),
     "mlx-lm": Alone("mlx-lm", "mlx_lm"),
-    "mlx-lm, small": Alone("mlx-lm", "mlx_lm", options=_options(draft=True), needs=("small",)),
+    "mlx-lm small": Alone("mlx-lm", "mlx_lm", options=_options(draft=True), needs=("small",)),
     "z-lab": Alone("dflash", "zlab", needs=_DRAFTER, patches=("z-lab's dflash reads a folder",)),
     "mlx-dspark": Alone(
         "mlx-dspark",
@@ -97,10 +112,11 @@ ALONE: Mapping[str, Alone] = {
         patches=("mlx-dspark does not quantise the drafter, and tries no kernels",),
     ),
     "mlx-vlm": Alone("mlx-vlm", "vlm"),
-    "mlx-vlm, DFlash": Alone("mlx-vlm", "vlm", options=_DFLASH, needs=_DRAFTER),
-    "mlx-vlm, MTP": Alone("mlx-vlm", "vlm", options=_options(draft="mtp"), needs=("head",)),
+    "mlx-vlm DFlash": Alone("mlx-vlm", "vlm", options=_DFLASH, needs=_DRAFTER),
+    "dflash-mlx": Alone("dflash-mlx", "dflash_mlx", APART, needs=_DRAFTER),
+    "mlx-vlm MTP": Alone("mlx-vlm", "vlm", options=_options(draft="mtp"), needs=("head",)),
 }
-PLAIN = "ours, plain"  # what answers are compared with
+PLAIN = "ours plain"  # what answers are compared with
 
 
 def chosen(names: str | None, known: Sequence[str]) -> list[str]:

@@ -77,11 +77,13 @@ def zlab(places: Places) -> Answer:
 
 def dspark(places: Places) -> Answer:
     """As its command line does it: how many drafts it verifies comes from what it measures."""
-    from mlx_dspark import calibrate, generate, load
+    from mlx_dspark.generate import dflash_generate
+    from mlx_dspark.load import load_dflash, load_target
 
-    target, tokenizer = load.load_target(places.target, require_tap=True)
+    calibrate: Any = sys.modules["mlx_dspark.calibrate"]  # the package shows a function
+    target, tokenizer = load_target(places.target, require_tap=True)
     packed = places.options["quantize"]
-    drafter, config = load.load_dflash(places.drafter, quantize=packed)
+    drafter, config = load_dflash(places.drafter, quantize=packed)
     drafter.bind(target.model)
     names = {"target_repo": places.target, "drafter_repo": places.drafter}
     if packed:  # on a Mac, where its kernels run
@@ -96,7 +98,7 @@ def dspark(places: Places) -> Answer:
 
     def answer(tokens: list[int], most: int) -> Iterator[Said]:
         begin = time.perf_counter()
-        found = generate.dflash_generate(
+        found = dflash_generate(
             target, tokenizer, drafter,
             prompt_ids=tokens, max_new_tokens=most, max_draft_tokens=most_drafts,
         )  # fmt: skip
@@ -130,24 +132,27 @@ def vlm(places: Places) -> Answer:
 
 def dflash_mlx(places: Places) -> Answer:
     """The package of that name on PyPI, in whose environment ours is not."""
-    from dflash_mlx.runtime_context import build_offline_runtime_context
+    from dflash_mlx.runtime.bundle import load_runtime_bundle
+    from dflash_mlx.runtime.context import build_offline_runtime_context
 
     from dflash_mlx import runtime
 
     context = build_offline_runtime_context()
-    model, tokenizer, _ = runtime.load_target_bundle(places.target, verify_config=context.verify)
-    draft, _ = runtime.load_draft_bundle(places.drafter)
-    ends = runtime.get_stop_token_ids(tokenizer)
+    loaded = load_runtime_bundle(
+        model_ref=places.target, draft_ref=places.drafter, verify_config=context.verify
+    )
+    ends = runtime.get_stop_token_ids(loaded.tokenizer)
 
     def answer(tokens: list[int], most: int) -> Iterator[Said]:
         events = runtime.stream_dflash_generate(
-            target_model=model, tokenizer=tokenizer, draft_model=draft, prompt="",
-            prompt_tokens_override=tokens, max_new_tokens=most, use_chat_template=False,
-            stop_token_ids=ends, runtime_context=context,
+            target_model=loaded.target_model, target_ops=loaded.target_ops,
+            tokenizer=loaded.tokenizer, draft_model=loaded.draft_model,
+            draft_backend=loaded.draft_backend, prompt_tokens_override=tokens,
+            max_new_tokens=most, stop_token_ids=ends, runtime_context=context,
         )  # fmt: skip
         for event in events:
-            if event.get("event") == "token":
-                yield now([int(event["token_id"])])
+            if type(event).__name__ == "TokenEvent":
+                yield now([int(event.token_id)])
 
     return answer
 
