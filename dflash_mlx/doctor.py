@@ -84,8 +84,8 @@ def memory(report: Report) -> dict[str, str]:
     """How the memory is shared out beside a pair; no weight is read."""
     source, target = report.target.source, None
     if not report.errors and source is not None and source.folder is not None:
-        target = check_built(source.folder)
-        target.context_length = report.target.context_length
+        if target := check_built(source.folder):
+            target.context_length = report.target.context_length
     return budget(report.memory(on_cpu()), PrefixConfig(), target)
 
 

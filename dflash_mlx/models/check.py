@@ -359,8 +359,13 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("note", why, step)
 
 
-def check_built(folder: Path) -> Target:
-    """A model whose weights are not read; DFlashError where mlx-lm, or drafting, cannot do that."""
+def check_built(folder: Path) -> Target | None:
+    """A model of mlx-lm's without weights, None for mlx-vlm's, which are tried when they are read.
+
+    Raises DFlashError where mlx-lm, or drafting, cannot do that.
+    """
+    if opens(Source.of(folder, MODEL).read_json(CONFIG)):
+        return None
     from mlx_lm.utils import load_model
 
     with loading(str(folder), _CHOOSE):

@@ -94,7 +94,7 @@ def read_target(
     with loading(facts.name):
         if share is None and make is Target and opens(raw := facts.source.read_json(CONFIG)):
             target = open_target(folder, facts.context_length, facts.name)
-            ends = raw.get("eos_token_id")
+            ends = {**facts.config, **raw}.get("eos_token_id")
             return target, load_tokenizer(folder, no_code, eos_token_ids=ends)
         model, config = read_model(folder, share)
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,26 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.errors import DFlashError, in_one_line
 from dflash_mlx.verifier.reading import loading
 from dflash_mlx.vision.pictures import Picture
 from dflash_mlx.vision.pieces import Look
 from dflash_mlx.vision.positions import Table
 
+_WAITING = 8  # pictures whose pixels are kept until the tower comes to them
 KEPT = 512 * 2**20  # bytes of looks; a page in 1,500 tokens of 4,096 numbers takes 12 MB
 _OTHERS = ("attention_mask_4d", "cross_attention_states", "pos_hw")  # that no pass here is given
 _CHOOSE = "ask it in words alone, or choose a model of another family"
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Says what the libraries of a processor and a tower cannot do with pictures."""
+    try:
+        yield
+    except Exception as error:  # of three libraries, one of which raises plain ones
+        what = f"{name} cannot read these pictures ({in_one_line(error)})"
+        raise DFlashError(what, _CHOOSE) from None
 
 
 class Eyes:
@@ -71,7 +83,7 @@ class Eyes:
         from mlx_vlm.utils import prepare_inputs
 
         images = [picture.pixels() for picture in pictures]
-        with loading(self.name, _CHOOSE):
+        with _reading(self.name):
             return prepare_inputs(  # type: ignore[no-any-return]
                 self.processor, images, prompts=text, image_token_index=next(iter(self._tokens), 0)
             )
@@ -91,6 +103,8 @@ class Eyes:
         if key not in self._counts:
             self._processed[key] = inputs = self.process(text, [picture])
             self._counts[key] = len(self.places(inputs))
+            while len(self._processed) > _WAITING:
+                self._processed.pop(next(iter(self._processed)))
         return self._counts[key]
 
     def table(self, inputs: dict[str, Any]) -> Table | None:
@@ -118,7 +132,7 @@ class Eyes:
         self.looked += 1
         places = mx.array(self.places(inputs))
         beside = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
-        with loading(self.name, _CHOOSE):
+        with _reading(self.name):
             seen = self.whole.get_input_embeddings(
                 inputs["input_ids"], mask=inputs.get("attention_mask"), **beside
             )

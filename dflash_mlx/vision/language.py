@@ -36,7 +36,8 @@ class Language(nn.Module):
     @property
     def args(self) -> Any:
         """What is in no weight."""
-        return self.language_model.get("args") or self.language_model.get("config")
+        inner = self.language_model
+        return getattr(inner, "args", None) or getattr(inner, "config", None)
 
     def make_cache(self) -> list[Any]:
         from mlx_vlm.models.cache import KVCache

@@ -12,17 +12,11 @@ import mlx.core as mx
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.reading import CHOOSE_TARGET, family_of, prepared
-from dflash_mlx.vision.target import SeeingTarget
-
-# That mlx-lm has, too, without their towers. Only what the tests try is here.
-SEEING = frozenset({
-    "gemma4", "glm4v", "idefics3", "lfm2_vl", "muse_glimmer", "qwen3_5", "qwen3_5_moe",
-    "qwen3_vl", "smolvlm",
-})  # fmt: skip
+from dflash_mlx.vision.target import SEEING, SeeingTarget
 
 
 def opens(raw: Mapping[str, Any]) -> bool:
-    """Whether the model of a config.json is opened by mlx-vlm: it sees, or mlx-lm lacks it."""
+    """Whether mlx-vlm opens the model of a config.json: one that sees, or that mlx-lm lacks."""
     kind, engine = raw.get("model_type"), find_spec("mlx_vlm")
     if not isinstance(kind, str) or engine is None or engine.origin is None:
         return False

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -66,6 +70,15 @@ def write_folder(folder: Path, family: str = "qwen3_vl") -> Path:
     return folder
 
 
+def in_a_thread(work: Callable[[], Any]) -> list[Any]:
+    """What a server's thread finds, which is not the one that runs passes."""
+    found: list[Any] = []
+    thread = Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("seeing") / "tiny-vl")
@@ -76,7 +89,7 @@ def test_a_folder_is_opened_and_its_answer_about_a_picture_is_mlx_vlms_own(folde
     target = pair.target
     assert isinstance(target, SeeingTarget) and target.sees
     messages = [message("What is ", picture(1, 2, 1), picture(2, 1, 2), "?")]
-    prompt = read_prompt(target, pair.tokenizer, messages)
+    (prompt,) = in_a_thread(lambda: read_prompt(target, pair.tokenizer, messages))
     assert [piece.length for piece in prompt.pieces] == [8, 8]
     scheduler = Scheduler(pair)
     config = DecodeConfig("ngram", max_tokens=8)
@@ -155,3 +168,10 @@ def test_a_family_whose_rows_have_one_position_drafts_chains_only():
     assert not target.takes_trees
     with pytest.raises(DFlashError, match="stubborn"):
         target.check_trees()
+
+
+def test_nothing_of_mlx_vlm_or_pillow_is_imported_before_a_model_that_sees():
+    code = "import sys; import dflash_mlx.models.load, dflash_mlx.session.session; "
+    code += "print([name for name in ('mlx_vlm', 'PIL') if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
