@@ -87,11 +87,11 @@ venv_show_types() {
     printf '%s\n' ../../../.. > "$site/dflash-chat-types.pth"
 }
 
-# The published DFlash, which tests compare drafters with. They need one module of it and none of
-# the packages that it asks for.
+# The published DFlash, which tests compare drafters with, and mlx-vlm, whose models see. They need
+# some modules of each and none of the packages that these ask for.
 venv_install_reference() {
     case ",$extras," in
-        *,dev,*) (cd "$root" && venv_pip --no-deps -c constraints.txt dflash) ;;
+        *,dev,*) (cd "$root" && venv_pip --no-deps -c constraints.txt dflash mlx-vlm) ;;
     esac
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Random lives of an engine: `scripts/schedules.py [--schedules 64] [--real 4] [--seed 0]`.
+"""Random lives of an engine: `scripts/schedules.py [--schedules 64] [--real 4] [--seeing 0]`.
 
 Requests come, are answered by several methods, greedily or not, and leave early, while memory runs
 short, on tiny random targets of several kinds and on the default pair. Every answer must be the one
@@ -18,8 +18,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from tqdm import tqdm  # noqa: E402
 
 from dflash_mlx.cli import options as cli  # noqa: E402  # loads the BLAS before MLX
+from dflash_mlx.engine.pair import Pair  # noqa: E402
 from support.schedules import (  # noqa: E402
     TOYS,
+    Schedule,
     problems,
     real_pair,
     real_prompts,
@@ -36,6 +38,7 @@ def main(argv: Sequence[str]) -> None:
     parser = cli.Parser(prog=PROGRAM, description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=64, help="on tiny targets")
     parser.add_argument("--real", type=int, default=4, help="on the default pair")
+    parser.add_argument("--seeing", type=int, default=0, help="about pictures; needs mlx-vlm")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(argv)
     seeds = range(asked.seed, asked.seed + asked.schedules)
@@ -50,6 +53,8 @@ def main(argv: Sequence[str]) -> None:
             prompts = real_prompts(pair)
             some = range(asked.seed, asked.seed + asked.real)
             cases += [(pair, schedule_of(seed, prompts, longest=24)) for seed in some]
+        if asked.seeing:
+            cases += seeing_cases(range(asked.seed, asked.seed + asked.seeing), Path(folder))
         for case in tqdm(cases, desc="schedules"):
             found, ended = problems(*case)
             for problem in found:
@@ -63,6 +68,18 @@ def main(argv: Sequence[str]) -> None:
     print(", ".join(f"{count} {name}" for name, count in counts.items()))
     if counts["wrong"]:
         sys.exit(1)
+
+
+def seeing_cases(seeds: Sequence[int], folder: Path) -> list[tuple[Pair, Schedule]]:
+    """Schedules of conversations with pictures, on tiny models of each family in turn."""
+    import mlx.core as mx
+
+    from support.seeing import FAMILIES, seeing_pair, some_prompt
+
+    mx.disable_compile()  # on a CPU it first builds every family's functions in C++
+    pairs = [seeing_pair(name, folder / f"seeing-{name}") for name in FAMILIES]
+    of_each = ((pairs[seed % len(pairs)], seed) for seed in seeds)
+    return [(pair, schedule_of(seed, some_prompt(pair.target), 12)) for pair, seed in of_each]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ class Piece:
     digest: str  # of what it is and of how it was read; equal digests are equal pieces
     # [length, d] in place of the tokens' own; None where the tokens are what is read
     embeddings: Callable[[], mx.array] | None = field(default=None, compare=False)
+    whole: bool = field(default=False, compare=False)  # its places see each other: read in one pass
 
     def key_at(self, place: int) -> int:
         """A negative number that no other piece has at this place of a prompt, and no token."""
@@ -63,6 +64,11 @@ class Prompt:
             for place in range(piece.start, min(piece.start + piece.length, len(keys))):
                 keys[place] = piece.key_at(place)
         return keys
+
+    def uncut(self, end: int) -> int:
+        """`end`, or the end of the piece that it would cut and that is read in one pass."""
+        ends = {p.start + p.length for p in self.pieces if p.whole and p.start < end}
+        return min((piece_end for piece_end in ends if piece_end > end), default=end)
 
     def embed(
         self, embedding: Callable[[mx.array], mx.array], first: int, last: int

@@ -102,7 +102,7 @@ class Sequence:
         most = step if self.config.exact else min(step, limit)
         end = min(first + most, last)
         tail = last - min(rows + 1, most) if rows else last
-        return (tail if first < tail < end else end) - first
+        return self.prompt.uncut(tail if first < tail < end else end) - first
 
     def restore_from(self, other: State) -> None:
         """Reuse what another sequence has read; `other` is then of no more use."""

@@ -69,7 +69,7 @@ class _Prefill:
         first, last = state.position, state.position + self.length
         embeddings = None
         if any(piece.embeddings for piece in prompt.pieces):  # else a salt, or a known prefix
-            embeddings = prompt.embed(self.sequence.target.embedding(), first, last)
+            embeddings = self.sequence.target.embed(prompt, first, last)
         block = Block(self.length, last_only=not self.sequence.misses_logprobs)
         return Rows(mx.array(prompt.tokens[first:last]), state.cache, block, embeddings)
 

@@ -41,6 +41,7 @@ from dflash_mlx.verifier.reading import (
     language_model,
     loading,
 )
+from dflash_mlx.vision.opening import opens
 
 TOKENIZER = "tokenizer.json"
 _CHOOSE = "choose a model of a family that mlx-lm supports itself"
@@ -86,7 +87,7 @@ def check_target(folder: Path | Source, name: str = "") -> ModelFacts:
     """A target alone, whatever is in its folder. name: what to call it, if not by its place."""
     source, raw, found, _ = _open(folder, False)
     config = language_model(raw)
-    if raw and not found.errors and not family_of(raw):
+    if raw and not found.errors and not (family_of(raw) or opens(raw)):
         found.attempt(found.add, check_family(source, raw))  # before what no family would mend
     elif raw:
         found.add(check_numbers(source, config))
@@ -141,7 +142,7 @@ def _open(
     found = Collector()
     raw = found.attempt(read_config, source) or {}
     family = limited(source, raw) if as_drafter else format_of(raw)
-    unknown = not as_drafter and bool(other_kind(raw)) and not family_of(raw)
+    unknown = not as_drafter and bool(other_kind(raw)) and not (family_of(raw) or opens(raw))
     if raw and (unknown or (family is not None) != as_drafter):
         found.add([_misplaced(source, raw, as_drafter)])
     source.whole_model = family is not None and family.whole_models
@@ -342,6 +343,8 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
         what = f"{source.name} cannot be loaded: model_type in {source.place(CONFIG)} is {kind!r}"
         raise DFlashError(what, _CHOOSE)
+    if opens(raw):  # which tries it
+        return
     from mlx_lm.utils import _get_classes  # not before a model is looked at: it takes seconds
 
     with loading(source.name, _CHOOSE):

@@ -25,10 +25,12 @@ from dflash_mlx.engine.pair import DraftModel
 from dflash_mlx.models.check import ModelFacts, check_target, describe_target
 from dflash_mlx.models.default_model import DEFAULT_CONFIG, fetch
 from dflash_mlx.models.names import Names, find_source, gguf_file
+from dflash_mlx.models.source import CONFIG
 from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.reading import loading, prepared, read_model
+from dflash_mlx.vision.opening import open_target, opens
 
 LIKELY_TOKENS = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent first
 MARGIN = 2.0  # other tokens may have larger states than the few that are tried
@@ -90,6 +92,10 @@ def read_target(
 
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
+        if share is None and make is Target and opens(raw := facts.source.read_json(CONFIG)):
+            target = open_target(folder, facts.context_length, facts.name)
+            ends = {**facts.config, **raw}.get("eos_token_id")
+            return target, load_tokenizer(folder, no_code, eos_token_ids=ends)
         model, config = read_model(folder, share)
         tokenizer = load_tokenizer(folder, no_code, eos_token_ids=config.get("eos_token_id"))
     return make(model, facts.context_length, facts.name), tokenizer

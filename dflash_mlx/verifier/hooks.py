@@ -6,6 +6,7 @@ A hook gives one module instance a class of its own, which inherits all but the 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -107,6 +108,8 @@ def route(model: nn.Module) -> None:
     from mlx_lm.models import activations, base
 
     ours: list[tuple[Any, Any]] = [(base.scaled_dot_product_attention, attention)]
+    if other := sys.modules.get("mlx_vlm.models.base"):
+        ours.append((other.scaled_dot_product_attention, attention))
     if cpu_math.applies():
         ours.append((activations.swiglu, partial(_swiglu, activations.swiglu)))
     for module in model.modules():

@@ -19,6 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.system.blas import threads
 from dflash_mlx.verifier.block import Block, Forest
 from dflash_mlx.verifier.fusion import made_for
@@ -38,13 +39,13 @@ from kernels_metal.dispatch import Mode
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 _HEADS = ("lm_head", "embed_out")
-_SAME = 0.1  # standard deviations of logits that rounding can change; other rows change more
+SAME = 0.1  # standard deviations of logits that rounding can change; other rows change more
 # They use the cache's offset for more than rope, as one number for the whole pass.
 ONE_OFFSET = ("afm7", "gpt2", "gpt_bigcode", "llama4", "llama4_text", "ministral3", "mistral4")
 _ONE_OFFSET_ROPES = ("DynamicNTKScalingRoPE",)
 _ALL = slice(None)
 ASKED = 8  # rows of the pass by which kernels are tried before there is anything to decode
-_CHAINS = "use --method dflash or --method ngram, which draft chains"
+CHAINS = "use --method dflash or --method ngram, which draft chains"
 
 
 class Target:
@@ -189,6 +190,10 @@ class Target:
             return logits, None
         return logits, self._features(aux_layers)
 
+    def embed(self, prompt: Prompt, first: int, last: int) -> mx.array | None:
+        """The `embeddings` of a pass over these places of a prompt, None where all are text."""
+        return prompt.embed(self.embedding(), first, last)
+
     def forward_all(
         self, sequences: Sequence[Rows], aux_layers: tuple[int, ...] = ()
     ) -> list[tuple[mx.array, mx.array | None]]:
@@ -267,7 +272,7 @@ class Target:
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # asks for more
             return False
         pairs = zip(alone, together, strict=True)
-        return all(bool(mx.all(mx.abs(a - b) <= _SAME * mx.std(a))) for a, (b, _) in pairs)
+        return all(bool(mx.all(mx.abs(a - b) <= SAME * mx.std(a))) for a, (b, _) in pairs)
 
     @cached_property
     def takes_trees(self) -> bool:
@@ -288,7 +293,7 @@ class Target:
             why = "computes with one position for all rows of a pass"
         else:
             return
-        raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", _CHAINS)
+        raise DFlashError(f"{self.name} ({kind}) {why}, so it cannot verify trees", CHAINS)
 
     def embedding(self) -> Any:
         return self._embedding

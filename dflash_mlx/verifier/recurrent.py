@@ -87,10 +87,21 @@ def spread(chunks: list[Pass]) -> list[Pass]:
     return chunks
 
 
-class RecurrentLayer(ArraysCache):
-    """The recurrent state of one layer, for one sequence."""
+class States(ArraysCache):
+    """Written to by mlx-lm's mixers, which set items, and by mlx-vlm's, which say what for."""
 
     cache: list[Any]
+
+    def update_window(self, index: int, rows: mx.array, width: int, lengths: Any = None) -> None:
+        self.cache[index] = rows[:, rows.shape[1] - width :]
+
+    def update_recurrent(self, index: int, _: int, update: Callable[..., Any]) -> Any:
+        output, self.cache[index] = update(self.cache[index], None)[:2]
+        return output, self.cache[index]
+
+
+class RecurrentLayer(States):
+    """The recurrent state of one layer, for one sequence."""
 
     def __init__(self, size: int, index: int) -> None:
         super().__init__(size)
@@ -134,7 +145,7 @@ class RecurrentLayer(ArraysCache):
             self.cache = [convolved, Behind(begun, tape)]
 
     def along(self, paths: Paths, call: Call) -> Any:
-        copies: Any = ArraysCache(len(self.cache))
+        copies: Any = States(len(self.cache))
         copies.cache = paths.copies(self.cache)
         spread = call.changed(lambda arg: copies if arg is STATE else paths.spread(arg))
         return paths.collect(spread())

@@ -1,1 +1,4 @@
-"""Targets that see: pictures.py checks what is given, prompts.py makes prompts of it."""
+"""Targets that see, by mlx-vlm: `opening.py` reads them, `prompts.py` makes prompts with pictures.
+
+`pictures.py` checks what users give, `remote.py` reads addresses, `album.py` has those of a chat.
+"""

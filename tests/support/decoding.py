@@ -147,16 +147,20 @@ def go_on(
     target: Any,
     drafter: Any,
     state: State,
-    prompt: abc.Sequence[int],
+    given: Prompt | abc.Sequence[int],
     config: DecodeConfig | None = None,
 ) -> int:
     """Bring a state to another prompt; how much of it was there already."""
-    reused = state.reuse(Prompt.of(prompt))
+    prompt = Prompt.of(given)
+    reused = state.reuse(prompt)
     sequence = sequence_of(target, drafter, prompt, config or DecodeConfig(), state)
     while sequence.is_reading:
         length = sequence.next_chunk()
-        ids, block = mx.array(prompt[state.position :][:length]), Block(length, last_only=True)
-        (found,) = target.forward_all([Rows(ids, state.cache, block)], drafter.aux_layers)
+        first, last = state.position, state.position + length
+        embeddings = target.embed(prompt, first, last) if prompt.pieces else None
+        ids, block = mx.array(prompt.tokens[first:last]), Block(length, last_only=True)
+        rows = Rows(ids, state.cache, block, embeddings)
+        (found,) = target.forward_all([rows], drafter.aux_layers)
         state.commit_prompt(sequence.prompt, length, found[1])
     state.end_prompt(found[0][-1:])
     return reused

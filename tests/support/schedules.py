@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_mlx.cli.prompts import read_prompts
 from dflash_mlx.core.config import DecodeConfig, SamplingConfig
-from dflash_mlx.core.prompt import shared_length
+from dflash_mlx.core.prompt import Prompt, shared_length
 from dflash_mlx.core.sampling import Sampler, tempered
 from dflash_mlx.drafters.budget import BatchBudget
 from dflash_mlx.drafters.methods import drafting_of, make_drafter
@@ -39,7 +39,7 @@ TOYS = ("llama", "llama_sliding", "qwen3_5", "gemma3_text", "gemma2", "lfm2")  #
 TIE = 1e-3
 _PATIENCE = 2000  # steps
 
-Prompts = Callable[[np.random.Generator], list[int]]
+Prompts = Callable[[np.random.Generator], list[int] | Prompt]
 
 METHODS: tuple[dict[str, Any], ...] = (
     {"method": "none"},
@@ -69,7 +69,7 @@ class Request:
     so often right; tiny drafters know nothing.
     """
 
-    prompt: list[int]
+    prompt: list[int] | Prompt
     config: DecodeConfig
     arrives: int
     leaves: int | None
@@ -271,9 +271,12 @@ def margin(target: Target, request: Request, before: list[int], tokens: tuple[in
     Greedy: the difference of their logits. Sampled: of what they were drawn by, or the mass by
     which one of them missed top-p.
     """
-    history = [*request.prompt, *before]
+    prompt = Prompt.of(request.prompt)
+    history = [*prompt.tokens, *before]
     ids, sampling = mx.array(history), request.config.sampling
-    logits = target.forward(ids, target.new_cache(), Block(len(history)))[0][-1]
+    whole = Prompt(tuple(history), prompt.pieces)
+    embeddings = target.embed(whole, 0, len(history)) if whole.pieces else None
+    logits = target.forward(ids, target.new_cache(), Block(len(ids)), (), embeddings)[0][-1]
     sampler = Sampler(sampling, len(request.prompt), sampling.stop_token_ids)
     logits = sampler.adjusted(logits.astype(mx.float32), history)
     if sampling.temperature > 0:

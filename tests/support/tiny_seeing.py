@@ -8,10 +8,10 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from support.seeing import FAMILIES, PATCH, make_whole
 from tokenizers import Tokenizer
 
 from support.models import write_tokenizer
+from support.seeing import FAMILIES, PATCH, make_whole
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 FIRST = 97  # of their ids

@@ -10,12 +10,11 @@ import pytest
 
 pytest.importorskip("mlx_vlm", reason="mlx-vlm, the extra vision, is not installed")
 
-from support.seeing import picture
-
 from dflash_mlx.cli import generate
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.models.load import load
+from support.seeing import picture
 from support.serving import CHAT, MODEL, serving, speak
 from support.tiny_seeing import write_folder
 
