@@ -360,7 +360,9 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_built(folder: Path) -> None:
-    """Build a model without its weights; DFlashError where mlx-lm, or drafting, cannot do that."""
+    """Build a model of mlx-lm's without weights; DFlashError where it, or drafting, cannot."""
+    if opens(Source.of(folder, MODEL).read_json(CONFIG)):  # tried when it is read
+        return
     from mlx_lm.utils import load_model
 
     with loading(str(folder), _CHOOSE):

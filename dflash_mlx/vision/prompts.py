@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import mlx.core as mx
+
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt
+from dflash_mlx.vision.eyes import Eyes
 from dflash_mlx.vision.pictures import Picture
-from dflash_mlx.vision.pieces import Sight
+from dflash_mlx.vision.pieces import Look, Sight
+from dflash_mlx.vision.positions import Table
 
 _STEP = "ask in words alone, or choose another model"
 
@@ -36,31 +39,35 @@ def read_prompt(
     places = eyes.places(inputs)
     counts = [eyes.count(picture, alone) for picture in pictures]
     if sum(counts) != len(places) or not all(counts):
-        what = f"the chat template of {target.name} has no place for {len(pictures)} pictures"
-        raise DFlashError(f"{what} where they stand", _STEP)
-    table = eyes.table(inputs)
-    pieces = []
-    of_each = zip(pictures, pairwise(accumulate(counts, initial=0)), strict=True)
-    for picture, (first, last) in of_each:
-        own = tuple(places[first:last])
-        look = partial(eyes.look, picture, alone)
-        pieces.append(
-            Sight(
-                own[0],
-                own[-1] + 1 - own[0],
-                eyes.key(picture),
-                lambda look=look: look().rows,  # type: ignore[misc]
-                eyes.mutual,
-                look,
-                own,
-                table,
-            )
-        )
+        what = f"{len(pictures)} pictures take {sum(counts)} places, but the conversation has "
+        what += f"{len(places)} as {target.name} writes it, by its chat template or in its words"
+        raise DFlashError(what, _STEP)
+    table, bounds = eyes.table(inputs), pairwise(accumulate(counts, initial=0))
+    pieces = [
+        _sight(eyes, picture, alone, tuple(places[first:last]), table)
+        for picture, (first, last) in zip(pictures, bounds, strict=True)
+    ]
     return Prompt(tuple(inputs["input_ids"][0].tolist()), tuple(pieces))
 
 
+def _sight(
+    eyes: Eyes, picture: Picture, alone: str, places: tuple[int, ...], table: Table | None
+) -> Sight:
+    """A picture at these places. alone: a prompt of nothing else, which its tower is given."""
+
+    def look() -> Look:
+        return eyes.look(picture, alone)
+
+    def rows() -> mx.array:
+        return look().rows
+
+    length = places[-1] + 1 - places[0]
+    digest, whole = eyes.key(picture), eyes.mutual
+    return Sight(places[0], length, digest, rows, whole, look, places, table)
+
+
 def _written(
-    eyes: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    eyes: Eyes, tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> str:
     """The conversation as text, in which each picture is a placeholder."""
     shown = [
