@@ -8,6 +8,7 @@ from __future__ import annotations
 import binascii
 import re
 import secrets
+import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from dflash_mlx.serve.errors import ApiError, refusal
 from dflash_mlx.serve.fields import Strict
 from dflash_mlx.serve.settings import MOST_PICTURES, MOST_PIXELS
 from dflash_mlx.vision.pictures import MOST_BYTES, Picture, open_picture
-from dflash_mlx.vision.remote import fetch, is_address
+from dflash_mlx.vision.remote import PATIENCE, fetch, is_address
 
 _DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
@@ -120,13 +121,17 @@ def pictures_in(value: object, place: str = "") -> Iterator[tuple[str, Shown]]:
 
 
 def fetched(body: BaseModel, most: int) -> dict[str, bytes]:
-    """The files of pictures at addresses, by their texts; these many bytes at most in all."""
+    """The files of pictures at addresses, by their texts; these many bytes at most in all.
+
+    ApiError for one that cannot be read, or where all of them take too long.
+    """
     found: dict[str, bytes] = {}
+    ends = time.monotonic() + PATIENCE
     for place, shown in pictures_in(body):
-        if is_address(shown.place) and shown.text not in found:
-            left = most - sum(map(len, found.values()))
+        if is_address(shown.place) and shown.text not in found and len(found) <= MOST_PICTURES:
+            left = min(most - sum(map(len, found.values())), MOST_BYTES)
             try:
-                found[shown.text] = fetch(shown.place, min(left, MOST_BYTES))
+                found[shown.text] = fetch(shown.place, left, max(1.0, ends - time.monotonic()))
             except DFlashError as error:
                 raise ApiError(400, str(error), place) from None
     return found

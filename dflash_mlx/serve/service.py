@@ -120,19 +120,24 @@ class Service:
             read = partial(fetched, body, int(self.config.body_mb * 10**6))
             files = await asyncio.to_thread(read)
 
-        def understand() -> Understood:
+        def opened() -> Chat:
             own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}}
             own |= {"wishes": body.wishes, "ignored": None if self.config.strict else []}
             chat = replace(body.chat(pair), **own)
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
-            chat = seen(pair, chat, body, files)
-            prompt = prompt_of(pair, chat)
-            opened = opens_thought(pair.tokenizer, prompt.tokens)
-            return chat, structure_of(pair, chat, opened), prompt
+            return seen(pair, chat, body, files)
 
-        return await self.prepare(understand)
+        def understood(chat: Chat) -> Understood:
+            prompt = prompt_of(pair, chat)
+            in_thought = opens_thought(pair.tokenizer, prompt.tokens)
+            return chat, structure_of(pair, chat, in_thought), prompt
+
+        work = partial(understood, await self.prepare(opened))
+        if work.args[0].pictures:  # whose processor computes, which one thread may
+            return await asyncio.wrap_future(self.queue.worker.call(work))
+        return await self.prepare(work)
 
     def close(self) -> None:
         self.models.close()

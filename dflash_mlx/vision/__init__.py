@@ -1,1 +1,4 @@
-"""Targets that see, by mlx-vlm: pictures.py checks what is given, opening.py reads the models."""
+"""Targets that see, by mlx-vlm: `opening.py` reads them, `prompts.py` makes prompts with pictures.
+
+`pictures.py` checks what users give, `remote.py` reads addresses, `album.py` has those of a chat.
+"""

@@ -244,7 +244,8 @@ def test_addresses_are_read_where_that_is_allowed_and_their_size_counts(monkeypa
     monkeypatch.setattr("dflash_mlx.vision.prompts.read_prompt", pictures.read_prompt)
     asked: list[tuple[str, int]] = []
 
-    def fetch(address: str, most: int) -> bytes:
+    def fetch(address: str, most: int, patience: float) -> bytes:
+        assert 1 <= patience <= 20
         asked.append((address, most))
         return picture()
 

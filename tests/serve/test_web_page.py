@@ -17,6 +17,7 @@ from support.serving import CHAT, ROOT, chat_body, serving, speak
 FOLDER = ROOT / "dflash_mlx/serve/page"
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 CSS, SCRIPT = ((FOLDER / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+PICTURES = (FOLDER / "pictures.js").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +74,11 @@ def test_the_files_have_no_address_no_script_between_tags_and_no_text_as_html():
     assert all("style" not in given and tag != "style" for tag, given in found)
     asked = [given.get(name) for _, given in found for name in ("src", "href") if name in given]
     assert {*asked} == {"data:,", *web_page.TYPES} - {web_page.HOME}
-    for text in (CSS, SCRIPT):
+    for text in (CSS, SCRIPT, PICTURES):
         assert not re.search(r"//\w+\.|https?:|url\(|@import", text)
-    assert not re.search(r"HTML\b(?!\.)|document\.write|\beval\b|Function\(|localStorage", SCRIPT)
+    assert not re.search(
+        r"HTML\b(?!\.)|document\.write|\beval\b|Function\(|localStorage", SCRIPT + PICTURES
+    )
 
 
 def test_the_package_has_the_files_and_they_are_small():
