@@ -82,10 +82,10 @@ def parser() -> argparse.ArgumentParser:
 
 def memory(report: Report) -> dict[str, str]:
     """How the memory is shared out beside a pair; no weight is read."""
-    source, target = report.target.source, None
-    if not report.errors and source is not None and source.folder is not None:
-        if target := check_built(source.folder):
-            target.context_length = report.target.context_length
+    source = report.target.source
+    folder = None if report.errors or source is None else source.folder
+    if target := check_built(folder) if folder else None:
+        target.context_length = report.target.context_length
     return budget(report.memory(on_cpu()), PrefixConfig(), target)
 
 
