@@ -42,7 +42,6 @@ _PLAIN = "plain decoding"
 _BLIND = 8  # rounds of plain decoding that follow each other without a look at their tokens
 _IDLE = 1.02  # tokens per plain round up to which looking is not worth the wait
 _TAUGHT = 3  # rounds that are enough to go by
-_NOTHING = Sizes(np.ones(1), np.zeros(1, int), np.zeros(1))  # was found to draft
 
 
 @dataclass(frozen=True)
@@ -153,10 +152,12 @@ class BatchBudget:
         for each in (self.experience, *self._together.values()):
             each.retime(self.newest())
         plain, *drafts = known.arms
-        contexts = _contexts(states)
-        plain.planned = Average(known.times.plain(len(states) + states[0].beside, contexts))
+        contexts, count = _contexts(states), len(states) + states[0].beside
+        seconds, one_row = partial(known.times.of, contexts=contexts), known.times.plain
+        plain.planned = Average(one_row(count, contexts))
+        plain.plan(lambda rows: np.where(rows > count, seconds(rows), one_row(count, contexts)))
         for arm in drafts:
-            arm.plan(partial(known.times.of, contexts=contexts))
+            arm.plan(seconds)
         if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
@@ -165,9 +166,12 @@ class BatchBudget:
         share, cutting = budget // len(states), partial(self._cut, known, states, budget)
         drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
         rate, second, further = known.best.rate, known.second, 0.0
+        recalled = self._recall(states, share)
         if arm.name != _PLAIN:
+            alone = cutting(_joined(drafts, recalled), 0.0)
+            known.arms[0].expect(alone.tokens, alone.seconds, alone.sizes)
             drafts, further = self._begin(known, arm, states, share)
-        drafts = self._looked_up(drafts, states, share)
+        drafts = _joined(drafts, recalled)
         before = float(arm.drafts.of()) + further
         best = cutting(drafts, before)
         best = usual = replace(best, sizes=best.sizes.dearer(further))
@@ -180,7 +184,7 @@ class BatchBudget:
                 draft.tree.wait()
             second.times.took(self.clock() - start, sum(counts))
             spent = float(second.times.of(sum(counts)))
-            both = cutting(self._looked_up(more, states, share), before + spent)
+            both = cutting(_joined(more, recalled), before + spent)
             best = replace(
                 both,
                 sizes=both.sizes.dearer(spent),
@@ -222,17 +226,14 @@ class BatchBudget:
         arm.drafts.took(end - start - seconds)
         return drafts, seconds
 
-    def _looked_up(
-        self, drafts: Sequence[Proposal], states: Sequence[State], share: int
-    ) -> list[Proposal]:
+    def _recall(self, states: Sequence[State], share: int) -> list[Tree]:
+        """What was said before, for each sequence."""
         found = []
-        for draft, state in zip(drafts, states, strict=True):
+        for state in states:
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
-            wanted = self._scope.looks_up and draft.q is None
-            if wanted and most > 0:
-                recalled = allowed(Proposal(self._lookup.draft(state, most)), state).tree
-                draft = replace(draft, tree=join(draft.tree, recalled))
-            found.append(draft)
+            looks_up = self._scope.looks_up and most > 0
+            recalled = self._lookup.draft(state, most) if looks_up else Tree.chain()
+            found.append(allowed(Proposal(recalled), state).tree)
         return found
 
     def _cut(
@@ -249,7 +250,9 @@ class BatchBudget:
         if sum(map(len, trees)) == len(trees):
             drafted = before > 0
             took = float(seconds(len(trees))) if drafted else times.plain(len(trees), contexts)
-            return Cut([*drafts], float(len(trees)), before, before + took, _NOTHING, beside=beside)
+            count = len(trees)
+            nothing = Sizes(np.full(count, 1.0 * count), np.arange(count), np.zeros(count), count)
+            return Cut([*drafts], 1.0 * count, before, before + took, nothing, beside=beside)
         if times.timed is None:
             most = min(most, max(SAFE, len(trees)))
         reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
@@ -302,6 +305,12 @@ class BatchBudget:
             return not self._scope.looks_up
         self._blind -= 1
         return True
+
+
+def _joined(drafts: Sequence[Proposal], recalled: Sequence[Tree]) -> list[Proposal]:
+    """Drafts with what was said before, but for chains that were drawn."""
+    pairs = zip(drafts, recalled, strict=True)
+    return [d if d.q is not None else replace(d, tree=join(d.tree, tree)) for d, tree in pairs]
 
 
 def _contexts(states: Sequence[State]) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Any
@@ -25,6 +26,7 @@ GUESSED_ROWS = 8  # of a drafter that has not drafted yet
 _MEMORY = 24  # rounds that an average remembers
 _TRUST = 2.0  # rounds that the first guess weighs as much as
 _FADED = 4.0  # rounds that what other answers taught weighs as much as
+_HOPE = 1.0  # times that an arm may be better than one round of it has shown
 _MACHINE_MEMORY = 6  # rounds: whatever else the machine does can change within a second
 _RECENT = 16  # drafts and plain rounds whose time, or promise, is remembered
 _DRAFTED = 64  # drafted rounds whose time is remembered; sizes that are not among them are new
@@ -40,19 +42,19 @@ class Average:
     """A mean that forgets; it starts at a guess."""
 
     def __init__(self, guess: float, memory: int = _MEMORY) -> None:
-        self._total, self._weight = guess * _TRUST, _TRUST
+        self._total, self.weight = guess * _TRUST, _TRUST
         self._keep = 1 - 1 / memory
 
     @property
     def mean(self) -> float:
-        return self._total / self._weight
+        return self._total / self.weight
 
     def add(self, value: float) -> None:
         self._total = self._total * self._keep + value
-        self._weight = self._weight * self._keep + 1
+        self.weight = self.weight * self._keep + 1
 
     def fade(self, guess: float) -> None:
-        self._total, self._weight = guess * _FADED, _FADED
+        self._total, self.weight = guess * _FADED, _FADED
 
 
 class DraftTimes:
@@ -100,12 +102,19 @@ class RoundTimes:
 
     def retime(self, timed: PassTimes | None) -> None:
         """Take other times of passes; None until a round tells, where none was timed."""
-        self.timed = self.given = timed  # what a round tells in place of None is `timed` alone
-        self.machine = Average(1.0, _MACHINE_MEMORY)  # times that all rounds take longer of late
+        self.timed = self.given = timed  # what rounds tell in place of None is `timed` alone
+        self._seen = deque[tuple[int, float]](maxlen=_DRAFTED)  # sizes and seconds of passes
+        # How many times as long as planned the latest rounds took
+        self._longer = deque([1.0], maxlen=_MACHINE_MEMORY)
         self._plain = deque[float](maxlen=_RECENT)  # seconds beyond the pass
         self._of_plain: float | None = None  # their median, where there are enough
         self._drafted = deque[tuple[int, float]](maxlen=_DRAFTED)  # sizes, and the same
         self._usual, self._beyond = 0.0, dict[int, float]()  # their medians: of all, by size
+
+    @property
+    def machine(self) -> float:
+        """Times that all rounds take longer of late: a median, as of each size, or they drift."""
+        return median(self._longer)
 
     def of(self, rows: Any, contexts: Sequence[float] = ()) -> Any:
         """Of a drafted round without its drafts, over the next size that passes come in."""
@@ -127,7 +136,7 @@ class RoundTimes:
         """
         if self.timed is None:
             return None
-        machine = self.machine.mean
+        machine = self.machine
         if self._of_plain is None:
             machine = min(machine, 1.0)
         return self.plain(rows, contexts) * machine
@@ -138,7 +147,7 @@ class RoundTimes:
         before: seconds of its drafts. planned: of all. The first with so many rows builds what the
         others use, so it tells nothing; no round tells more than `_OUTLIER` allows.
         """
-        expected = planned * self.machine.mean
+        expected = planned * self.machine
         if (rows, drafted) not in self._met:
             self._met.add((rows, drafted))
             return expected
@@ -147,8 +156,11 @@ class RoundTimes:
             self.timed = replace(GUESS, seconds=tuple(scale * each for each in GUESS.seconds))
             return took
         seconds = min(max(took, expected / _OUTLIER), expected * _OUTLIER)
-        unplanned = seconds / self.machine.mean - planned
-        self.machine.add(seconds / planned)
+        unplanned = seconds / self.machine - planned
+        if self.given is None:
+            self._seen.append((int(size_of(rows)), seconds / self.machine - before))
+            self.timed = _line(self._seen)
+        self._longer.append(seconds / planned)
         if drafted:
             size = int(size_of(rows))
             self._drafted.append((size, unplanned + self._beyond.get(size, self._usual)))
@@ -163,9 +175,25 @@ class RoundTimes:
         for size, beyond in self._drafted:
             found[size].append(beyond)
         self._beyond = {
-            size: median(of[-_RECENT:]) for size, of in found.items() if len(of) >= _ENOUGH
+            size: max(median(of[-_RECENT:]), 0.0)
+            for size, of in found.items()
+            if len(of) >= _ENOUGH
         }
-        self._usual = max(median(beyond for _, beyond in [*self._drafted][-_RECENT:]), 0.0)
+        if len(self._drafted) >= _ENOUGH:
+            self._usual = max(median(beyond for _, beyond in [*self._drafted][-_RECENT:]), 0.0)
+
+
+def _line(passes: Iterable[tuple[int, float]]) -> PassTimes:
+    """Times on a line through the medians of passes by their rows, drawn a little to `GUESS`."""
+    found = defaultdict[int, list[float]](list)
+    for rows, seconds in passes:
+        found[rows].append(seconds)
+    points = [(len(of) ** 0.5, rows - 1, median(of)) for rows, of in found.items()]
+    guess = (0.2, -2.0, 0.0)  # as if a slope of a tenth had been seen, give or take half of it
+    x = np.array([guess[:2], *((weight, weight * rows) for weight, rows, _ in points)])
+    y = np.array([guess[2], *(weight * seconds for weight, _, seconds in points)])
+    one, more = np.maximum(np.linalg.lstsq(x, y)[0], (_LEAST, 0.0))
+    return replace(GUESS, seconds=tuple(float(one + more * (rows - 1)) for rows in ROWS))
 
 
 def of_further_steps(accepted: Accepted) -> int:
@@ -265,6 +293,11 @@ class Arm:
     def rate(self) -> float:
         return self.tokens.mean / self.seconds
 
+    @property
+    def hoped(self) -> float:
+        """The rate that it may have: the less it was tried, the more."""
+        return self.rate * (1 + _HOPE / math.sqrt(self.tokens.weight))
+
     def loss(self, rate: float) -> float:
         """Seconds that a round of this costs more than the same tokens at `rate`."""
         return self.seconds - self.tokens.mean / rate
@@ -319,13 +352,14 @@ class Experience:
 
     def choose(self) -> tuple[Arm, tuple[tuple[str, float], ...], bool]:
         """The arm of this round, the rates that it was chosen by, and whether it is only tried."""
-        machine, best = self.times.machine.mean, self.best
+        machine, best = self.times.machine, self.best
         others = [arm for arm in self.arms if arm is not best]
         rates = tuple((arm.name, arm.rate / machine) for arm in (best, *others))
         for arm in others:
             if arm.waited * _PROBES >= arm.loss(best.rate) * machine:
                 return arm, rates, True
-        return best, rates, False
+        arm = max(self.arms, key=lambda arm: arm.hoped)
+        return arm, rates, arm is not best
 
     def retime(self, timed: PassTimes | None) -> None:
         """Take times of passes that were measured since it took the last."""
@@ -346,7 +380,7 @@ class Experience:
     def spent(self, arm: Arm, cut: Cut, took: float) -> None:
         self.rounds += 1
         guessed = self.times.timed is None
-        drafted, machine = cut.drafts or arm is not self.arms[0], self.times.machine.mean
+        drafted, machine = cut.drafts or arm is not self.arms[0], self.times.machine
         seconds = self.times.learn(cut.rows, drafted, cut.before, took, cut.seconds)
         if not guessed:
             arm.bias.add(seconds / (cut.seconds * machine))

@@ -11,7 +11,7 @@ import pytest
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.experience import Average, Experience, RoundTimes
-from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
+from dflash_mlx.drafters.growth.reliability import Sizes, never, reach, worth_keeping
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import ROWS, PassTimes
@@ -184,12 +184,12 @@ def test_rounds_that_wait_for_the_screen_do_not_count_in_full():
 
 def test_what_the_reader_takes_is_no_time_of_a_round():
     case = case_of(RISING, 0.3, lambda i: 0.6)
-    machine = case.drafter.experience.times.machine.mean
+    machine = case.drafter.experience.times.machine
     config, state = case.start(20)
     for _ in decoding.rounds(case.target, case.drafter, state, config):
         case.clock.now += 500.0
         state.paused += 500.0  # as the loop has it
-    assert case.drafter.experience.times.machine.mean == pytest.approx(machine, rel=0.01)
+    assert case.drafter.experience.times.machine == pytest.approx(machine, rel=0.01)
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -240,7 +240,7 @@ def test_a_round_takes_what_rounds_of_its_size_have_taken():
         planned = 0.02 + float(times.of(rows))
         times.learn(rows, True, 0.02, 1.0 if i == 80 else 0.02 + true[rows], planned)
     for rows, seconds in true.items():
-        planned = (0.02 + float(times.of(rows))) * times.machine.mean
+        planned = (0.02 + float(times.of(rows))) * times.machine
         assert planned == pytest.approx(0.02 + seconds, rel=0.05)
 
 
@@ -292,3 +292,52 @@ def test_a_round_that_was_planned_without_times_tells_nothing_once_there_are_som
     state.last = replace(case.rounds[0].accepted, tree=proposal.tree)
     budget.propose([state], 96)
     assert len(told) == (not meanwhile)
+
+
+SLOPED = PassTimes((1, 96), (1.0, 5.75))  # a twentieth more for each row
+
+
+def take(times, rng, rows, pass_seconds, count):
+    """Drafted rounds of so many rows, one in thirty of which waits for something else."""
+    for _ in range(count):
+        slower = float(np.exp(rng.normal(0, 0.08))) * (2.5 if rng.random() < 1 / 30 else 1.0)
+        planned = 0.1 + float(times.of(rows))
+        times.learn(rows, True, 0.1, (0.1 + pass_seconds) * slower, planned)
+
+
+def test_a_size_does_not_get_cheaper_than_others_for_being_used_all_the_time():
+    times, rng = RoundTimes(SLOPED), np.random.default_rng(1)
+    take(times, rng, 32, float(SLOPED.of(32)), 400)
+    share = float(times.of(32)) / float(times.of(8))
+    assert share == pytest.approx(float(SLOPED.of(32) / SLOPED.of(8)), rel=0.1)
+
+
+def test_without_times_sizes_that_were_not_tried_cost_what_the_others_let_expect():
+    times, rng = RoundTimes(None), np.random.default_rng(1)
+    times.learn(4, True, 0.1, 9.0, 1.4)
+    times.learn(4, True, 0.1, 3.0, 1.4)  # waits for something else, and is the first that tells
+    for rows in (4, 8, 4, 8):
+        take(times, rng, rows, float(SLOPED.of(rows)), 12)
+    for rows in (2, 16, 32):
+        share = float(times.of(rows)) / float(times.of(8))
+        assert share == pytest.approx(float(SLOPED.of(rows) / SLOPED.of(8)), rel=0.25)
+
+
+def test_one_round_that_had_to_wait_makes_no_size_dearer():
+    times = RoundTimes(SLOPED)
+    for took in (3.0, 3.0):
+        times.learn(8, True, 0.1, took, 0.1 + float(times.of(8)))
+    assert float(times.of(16)) == pytest.approx(float(SLOPED.of(16)))
+
+
+def test_an_answer_does_not_begin_as_if_lookups_were_verified_in_a_pass_over_one_row():
+    dear = PassTimes((1, 96), (1.0, 20.0))
+    case = Case(dear, Honest(0.1, lambda i: 0.5), tokens=20, scope=Scope())
+    plain, *_ = case.drafter.experience.arms
+    for _ in range(16):
+        promised = Sizes(np.array([1.0, 1.6, 2.0, 2.4]), np.arange(4), np.zeros(4))
+        plain.expect(2.4, float(dear.of(4)), promised)
+    before = plain.rate
+    _, state = case.start(10)
+    case.drafter.propose([state], 96)
+    assert plain.rate < 1.2 * before
