@@ -103,7 +103,7 @@ def transcript(
 ) -> Iterator[tuple[list[Message], Message]]:
     """What each turn was asked, the whole conversation so far, and what was answered.
 
-    size: words of a tool's result, about.
+    size: words of a tool's result, about; thoughts are shorter.
     """
     messages: list[Message] = [{"role": "system", "content": system}]
     for turn in range(turns):
@@ -113,10 +113,10 @@ def transcript(
         else:
             told = [_words(draw, 12) for _ in range(draw.randrange(size // 24, size // 8))]
             messages.append({"role": "tool", "content": "\n".join(told)})
-        thought = _words(draw, draw.randrange(20, 80))
+        thought = _words(draw, draw.randrange(size // 15, size // 4))
         answer = {"role": "assistant", "content": called, "thought": thought}
         if (turn + 1) % QUESTION_EVERY == 0:
-            answer["content"] = _words(draw, 60)
+            answer["content"] = _words(draw, size // 5)
         yield list(messages), answer
         messages.append(answer)
 
@@ -205,7 +205,7 @@ class Replay:
             if i + 1 == restart:
                 self.restart()
             self.turn(str(i + 1), messages, answer)
-        (other, its), *_ = transcript(prompt, 1, random.Random(8))
+        (other, its), *_ = transcript(prompt, 1, random.Random(8), size)
         self.turn("another agent", other, its)
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
         again = {"role": "user", "content": _words(draw, 30)}
