@@ -351,9 +351,8 @@ def limit(asked: argparse.Namespace) -> None:
             became |= {named[each]: f"ended: {ended}"} if ended else {}
         scheduler.keep_finished()
     print("\n".join(f"{name}: {how}" for name, how in sorted(became.items())))
-    print(
-        f"{amount(mx.get_peak_memory())} of arrays at most, {amount(scheduler.prefixes.nbytes)} kept"
-    )
+    kept = amount(scheduler.prefixes.nbytes) if scheduler.prefixes else "nothing"
+    print(f"{amount(mx.get_peak_memory())} of arrays at most, {kept} kept")
 
 
 def main(argv: Sequence[str]) -> None:
