@@ -119,7 +119,7 @@ def test_what_waits_is_refused_when_the_memory_for_it_is_gone():
     scheduler.memory.limit = scheduler.memory.bytes_of(target, fits.drafter, 100)
     said = scheduler.step()
     failed = {each: told for each, told in said if isinstance(told, Exception)}
-    assert [*failed] == [waits] and "607 tokens" in str(failed[waits])
+    assert [*failed] == [waits] and "608 tokens" in str(failed[waits])
     while len(scheduler):
         said += scheduler.step()
     assert any(each is fits and told.finish_reason == "length" for each, told in said[1:])
