@@ -118,14 +118,13 @@ class Models:
         seconds = 60 * (minutes or float("inf"))
         while True:
             await asyncio.sleep(min(seconds / 4, _LOOK))
-            for each in self._all:
+            looks = [partial(self._unload_after, seconds, each) for each in self._all]
+            for look in (*looks, self._relieve):
                 try:
                     async with self._turn:
-                        await self._unload_after(seconds, each)
+                        await look()
                 except Exception as error:
                     failed(error)
-            async with self._turn:
-                await self._relieve()
 
     async def _relieve(self) -> None:
         """Where memory is short, let idle models go but the last, and caches give up their share.

@@ -247,7 +247,7 @@ def test_where_memory_is_short_idle_models_go_first_and_then_what_caches_may_tak
         memory = server.worker._scheduler.memory
         memory.limit = 1
         short.append(True)
-        server.until(lambda: memory.limit != 1 and states(server)["third"] == "not-loaded")
+        server.until(lambda: memory.limit != 1 and not any(each.pair for each in further))
         assert states(server) == {MODEL: "loaded", **dict.fromkeys(FURTHER, "not-loaded")}
         memory.limit = 1
         server.until(lambda: memory.limit != 1)
