@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,8 +118,9 @@ class Models:
         seconds = 60 * (minutes or float("inf"))
         while True:
             await asyncio.sleep(min(seconds / 4, _LOOK))
-            looks = [partial(self._unload_after, seconds, each) for each in self._all]
-            for look in (*looks, self._relieve):
+            looks: list[Callable[[], Awaitable[None]]] = [self._relieve]
+            looks[:0] = [partial(self._unload_after, seconds, each) for each in self._all]
+            for look in looks:
                 try:
                     async with self._turn:
                         await look()
