@@ -19,9 +19,10 @@ from dflash_mlx.core.config import PairConfig, PrefixConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import in_words, read_speeds
 from dflash_mlx.models.check import Report, check_built
+from dflash_mlx.models.downloads import needed_by
 from dflash_mlx.models.load import check_named, lines
+from dflash_mlx.models.names import find_names
 from dflash_mlx.session.memory import budget
-from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.system.machine import describe_machine, describe_versions, model_of, namesakes
 from dflash_mlx.verifier.pass_times import read_times
 from dflash_mlx.verifier.routing import kernel_choices, trial_verdicts
@@ -43,9 +44,11 @@ def main(argv: Sequence[str]) -> None:
         return
     for name in {"rehearse", "report"} & given.keys():
         raise DFlashError(f"{name} is for --mac alone", "add --mac, or leave it out", name)
-    report = check_named(PairConfig(**{name: given[name] for name in _NAMES & given.keys()}))
+    config = PairConfig(**{name: given[name] for name in _NAMES & given.keys()})
+    report = check_named(config)
     print("\n".join(lines(report)), flush=True)
-    print("\n".join(_section("memory", memory(report))), flush=True)
+    if not report.errors:
+        print("\n".join(_section("memory", memory(report, config))), flush=True)
     print("\n".join(about(platformdirs.user_cache_path("dflash-chat"))))
     print("kernels\n  not tried; python -m kernels_metal.sweep runs each against its reference")
     if report.errors:
@@ -80,13 +83,13 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def memory(report: Report) -> dict[str, str]:
-    """How the memory is shared out beside a pair; no weight is read."""
+def memory(report: Report, config: PairConfig) -> dict[str, str]:
+    """How the memory is shared out beside the pair of a report; no weight is read."""
     source = report.target.source
-    folder = None if report.errors or source is None else source.folder
+    folder = None if source is None else source.folder
     if target := check_built(folder) if folder else None:
         target.context_length = report.target.context_length
-    return budget(report.memory(on_cpu()), PrefixConfig(), target)
+    return budget(needed_by(find_names(config)), PrefixConfig(), target)
 
 
 def about(cache: Path) -> list[str]:

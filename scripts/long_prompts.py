@@ -3,6 +3,7 @@
     .venv/bin/python scripts/long_prompts.py turns [--kind dense|hybrid|default] [--turns 20] \
         [--system 6000] [--restart 10]
     .venv/bin/python scripts/long_prompts.py times [--kind dense] [--context 16384,32768]
+    .venv/bin/python scripts/long_prompts.py limit [--kind dense] [--megabytes 900]
 
 `dense` and `hybrid` are small random models with the layers of Llama and of Qwen3.5; `default` is
 the default pair, whose context is 8,192. All have the default model's tokenizer.
@@ -16,6 +17,10 @@ the same system prompt, and the last question asked once more in other words.
 
 `times` reads a prompt of so many tokens and decodes behind it, by mlx-lm, by plain decoding here
 and by `auto`, in an order that turns. Let nothing else run meanwhile.
+
+`limit` allows this process so many megabytes more than it has when the model is loaded
+(RLIMIT_DATA), and asks for eight answers to prompts of 500 tokens and for one behind each long
+context, all at once: it says which ended, and which were refused with what sentence.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,16 +46,20 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models import llama, qwen3_5
 
 from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig
+from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.prompt import Prompt, shared_length
+from dflash_mlx.core.text import amount
 from dflash_mlx.core.tree import Accepted
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.engine.verify import TargetSampling
 from dflash_mlx.models.load import load_pair, load_target
+from dflash_mlx.session.memory import for_caches
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session
 from dflash_mlx.session.templates import ends_of_turns
+from dflash_mlx.system.machine import available_memory
 from dflash_mlx.verifier.model import Target
 
 Message = dict[str, Any]
@@ -103,7 +113,7 @@ def transcript(
 ) -> Iterator[tuple[list[Message], Message]]:
     """What each turn was asked, the whole conversation so far, and what was answered.
 
-    size: words of a tool's result, about.
+    size: words of a tool's result, about; thoughts are shorter.
     """
     messages: list[Message] = [{"role": "system", "content": system}]
     for turn in range(turns):
@@ -113,10 +123,10 @@ def transcript(
         else:
             told = [_words(draw, 12) for _ in range(draw.randrange(size // 24, size // 8))]
             messages.append({"role": "tool", "content": "\n".join(told)})
-        thought = _words(draw, draw.randrange(20, 80))
+        thought = _words(draw, draw.randrange(size // 15, size // 4))
         answer = {"role": "assistant", "content": called, "thought": thought}
         if (turn + 1) % QUESTION_EVERY == 0:
-            answer["content"] = _words(draw, 60)
+            answer["content"] = _words(draw, size // 5)
         yield list(messages), answer
         messages.append(answer)
 
@@ -205,7 +215,7 @@ class Replay:
             if i + 1 == restart:
                 self.restart()
             self.turn(str(i + 1), messages, answer)
-        (other, its), *_ = transcript(prompt, 1, random.Random(8))
+        (other, its), *_ = transcript(prompt, 1, random.Random(8), size)
         self.turn("another agent", other, its)
         last = max(i for i, m in enumerate(messages) if m["role"] == "user")
         again = {"role": "user", "content": _words(draw, 30)}
@@ -317,9 +327,37 @@ def times(asked: argparse.Namespace) -> None:
             print(f"| {length} | {way.name} | {told} |", flush=True)
 
 
+def limit(asked: argparse.Namespace) -> None:
+    pair = pair_of(asked.kind)
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    most = int(status["VmData"].split()[0]) * 1024 + asked.megabytes * 10**6
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    scheduler = Scheduler(pair, for_caches(), prefixes=PrefixCache(10**9))
+    print(f"{amount(available_memory())} can be had, {amount(for_caches())} for caches")
+    draw, became = random.Random(3), dict[str, str]()
+    lengths = [500] * 8 + [*map(int, asked.context.split(","))]
+    named: dict[Any, str] = {}
+    for i, length in enumerate(lengths):
+        prompt = [draw.randrange(1000, 40000) for _ in range(length)]
+        try:
+            config = DecodeConfig(asked.method, max_tokens=asked.max_tokens)
+            named[scheduler.submit(prompt, config)] = f"{i + 1}, {length} tokens"
+        except DFlashError as error:
+            became[f"{i + 1}, {length} tokens"] = f"refused: {error}"
+    while len(scheduler):
+        for each, said in scheduler.step():
+            ended = said if isinstance(said, Exception) else said.finish_reason
+            became |= {named[each]: f"ended: {ended}"} if ended else {}
+        scheduler.keep_finished()
+    print("\n".join(f"{name}: {how}" for name, how in sorted(became.items())))
+    kept = amount(scheduler.prefixes.nbytes) if scheduler.prefixes else "nothing"
+    print(f"{amount(mx.get_peak_memory())} of arrays at most, {kept} kept")
+
+
 def main(argv: Sequence[str]) -> None:
     result = cli.Parser(prog="long_prompts.py", description="What long prompts take.")
-    result.add_argument("what", choices=("turns", "times"))
+    result.add_argument("what", choices=("turns", "times", "limit"))
     result.add_argument("--kind", choices=("dense", "hybrid", "default"), default="dense")
     result.add_argument("--turns", type=int, default=20)
     result.add_argument("--system", type=int, default=6000, help="tokens of the system prompt")
@@ -329,9 +367,11 @@ def main(argv: Sequence[str]) -> None:
     result.add_argument("--no-ends", action="store_true", help="as if no ends of turns were known")
     result.add_argument("--context", default="16384,32768", help="tokens of the prompts")
     result.add_argument("--max-tokens", type=int, default=64)
+    result.add_argument("--method", default=PLAIN, help="of the answers of limit")
+    result.add_argument("--megabytes", type=int, default=900)
     result.add_argument("--repeat", type=int, default=3)
     asked = result.parse_args(argv)
-    {"turns": turns, "times": times}[asked.what](asked)
+    {"turns": turns, "times": times, "limit": limit}[asked.what](asked)
 
 
 if __name__ == "__main__":

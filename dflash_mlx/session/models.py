@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,14 +118,14 @@ class Models:
         seconds = 60 * (minutes or float("inf"))
         while True:
             await asyncio.sleep(min(seconds / 4, _LOOK))
-            for each in self._all:
+            looks: list[Callable[[], Awaitable[None]]] = [self._relieve]
+            looks[:0] = [partial(self._unload_after, seconds, each) for each in self._all]
+            for look in looks:
                 try:
                     async with self._turn:
-                        await self._unload_after(seconds, each)
+                        await look()
                 except Exception as error:
                     failed(error)
-            async with self._turn:
-                await self._relieve()
 
     async def _relieve(self) -> None:
         """Where memory is short, let idle models go but the last, and caches give up their share.

@@ -23,7 +23,7 @@ from dflash_mlx.system.files import kept_json
 from kernels_metal.gpu import said
 
 UNKNOWN = "unknown model"
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -80,7 +80,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 def _cgroups() -> Iterator[Path]:
     """The folders of this process's memory cgroups, of either version, up to their root."""
     with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        for line in OWN_CGROUPS.read_text(encoding="utf-8").splitlines():
             _, kinds, place = line.split(":", 2)
             if kinds in ("", "memory"):
                 folder = CGROUPS / kinds / place.strip("/")

@@ -91,6 +91,8 @@ def test_a_pair_that_cannot_be_used_ends_with_2_and_every_next_step(tmp_path, ca
         "  can be used\n",
     ):
         assert words in out
+    (window,) = re.findall(r"memory\n  limit .*\n  window +about ([\d,]+) tokens", out, re.DOTALL)
+    assert window == "512", "its context, as it is so small"
     refused("--model", drafter, "--drafter", model)
     out = capsys.readouterr().out
     assert out.startswith("pair\n") and "  cannot be used\nmachine\n" in out

@@ -236,6 +236,24 @@ def test_a_model_for_which_there_is_no_room_even_alone_is_refused(needs, state, 
         assert said(server.chat(model="third")) == "third answers hello"
 
 
+def test_where_memory_is_short_idle_models_go_first_and_then_what_caches_may_take(monkeypatch):
+    monkeypatch.setattr("dflash_mlx.session.models._LOOK", 0.05)
+    short: list[bool] = []
+    monkeypatch.setattr("dflash_mlx.session.models.is_short", lambda: bool(short))
+    first, further = saying(MODEL), [loading(name) for name in FURTHER]
+    with serving(first, further=further) as server:
+        for name in (*FURTHER, MODEL):
+            assert said(server.chat(model=name)) == f"{name} answers hello"
+        memory = server.worker._scheduler.memory
+        memory.limit = 1
+        short.append(True)
+        server.until(lambda: memory.limit != 1 and not any(each.pair for each in further))
+        assert states(server) == {MODEL: "loaded", **dict.fromkeys(FURTHER, "not-loaded")}
+        memory.limit = 1
+        server.until(lambda: memory.limit != 1)
+        assert states(server)[MODEL] == "loaded", "the last one stays"
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
