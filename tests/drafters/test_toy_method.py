@@ -224,7 +224,7 @@ def test_the_command_line_answers_with_it(folders, capsys):
         generating.main([*folders, *given, "--prompt", "abc", "--json"])
         said = json.loads(capsys.readouterr().out)
         assert said["method"] == "toy" and said["rounds"] > 0
-        assert len(said["accepted_by_position"]) == 3
+        assert len(said["accepted_by_position"]) >= 3  # lookups may reach further
     assert "toy: letters from one draft to the next" in generating.parser().format_help()
 
 
