@@ -41,6 +41,7 @@ from dflash_mlx.benchmark.selection import questions, read_contexts
 from dflash_mlx.cli.prompts import first_of_each, read_prompts
 from dflash_mlx.core.config import PairConfig
 from dflash_mlx.core.errors import DFlashError
+from dflash_mlx.core.option import require
 from dflash_mlx.engine.exact import first_difference
 from dflash_mlx.models.load import load_target
 from dflash_mlx.system.cpu_math import applies as on_cpu
@@ -156,6 +157,8 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str]) -> None:
     asked = parser().parse_args(argv)
+    for name in ("every", "max_tokens", "requests", "runs"):
+        require(vars(asked)[name] > 0, name, vars(asked)[name], "1 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     out = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> None:
     """Measure what is missing, and print each table when it is whole."""
     own, options = split(list(argv))
     asked = parser().parse_args(own, argparse.Namespace(options=options))
-    numbers = [name for name in ("limit", "rows", "max_tokens", "steps") if vars(asked)[name]]
+    numbers = [
+        name for name in ("limit", "rows", "max_tokens", "steps") if vars(asked)[name] is not None
+    ]
     for name in (*numbers, "minutes"):
         require(vars(asked)[name] > 0, name, vars(asked)[name], "more than 0")
     add_controls()

@@ -35,7 +35,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 CLASH = "dflash-mlx==0.1.8"  # on PyPI: another program, whose import name is ours
 SUITE = ("tests/core", "tests/scripts/test_small_scripts.py", "tests/serve/test_web_page.py")
 IN_WHEEL = (
-    *(f"dflash_mlx/serve/page/{name}" for name in ("index.html", "page.css", "page.js")),
+    *(str(file.relative_to(ROOT)) for file in (ROOT / "dflash_mlx/serve/page").iterdir()),
     "dflash_mlx/models/models.toml", "dflash_mlx/data/smollm2-135m-dflash/model.safetensors",
     "kernels_metal/source/", "dflash_chat/main.py", "dflash_mlx/py.typed",
 )  # fmt: skip

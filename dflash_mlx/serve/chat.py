@@ -146,8 +146,9 @@ def prompt_of(pair: Pair, chat: Chat) -> Prompt:
     why = "they cannot be cut before a given format" if formed else f"{name} has none"
     for budget in budgets if formed or ends != END else ():
         chat.ignore(budget, f"limits thoughts, and {why}", "leave it out")
-    ends = () if chat.pictures else _ends(pair, prompt.tokens, messages, arguments)
-    return replace(prompt, ends=ends)
+    if chat.pictures or not pair.target.is_recurrent:
+        return prompt
+    return replace(prompt, ends=_ends(pair, prompt.tokens, messages, arguments))
 
 
 def _rendered(pair: Pair, chat: Chat, messages: list[Json], arguments: Json) -> Prompt:
@@ -181,15 +182,15 @@ def _parted(message: Json, pictures: Mapping[str, Picture]) -> Json:
 def _ends(
     pair: Pair, tokens: Sequence[int], messages: Sequence[Json], arguments: Json
 ) -> tuple[int, ...]:
-    """Of the turns whose states are worth keeping, where a target's states cannot be cut."""
+    """Of the turns whose states are worth keeping; none where the template refuses a part."""
 
     def render(some: Sequence[Mapping[str, Any]]) -> Sequence[int]:
         how = {**arguments, "continue_final_message": False, "add_generation_prompt": False}
-        text = pair.tokenizer.apply_chat_template([*some], **how)
+        text = pair.tokenizer.apply_chat_template([*some], tokenize=False, **how)
         return pair.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
 
     with suppress(*TEMPLATE_FAULTS):
-        return ends_of_turns(tokens, messages, render) if pair.target.is_recurrent else ()
+        return ends_of_turns(tokens, messages, render)
     return ()
 
 

@@ -63,6 +63,7 @@ def run(
     constants.HF_HUB_OFFLINE = True  # no request downloads anything; what they may load is here
     asked = replace(usual, recalibrate=False)  # which is done while nothing is asked
     earlier = earlier_texts(kept, config.remember, len(config.key))
+    models.spare = earlier.spare
     service = Service(models, asked, config, queue, earlier)
     memory, window = worker.ask(partial(Scheduler.window, config=usual, pair=pair)).result()
     told = f"{settle(usual, pair.capabilities).method} drafts, {amount(memory)} for caches"

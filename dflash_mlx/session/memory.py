@@ -36,7 +36,7 @@ def budget(pair: int, kept: PrefixConfig, target: Target | None = None) -> dict[
         "pair": f"{amount(pair)}; of several models idle ones go first",
         "caches": f"{amount(caches.limit or 0)} for answers and kept prefixes; these go first",
         "prefixes": f"{amount(prefix_bytes(kept))} of that at most, and those used last at least",
-        "texts": f"{amount(kept.lookup_mb * 1e6)} of earlier ones, for each model and key",
+        "texts": f"{amount(kept.lookup_mb * 1e6)} of earlier ones, for each model; these go next",
     }
     if target is not None:
         wider = mx.float32.size // target.dtype.size if on_cpu() else 1  # as it is loaded there

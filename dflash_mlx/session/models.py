@@ -61,6 +61,7 @@ class Models:
         self.by_name = {name: model for model in models for name in model.names}
         self._all, self._worker, self._answers = [*models], worker, answers
         self._memory, self._most = memory, most or len(models)
+        self.spare: Callable[[], object] = lambda: None  # gives up what can be done without
         self._measure: Measure | None = None
         self._loader = ThreadPoolExecutor(len(models), "loader")  # as some may hang
         self._turn = asyncio.Lock()
@@ -118,8 +119,8 @@ class Models:
         seconds = 60 * (minutes or float("inf"))
         while True:
             await asyncio.sleep(min(seconds / 4, _LOOK))
-            looks: list[Callable[[], Awaitable[None]]] = [self._relieve]
-            looks[:0] = [partial(self._unload_after, seconds, each) for each in self._all]
+            unloads = [partial(self._unload_after, seconds, each) for each in self._all]
+            looks: list[Callable[[], Awaitable[None]]] = [*unloads, self._relieve]
             for look in looks:
                 try:
                     async with self._turn:
@@ -128,15 +129,17 @@ class Models:
                     failed(error)
 
     async def _relieve(self) -> None:
-        """Where memory is short, let idle models go but the last, and caches give up their share.
+        """Where memory is short, let idle models go but the last, then what is kept beside them.
 
-        Of these kept prefixes go first; then answers wait, the youngest first.
+        Of the caches kept prefixes go first; then earlier texts; then answers wait.
         """
         if not is_short():
             return
         loaded = sorted((each for each in self._all if each.pair), key=lambda each: each.used)
         idle = [each for each in loaded[:-1] if not self._is_busy(each)]
         await (self._unload(idle[0]) if idle else self._share_memory())
+        if not idle and is_short():
+            self.spare()
 
     async def _unload_after(self, seconds: float, each: Model) -> None:
         if self._is_busy(each):
@@ -221,6 +224,7 @@ class Models:
             mx.clear_cache()
             held = scheduler.used + (scheduler.prefixes.nbytes if scheduler.prefixes else 0)
             scheduler.memory.limit = self._memory(held)
+            scheduler.make_room()
 
         await asyncio.wrap_future(self._worker.ask(share))
 

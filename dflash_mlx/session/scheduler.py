@@ -206,7 +206,7 @@ class Scheduler:
             self.observer.prefilled(each.state.position, len(each.prompt))
             each.chunk_limit = left
             left = max(0, left - each.next_chunk())
-        self._make_room_for_running()
+        self.make_room()
         return [each for each in own if each.chunk_limit or not each.is_reading], failed
 
     def _take_turn(self) -> None:
@@ -296,14 +296,15 @@ class Scheduler:
                 self.drop(sequence)
                 self._finished.append(sequence)
 
-    def _make_room_for_running(self) -> None:
+    def make_room(self) -> None:
+        """Let prefixes go whose memory those that run need, or that is over the limit."""
         left = self.memory.left(self.running)
         if self.prefixes is not None and left is not None:
             self.prefixes.shrink(max(0, left))
 
     def _preempt(self) -> None:
         """Let prefixes go, then the youngest, until the others have room."""
-        self._make_room_for_running()
+        self.make_room()
         while len(self.running) > 1 and (self.memory.left(self.running) or 0) < 0:
             again = [each for each in self.running if not each.rule.remembers]
             if not again or again[-1] is self.running[0]:

@@ -186,6 +186,18 @@ def test_what_is_forgotten_is_not_found_even_if_it_was_being_sorted():
     assert store.wait(60) and held(store) == 3
 
 
+def test_most_texts_go_from_memory_where_it_is_short_and_the_file_keeps_them(tmp_path):
+    stores, long = Stores(tmp_path), np.random.default_rng(0).integers(9, size=2**17).tolist()
+    store = stores.of("model", Vocabulary(9))
+    for text in (long, [20, 21, 22, 23]):
+        store.add(text)
+        assert store.wait(60)
+    stores.spare()
+    assert held(store) == 4 and len(drafted(store, [20, 21])) > 1
+    again = Stores(tmp_path).of("model", Vocabulary(9))
+    assert again.wait(60) and held(again) == len(long) + 4
+
+
 def test_adding_does_not_wait_for_the_sorting():
     store, text = Store(), np.random.default_rng(0).integers(999, size=300_000).tolist()
     begin = time.perf_counter()

@@ -13,6 +13,8 @@ from dflash_mlx.core.prompt import Prompt
 from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefixes import PrefixCache
+from dflash_mlx.serve import chat
+from dflash_mlx.serve.openai_requests import FIELDS
 from dflash_mlx.session import memory, session
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.session import Session
@@ -20,6 +22,7 @@ from dflash_mlx.session.templates import ends_of_turns
 from support.decoding import start
 from support.families import VOCAB_SIZE
 from support.hybrids import plain_answer, target_of
+from support.serving import actor_pair, speak
 from support.toys import Letters, prompt_of
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -71,6 +74,17 @@ def test_ends_of_turns_are_the_system_prompts_and_that_of_the_users_last_words()
         assert user.endswith("first<|im_end|>\n")
     assert ends([*later, tool])[1].endswith("second<|im_end|>\n")
     assert ends(asked[:1]) == []
+
+
+@pytest.mark.parametrize("is_recurrent", [True, False])
+def test_the_server_marks_ends_of_turns_for_recurrent_targets(is_recurrent):
+    pair = actor_pair(speak)
+    pair.target.is_recurrent = is_recurrent
+    words = {"system": "rules", "user": "first", "assistant": "a", "tool": "result"}
+    messages = [{"role": role, "content": text} for role, text in words.items()]
+    prompt = chat.prompt_of(pair, chat.Chat(FIELDS, messages))
+    text = [pair.tokenizer.decode(prompt.tokens[:end]) for end in prompt.ends]
+    assert text == ["[system]rules[user]", "[system]rules[user]first"] * is_recurrent
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5"])

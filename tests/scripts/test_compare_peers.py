@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import compare_peers
 import pytest
 from peers import report, servers, worker
 from peers.environment import last_line
@@ -91,6 +92,14 @@ def test_no_prompt_comes_twice_and_the_same_are_drawn_again():
 def test_turns_begin_with_another_server_in_each_run():
     plan = servers.Plan((1,), requests=1, runs=3)
     assert [name for _, name in plan.turns("ab")] == ["a", "b", "b", "a", "a", "b"]
+
+
+@pytest.mark.parametrize("name", ["every", "max-tokens", "requests", "runs"])
+def test_a_number_below_one_is_refused_before_anything_is_made(name, tmp_path):
+    words = ["--prompts", "none.jsonl", "--out", str(tmp_path / "out"), f"--{name}", "0"]
+    with pytest.raises(DFlashError, match="is 0"):
+        compare_peers.main(words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_peers_are_named():

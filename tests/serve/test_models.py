@@ -254,6 +254,23 @@ def test_where_memory_is_short_idle_models_go_first_and_then_what_caches_may_tak
         assert states(server)[MODEL] == "loaded", "the last one stays"
 
 
+def test_kept_prefixes_go_though_nothing_is_asked_and_earlier_texts_behind_them(
+    folders, monkeypatch
+):
+    monkeypatch.setattr("dflash_mlx.session.models._LOOK", 0.05)
+    short, left = [], []
+    monkeypatch.setattr("dflash_mlx.session.models.is_short", lambda: bool(short))
+    with serving(load_pair(PairConfig(str(folders / MODEL)))) as server:
+        prefixes = server.worker._scheduler.prefixes
+        server.models.spare = lambda: left.append(prefixes.nbytes)
+        assert server.chat(max_tokens=4).status_code == 200
+        server.until(lambda: prefixes.nbytes > 0)
+        server.models._memory = lambda held: 0
+        short.append(True)
+        server.until(lambda: left)
+        assert left[0] == 0
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")

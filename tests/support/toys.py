@@ -78,7 +78,7 @@ class ToyTarget:
     name = "toy"
     kernels = Kernels("toy", lambda: ())  # off
     takes_trees = True
-    sees = False
+    sees = is_recurrent = False
 
     def __init__(self, vocabulary: int, context_length: int = 64, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

@@ -38,7 +38,7 @@ def test_the_limit_of_a_cgroup_or_of_one_above_it_counts_without_its_cached_file
     (group / used).write_text("1000\n")
     (group / "memory.stat").write_text("anon 400\ninactive_file 500\nactive_file 100\n")
     before = machine.memory_limit(), machine.available_memory()
-    assert before[0] == machine.installed_memory() and before[1] > 2000
+    assert 2000 < before[0] <= machine.installed_memory() and before[1] > 2000
     limited = group.parent if above else group
     for name in (used, "memory.stat"):
         (limited / name).write_text((group / name).read_text())
@@ -49,6 +49,7 @@ def test_the_limit_of_a_cgroup_or_of_one_above_it_counts_without_its_cached_file
     assert machine.available_memory() == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells what of it is taken")
 def test_a_limit_of_the_shell_counts():
     """In a process of its own, whose limits are set before."""
     code = """if True:

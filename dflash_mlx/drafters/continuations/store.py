@@ -71,6 +71,11 @@ class Store:
             if self._file is not None:
                 self._file.remove()
 
+    def spare(self) -> None:
+        """Let the oldest texts go from memory, most of them; a file has them at the next start."""
+        with self._lock:
+            self._arrays = self._arrays[1:]
+
     def wait(self, seconds: float | None = None) -> bool:
         """Until all that was added is found and written; whether it is."""
         if (thread := self._thread) is not None:
@@ -175,6 +180,11 @@ class Stores:
             file = self._folder / f"{name}.texts" if self._folder else None
             self._stores[key] = Store(self._limit, file, owner)
         return self._stores[key]
+
+    def spare(self) -> None:
+        """Free memory, see `Store`."""
+        for store in [*self._stores.values()]:
+            store.spare()
 
     def finish(self, seconds: float) -> str:
         """Wait until all is written; a sentence about what could not be kept or read, or ""."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import mlx.core as mx
-
 from dflash_mlx.drafters.dflash import fields as own
 from dflash_mlx.drafters.dflash.block_model import BlockModel
 from dflash_mlx.drafters.dflash.network import Network, NetworkConfig
@@ -84,12 +82,11 @@ class BlockFiles(FileFormat):
     def optional(self, config: NetworkConfig) -> dict[str, str]:
         return left_by_training(config.hidden_size, config.drafted)
 
-    def settle(self, network: Network, config: NetworkConfig) -> Network:
+    def settle(self, network: Network, config: NetworkConfig) -> Any:
         if config.offset_norms:
             network.add_one_to_norms()
         network.drop_idle_convolutions(config)
-        mx.eval(network.parameters())
-        return network
+        return super().settle(network, config)
 
 
 FILES = BlockFiles()
