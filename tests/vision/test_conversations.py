@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -66,6 +69,18 @@ def test_the_time_of_a_picture_does_not_tell_whether_others_have_shown_it():
         target.embed(prompt, 0, len(prompt))
         assert target.eyes.looked == looked
     assert prompt == read_prompt(target, Characters(), messages), "prefixes are salted elsewhere"
+
+
+def test_what_is_kept_of_an_answer_does_not_hold_the_file_of_its_picture():
+    target = fresh("smolvlm")
+    scheduler = Scheduler(Pair(target, Characters()), observer=Strict())
+    scheduler.prefixes = PrefixCache(10**9)
+    shown = replace(picture(1))
+    file = weakref.ref(shown)
+    said(scheduler, ask(target, [message("What is ", shown, "?")]))
+    del shown
+    gc.collect()
+    assert scheduler.prefixes.nbytes and file() is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
