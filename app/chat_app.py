@@ -338,7 +338,6 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         await self.transcript.notice(text, kind)
 
     async def complain(self, error: DFlashError) -> None:
-        """Say why something cannot be."""
         await self.refuse(describe(error))
 
     async def refuse(self, problem: str) -> None:

@@ -18,7 +18,6 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """As typed."""
         return f"/{self.name} {self.argument}".rstrip()
 
     @property

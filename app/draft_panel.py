@@ -54,7 +54,6 @@ class Origins:
         self._pieces: deque[Segment] = deque([(said, LINES)] if said else (), maxlen=KNOWN)
 
     def add(self, delta: Delta) -> None:
-        """One more round."""
         self._unread.extend(sources(delta))
 
     def pieces(self) -> list[Segment]:
@@ -159,7 +158,6 @@ class DraftPanel(Vertical, can_focus=True):
         return [] if lost else known
 
     def draw(self) -> None:
-        """Bring the panel up to date."""
         if not self.display or not self.is_mounted:
             return
         tree, why = self.query_one("#tree", Static), self.query_one("#why", Static)

@@ -57,7 +57,6 @@ class Keeper:
             return future
 
     def delete(self, conversation: Conversation) -> Future[None]:
-        """Remove it for good."""
 
         def delete(store: Store) -> None:
             if not conversation.private:

@@ -95,7 +95,6 @@ class CommandRunner:
             app.hear(aside(lambda: first_offer(app.store.folder, read_speed)), tell)
 
     def fetch(self, name: str) -> None:
-        """Download a model and load it."""
         screen = DownloadScreen(PairConfig(name), start=True)
         self._app.push_screen(screen, when_given(self._app.load))
 

@@ -104,7 +104,6 @@ class Status(Vertical):
         self._speeds.add(delta.statistics.decode_seconds, delta.statistics.generated_tokens)
 
     def show(self, stored: Figures) -> None:
-        """Show the figures of an earlier answer."""
         self._stored = stored
         self.draw()
 

@@ -112,7 +112,6 @@ class Store:
         return Opened(conversation, f"{problem.format(file.name)}; {read}, and {kept}", stamp)
 
     def rename(self, file: Path, title: str) -> None:
-        """Give a stored conversation another title."""
         conversation = replace(self.read(file).conversation, title=title)
         try:
             behind = self.changed(file)
@@ -123,7 +122,6 @@ class Store:
             raise self._problem("write to", error) from None
 
     def delete(self, file: Path) -> None:
-        """Remove a conversation for good."""
         try:
             file.unlink(missing_ok=True)
         except OSError as error:

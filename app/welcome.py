@@ -73,7 +73,6 @@ class Welcome(Asks, Vertical):
         return numbers.get(typed.strip(), typed) if self.display else typed
 
     def offer(self, text: str) -> None:
-        """Tell of another model."""
         self.query_one("#offer", Static).update(text)
         self.query_one("#offer").display = True
 

@@ -20,7 +20,6 @@ class Window:
 
     @property
     def at_end(self) -> bool:
-        """Whether the newest message is shown."""
         return self.end == self.total
 
     def newest(self, total: int) -> Window:

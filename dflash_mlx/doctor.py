@@ -85,9 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 def memory(report: Report, config: PairConfig) -> dict[str, str]:
     """How the memory is shared out beside the pair of a report; no weight is read."""
-    source = report.target.source
-    folder = None if source is None else source.folder
-    if target := check_built(folder) if folder else None:
+    if target := check_built(report.target):
         target.context_length = report.target.context_length
     return budget(needed_by(find_names(config)), PrefixConfig(), target)
 

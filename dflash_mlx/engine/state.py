@@ -147,7 +147,8 @@ class State:
         self.cache.commit(range(length))
         self.cache.mark_chunk(prompt.ends)
         self.context.append(mx.array(tokens), features)
-        self.pieces = tuple(piece for piece in prompt.pieces if piece.start < first + length)
+        there = (piece for piece in prompt.pieces if piece.start < first + length)
+        self.pieces = tuple(Piece(p.start, p.length, p.digest) for p in there)  # no pixels
         self._tokens.extend(tokens)
         mx.eval(*self.cache.arrays, *self.context.arrays)
         self.settled = True

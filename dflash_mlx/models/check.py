@@ -359,14 +359,17 @@ def check_family(source: Source, raw: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("note", why, step)
 
 
-def check_built(folder: Path) -> Target | None:
+def check_built(facts: ModelFacts) -> Target | None:
     """A model of mlx-lm's without weights, None for mlx-vlm's, which are tried when they are read.
 
-    Raises DFlashError where mlx-lm, or drafting, cannot do that.
+    None for what is no folder, too. DFlashError where mlx-lm, or drafting, cannot do that.
     """
-    if opens(Source.of(folder, MODEL).read_json(CONFIG)):
+    source = facts.source
+    if source is None or source.folder is None:
+        return None
+    if opens(source.read_json(CONFIG), facts.weights.tensors):
         return None
     from mlx_lm.utils import load_model
 
-    with loading(str(folder), _CHOOSE):
-        return Target(load_model(folder, lazy=True)[0], 1, str(folder))
+    with loading(str(source.folder), _CHOOSE):
+        return Target(load_model(source.folder, lazy=True)[0], 1, str(source.folder))

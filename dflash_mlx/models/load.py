@@ -321,8 +321,8 @@ def check_named(config: PairConfig) -> Report:
         left_out.append(f"{choice.missing}, so drafts come from prompt lookup")
     found.add(Finding("warning", what, _LEFT_OUT) for what in left_out)
     found.add(_on_drafters(names, [drafter.name for drafter in report.drafters]))
-    if not report.errors and target.source is not None and target.source.folder is not None:
-        found.attempt(check_built, target.source.folder)
+    if not report.errors:
+        found.attempt(check_built, target)
     return replace(report, findings=found.result())
 
 

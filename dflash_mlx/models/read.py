@@ -31,6 +31,7 @@ from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.reading import loading, prepared, read_model
 from dflash_mlx.vision.opening import open_target, opens
+from dflash_mlx.vision.towers import tower_bytes
 
 LIKELY_TOKENS = "likely_tokens.npy"  # beside a drafter's weights: ids, the most frequent first
 MARGIN = 2.0  # other tokens may have larger states than the few that are tried
@@ -92,8 +93,10 @@ def read_target(
 
     folder, no_code = facts.source.here, {"trust_remote_code": False}
     with loading(facts.name):
-        if share is None and make is Target and opens(raw := facts.source.read_json(CONFIG)):
+        raw, tensors = facts.source.read_json(CONFIG), facts.weights.tensors
+        if share is None and make is Target and opens(raw, tensors):
             target = open_target(folder, facts.context_length, facts.name)
+            target.sees &= tower_bytes(tensors) > 0
             ends = {**facts.config, **raw}.get("eos_token_id")
             return target, load_tokenizer(folder, no_code, eos_token_ids=ends)
         model, config = read_model(folder, share)

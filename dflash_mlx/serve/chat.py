@@ -62,6 +62,7 @@ class Chat:
     wishes: Mapping[str, str | bool | int] = field(default_factory=dict)
     go_on: bool = False  # the last message is the beginning of the answer
     pictures: Mapping[str, Picture] = field(default_factory=dict)  # by what stands for them
+    user: str = ""  # who asks
     ignored: list[str] | None = None  # names of what changes nothing; None where that is refused
 
     def ignore(self, name: str, problem: str, next_step: str) -> None:
@@ -158,7 +159,7 @@ def _rendered(pair: Pair, chat: Chat, messages: list[Json], arguments: Json) -> 
     from dflash_mlx.vision.prompts import read_prompt
 
     parted = [_parted(each, chat.pictures) for each in messages]
-    prompt = read_prompt(pair.target, pair.tokenizer, parted, **arguments)
+    prompt = read_prompt(pair.target, pair.tokenizer, parted, chat.user, **arguments)
     check_tokens(pair, prompt.tokens, chat.fields.messages)
     return prompt
 

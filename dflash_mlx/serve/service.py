@@ -113,15 +113,15 @@ class Service:
         finally:
             self.models.leave(body.model)
 
-    async def read(self, pair: Pair, body: Conversation) -> Understood:
-        """A conversation, what an answer to it has to be, and its prompt."""
+    async def read(self, pair: Pair, body: Conversation, user: str) -> Understood:
+        """A conversation, what an answer to it has to be, and its prompt. user: who asks."""
         most, files = self.config.messages, dict[str, bytes]()
         if self.config.allow_image_urls and pair.target.sees:
             read = partial(fetched, body, int(self.config.body_mb * 10**6))
             files = await asyncio.to_thread(read)
 
         def opened() -> Chat:
-            own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}}
+            own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}, "user": user}
             own |= {"wishes": body.wishes, "ignored": None if self.config.strict else []}
             chat = replace(body.chat(pair), **own)
             if (number := len(chat.messages)) > most:
@@ -206,7 +206,7 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
     async def begin() -> ResponseStream:
         body.check()
         async with service.using(body) as pair:
-            chat, structure, prompt = await service.read(pair, body)
+            chat, structure, prompt = await service.read(pair, body, user_of(request))
             configs = decoding(service.usual, body, structure, chat.ignored or ())
             reader: Callable[[], AnswerReader] = AnswerReader
             if structure is None or structure.grammar is not None:  # else JSON, taken as it is
@@ -231,7 +231,7 @@ async def count(request: Request, body: Conversation) -> dict[str, Any]:
 
     async def made() -> dict[str, Any]:
         async with service.using(body) as pair:
-            chat, _, prompt = await service.read(pair, body)
+            chat, _, prompt = await service.read(pair, body, user_of(request))
         named = {"ignored": _ignored(request, body, chat.ignored or ())}
         return {"input_tokens": len(prompt), "dflash": named}
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.core.errors import DFlashError, in_one_line
+from dflash_mlx.system.cpu_math import applies as on_cpu
 from dflash_mlx.verifier.reading import loading
 from dflash_mlx.vision.pictures import Picture
 from dflash_mlx.vision.pieces import Look
@@ -24,6 +25,16 @@ _WAITING = 8  # pictures whose pixels are kept until the tower comes to them
 KEPT = 512 * 2**20  # bytes of looks; a page in 1,500 tokens of 4,096 numbers takes 12 MB
 _OTHERS = ("attention_mask_4d", "cross_attention_states", "pos_hw")  # that no pass here is given
 _CHOOSE = "ask it in words alone, or choose a model of another family"
+
+
+def read_whole(folder: Path) -> Any:
+    """The model in a folder, whose weights only this thread can read, when they are used."""
+    from mlx_vlm.utils import load_model  # takes seconds
+
+    whole = load_model(folder, lazy=True)
+    if on_cpu():
+        whole.set_dtype(mx.float32)
+    return whole
 
 
 @contextmanager
@@ -51,7 +62,17 @@ class Eyes:
         from mlx_vlm.utils import load_processor
 
         with loading(self.name, _CHOOSE):
-            return load_processor(self._folder, add_detokenizer=False)
+            return load_processor(self._folder, add_detokenizer=False, trust_remote_code=False)
+
+    @cached_property
+    def _tower(self) -> Any:
+        """The model with a tower that the thread of the first picture reads, not the loader's."""
+        if self._folder is None:
+            return self.whole
+        with loading(self.name, _CHOOSE):
+            tower = read_whole(self._folder)
+        tower.language_model = self.whole.language_model
+        return tower
 
     @cached_property
     def settings(self) -> str:
@@ -97,9 +118,9 @@ class Eyes:
     def key(self, picture: Picture) -> str:
         return f"{picture.digest} {self.settings}"
 
-    def count(self, picture: Picture, text: str) -> int:
-        """Its placeholders. text: a prompt of this picture alone."""
-        key = self.key(picture)
+    def count(self, picture: Picture, text: str, salt: str = "") -> int:
+        """Its placeholders. text: a prompt of this picture alone. salt: as of `look`."""
+        key = salt + self.key(picture)
         if key not in self._counts:
             self._processed[key] = inputs = self.process(text, [picture])
             self._counts[key] = len(self.places(inputs))
@@ -113,13 +134,17 @@ class Eyes:
         if index is None:
             return None
         names = ("image_grid_thw", "video_grid_thw", "attention_mask")
-        found, _ = index(inputs["input_ids"], *map(inputs.get, names))
+        with _reading(self.name):
+            found, _ = index(inputs["input_ids"], *map(inputs.get, names))
         end = self.places(inputs)[-1] + 1
         return np.array(mx.broadcast_to(found, (3, 1, found.shape[-1])))[:, 0, :end]
 
-    def look(self, picture: Picture, text: str) -> Look:
-        """What the tower gives of a picture, once as long as that is kept."""
-        key = self.key(picture)
+    def look(self, picture: Picture, text: str, salt: str = "") -> Look:
+        """What the tower gives of a picture, once as long as that is kept.
+
+        salt: of who shows it, as the time must not tell whether others have shown it before.
+        """
+        key = salt + self.key(picture)
         if key not in self._looks:
             inputs = self._processed.pop(key, None) or self.process(text, [picture])
             self._looks[key] = self._seen(inputs)
@@ -133,7 +158,7 @@ class Eyes:
         places = mx.array(self.places(inputs))
         beside = {k: v for k, v in inputs.items() if k not in ("input_ids", "attention_mask")}
         with _reading(self.name):
-            seen = self.whole.get_input_embeddings(
+            seen = self._tower.get_input_embeddings(
                 inputs["input_ids"], mask=inputs.get("attention_mask"), **beside
             )
         if any(getattr(seen, name, None) is not None for name in _OTHERS):

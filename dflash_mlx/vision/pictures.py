@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_BYTES = 20 * 10**6  # of a file
-MOST_PIXELS = 50 * 10**6  # of a picture, which takes up to 12 bytes a pixel while it is decoded
+MOST_PIXELS = 50 * 10**6  # of a picture, which takes up to 20 bytes a pixel while it is decoded
 MOST_TIMES = 200  # that one side may be longer than the other, as in Qwen's own processor
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,12 +20,17 @@ _STEP = "ask in words alone, or choose another model"
 
 
 def read_prompt(
-    target: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    target: Any,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    salt: str = "",
+    /,
+    **template_options: Any,
 ) -> Prompt:
     """The prompt of a conversation in which pictures are among the parts of messages' contents.
 
-    target: one that sees. template_options: of the chat template. Raises DFlashError where
-    the model's template or processor does not take these pictures.
+    target: one that sees. salt: of who asks, see `Eyes.look`. template_options: of the chat
+    template. DFlashError where it or the model's processor does not take these pictures.
     """
     eyes, options = target.eyes, template_options
     pictures: list[Picture] = [
@@ -34,36 +40,33 @@ def read_prompt(
         for part in message["content"]
         if part["type"] == "image"
     ]
-    alone = _written(eyes, tokenizer, [{"role": "user", "content": [{"type": "image"}]}], options)
+    alone = _written(eyes, tokenizer, [{"role": "user", "content": [{"type": "image"}]}], {})
     inputs = eyes.process(_written(eyes, tokenizer, messages, options), pictures)
     places = eyes.places(inputs)
-    counts = [eyes.count(picture, alone) for picture in pictures]
+    counts = [eyes.count(picture, alone, salt) for picture in pictures]
     if sum(counts) != len(places) or not all(counts):
         what = f"{len(pictures)} pictures take {sum(counts)} places, but the conversation has "
         what += f"{len(places)} as {target.name} writes it, by its chat template or in its words"
         raise DFlashError(what, _STEP)
     table, bounds = eyes.table(inputs), pairwise(accumulate(counts, initial=0))
     pieces = [
-        _sight(eyes, picture, alone, tuple(places[first:last]), table)
+        _sight(eyes, picture, partial(eyes.look, picture, alone, salt), places[first:last], table)
         for picture, (first, last) in zip(pictures, bounds, strict=True)
     ]
     return Prompt(tuple(inputs["input_ids"][0].tolist()), tuple(pieces))
 
 
 def _sight(
-    eyes: Eyes, picture: Picture, alone: str, places: tuple[int, ...], table: Table | None
+    eyes: Eyes, picture: Picture, look: Callable[[], Look], places: list[int], table: Table | None
 ) -> Sight:
-    """A picture at these places. alone: a prompt of nothing else, which its tower is given."""
-
-    def look() -> Look:
-        return eyes.look(picture, alone)
+    """A picture at these places."""
 
     def rows() -> mx.array:
         return look().rows
 
     length = places[-1] + 1 - places[0]
     digest, whole = eyes.key(picture), eyes.mutual
-    return Sight(places[0], length, digest, rows, whole, look, places, table)
+    return Sight(places[0], length, digest, rows, whole, look, tuple(places), table)
 
 
 def _written(

@@ -107,7 +107,9 @@ def seeing(act: Act, **more: Any) -> Pair:
     return pair
 
 
-def read_prompt(target: Any, tokenizer: Any, messages: Any, **options: Any) -> Prompt:
+def read_prompt(
+    target: Any, tokenizer: Any, messages: Any, salt: str = "", /, **options: Any
+) -> Prompt:
     """As `vision/prompts.py` has it, with PLACES marks for a picture, whose pixels nobody sees."""
     pieces: list[Piece] = []
     digests: list[str] = []

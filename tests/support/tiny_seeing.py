@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer
 
 from support.models import write_tokenizer
-from support.seeing import FAMILIES, PATCH, make_whole
+from support.seeing import make_whole
+from support.seeing_families import FAMILIES, PATCH
 
 MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 FIRST = 97  # of their ids

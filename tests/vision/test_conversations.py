@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,12 +22,12 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.prefix_files import PrefixFiles
 from dflash_mlx.engine.prefixes import PrefixCache
 from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.vision.prompts import read_prompt
 from dflash_mlx.vision.target import SeeingTarget
 from support.decoding import Strict, finish, run, start
 from support.law import chi_square
 from support.schedules import problems, schedule_of
 from support.seeing import (
-    FAMILIES,
     Characters,
     Processor,
     Reference,
@@ -37,6 +40,7 @@ from support.seeing import (
     seeing_pair,
     some_prompt,
 )
+from support.seeing_families import FAMILIES
 from support.toys import Scripted, random_tree
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -56,6 +60,27 @@ def fresh(family: str) -> SeeingTarget:
     target = SeeingTarget(make_whole(family), 1000, family)
     target.eyes.processor = Processor(family)
     return target
+
+
+def test_the_time_of_a_picture_does_not_tell_whether_others_have_shown_it():
+    target, messages = fresh("smolvlm"), [message("What is ", picture(1), "?")]
+    for user, looked in (("a", 1), ("b", 2), ("a", 2)):
+        prompt = read_prompt(target, Characters(), messages, user)
+        target.embed(prompt, 0, len(prompt))
+        assert target.eyes.looked == looked
+    assert prompt == read_prompt(target, Characters(), messages), "prefixes are salted elsewhere"
+
+
+def test_what_is_kept_of_an_answer_does_not_hold_the_file_of_its_picture():
+    target = fresh("smolvlm")
+    scheduler = Scheduler(Pair(target, Characters()), observer=Strict())
+    scheduler.prefixes = PrefixCache(10**9)
+    shown = replace(picture(1))
+    file = weakref.ref(shown)
+    said(scheduler, ask(target, [message("What is ", shown, "?")]))
+    del shown
+    gc.collect()
+    assert scheduler.prefixes.nbytes and file() is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -169,8 +194,6 @@ def test_a_template_without_a_place_for_pictures_is_refused():
                 {**m, "content": "".join(p.get("text", "") for p in m["content"])} for m in messages
             ]
             return super().apply_chat_template(texts, **options)
-
-    from dflash_mlx.vision.prompts import read_prompt
 
     with pytest.raises(DFlashError, match="qwen3_vl"):
         read_prompt(make_target("qwen3_vl"), Deaf(), [message("? ", picture(1))])

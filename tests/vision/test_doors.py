@@ -14,6 +14,7 @@ from dflash_mlx.cli import generate
 from dflash_mlx.cli import options as cli
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.models.load import load
+from dflash_mlx.session.models import Model
 from support.seeing import picture
 from support.serving import CHAT, MODEL, serving, speak
 from support.tiny_seeing import write_folder
@@ -58,6 +59,21 @@ def test_the_server_shows_pictures_to_a_tower_and_reads_them_once(folder):
         assert ask(first(1), *again)[2] >= prompt - 12, "the picture is not read again"
         assert pair.target.eyes.looked == 2
         assert ask(first(1))[0] == said and ask(first(2))[0] == other
+
+
+def test_the_server_shows_pictures_to_a_model_that_it_loads_later_in_another_thread(folder):
+    later = Model(("later",), lambda: load(str(folder)))
+    words = {"type": "text", "text": "What is it? "}
+    asked = {"role": "user", "content": [part(1), words]}
+    begun = {"role": "assistant", "content": "It"}
+    with serving(speak, DecodeConfig("ngram", max_tokens=4), further=[later]) as server:
+        for messages in ([asked], [asked, begun]):  # the second asks for more of an answer
+            body = {"model": "later", "messages": messages}
+            if begun in messages:
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
+            found = server.post(CHAT, body)
+            assert found.status_code == 200, found.text
+        assert later.pair.target.eyes.looked == 1
 
 
 def test_generate_shows_pictures_to_a_tower(folder, tmp_path, capsys):

@@ -15,15 +15,8 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.verifier.block import Block
 from support.decoding import Strict, finish, path_to
-from support.seeing import (
-    FAMILIES,
-    VOCABULARY,
-    Characters,
-    Reference,
-    ask,
-    conversation,
-    make_target,
-)
+from support.seeing import Characters, Reference, ask, conversation, make_target
+from support.seeing_families import FAMILIES, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 CLOSE = 2e-3  # of the spread of logits; Gemma 4 with its norms rounds most

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,57 +15,22 @@ import pytest
 pytest.importorskip("mlx_vlm", reason="mlx-vlm, the extra vision, is not installed")
 
 from mlx.utils import tree_flatten
-from tokenizers import Tokenizer
 
 from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.delta import collect
 from dflash_mlx.models.load import load
 from dflash_mlx.session.scheduler import Scheduler
+from dflash_mlx.verifier.model import Target
 from dflash_mlx.vision.opening import opens
 from dflash_mlx.vision.prompts import read_prompt
 from dflash_mlx.vision.target import SeeingTarget
 from support.decoding import finish
-from support.models import write_tokenizer
-from support.seeing import FAMILIES, PATCH, make_whole, message, picture
+from support.seeing import make_whole, message, picture
+from support.seeing_families import FAMILIES
+from support.tiny_seeing import write_folder
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-MARKS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
-FIRST = 97  # of their ids
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
-    "{{ m['content'] }}{% else %}{% for p in m['content'] %}{% if p['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def write_folder(folder: Path, family: str = "qwen3_vl") -> Path:
-    """A model as it is published, with the processor that mlx-vlm reads for it."""
-    folder.mkdir()
-    ids = dict(
-        zip(("vision_start", "image", "vision_end", "video"), range(FIRST, 101), strict=True)
-    )
-    whole = make_whole(family)
-    config = {
-        **FAMILIES[family],
-        "model_type": family,
-        "text_config": asdict(whole.config.text_config),
-        "vision_config": asdict(whole.config.vision_config),
-        **{f"{name}_token_id": token for name, token in ids.items()},
-        "eos_token_id": [1],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = dict(tree_flatten(whole.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    write_tokenizer(folder, TEMPLATE)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(MARKS)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    processor = {"patch_size": PATCH, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return folder
 
 
 def in_a_thread(work: Callable[[], Any]) -> list[Any]:
@@ -135,6 +98,16 @@ def test_what_mlx_vlm_opens_is_known_from_the_config_alone(family):
     assert not opens({"model_type": "llama"}), "mlx-lm has it"
     assert not opens({"model_type": "nobody_knows"}) and not opens({"model_type": "../x"})
     assert opens({"model_type": "hy_v4"}) and opens({"model_type": "glm5_next"})
+
+
+def test_a_model_whose_files_have_no_tower_is_opened_by_mlx_lm_and_sees_nothing(tmp_path):
+    folder = write_folder(tmp_path / "towerless", "qwen3_5")
+    assert load(str(folder)).target.sees
+    file = str(folder / "model.safetensors")
+    words = {k: v for k, v in mx.load(file).items() if not k.startswith("vision_tower")}
+    mx.save_safetensors(file, words, metadata={"format": "mlx"})
+    target = load(str(folder)).target
+    assert type(target) is Target and not target.sees
 
 
 def test_a_family_that_cannot_take_drafts_back_is_refused_by_name():
