@@ -119,7 +119,7 @@ def test_the_version_is_told_however_it_is_started(start):
     done = subprocess.run(
         [sys.executable, *start, "--version"], stdout=subprocess.PIPE, text=True, check=False
     )
-    assert done.returncode == 0 and done.stdout.startswith("dflash-chat 0.")
+    assert done.returncode == 0 and done.stdout.startswith("dflash-chat 1.")
 
 
 def test_a_terminal_that_cannot_show_the_screen_is_refused(monkeypatch):

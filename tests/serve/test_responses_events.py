@@ -269,7 +269,7 @@ def test_progress_is_over_when_the_prompt_is_read():
     def told(read):
         state = SimpleNamespace(position=read)
         sequence, statistics = SimpleNamespace(state=state), SimpleNamespace(reused_tokens=1)
-        reply = SimpleNamespace(sequence=sequence, tokens=(1, 2, 3), statistics=statistics)
+        reply = SimpleNamespace(sequence=sequence, prompt=(1, 2, 3), statistics=statistics)
         return service.progress(SimpleNamespace(return_progress=True), reply)
 
     assert told(2)["dflash"]["prompt_progress"] == {"total": 3, "cache": 1, "processed": 2}
