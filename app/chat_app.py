@@ -390,13 +390,11 @@ class ChatApp(Asks, App[None], inherit_bindings=False):
         pair, talk = pair_line(self.pair, self.config), self.conversation
         title = talk.shown_title if talk.title or talk.turns[2:] else ""
         kept = "incognito: nothing of this is kept" if talk.private else ""
-        line = "  ".join(part for part in ("dflash-chat", pair, kept, title) if part)
-        self.header.update(line)
+        self.header.update("  ".join(part for part in ("dflash-chat", pair, kept, title) if part))
         self.refresh_bindings()
         self.transcript.welcome.tell(self.pair, self.config, self.speeds)
 
     def log_speed(self, figures: Figures) -> None:
         """Remember how fast an answer was, for the first screen; aside, because disks are slow."""
         if (pair := self.pair) is not None:
-            name = pair.target.name
-            self.keeper.ask(lambda _: self.speeds.add(name, figures))
+            self.keeper.ask(lambda _: self.speeds.add(pair.target.name, figures))

@@ -9,10 +9,10 @@ Gated delta nets are not called at all (`tape.py`); in trees mixers run along pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,72 +22,19 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from dflash_mlx.core.errors import DFlashError
-from dflash_mlx.core.tree import Tree
 from dflash_mlx.verifier.block import Block, Cache, Forest, Saved
 from dflash_mlx.verifier.fusion import source_of
 from dflash_mlx.verifier.hooks import Hooks, once, rebound, through
 from dflash_mlx.verifier.mixers import DELTA_NETS, STATE, Call, Paths, Products, own
+from dflash_mlx.verifier.passes import CHUNKS, Pass, spread
 from dflash_mlx.verifier.routing import Kernels
 from dflash_mlx.verifier.tape import Behind, Net, Rows, settled
 from kernels_metal.delta_net import Before, Tape
 
 MOST_ROWS = 128  # of a pass that can be kept in part; a prompt's longer passes are kept whole
 TAIL = 32  # rows of a prompt's last pass but its last, so that a state can go back there
-_CHUNKS = 4  # parts of prompts whose beginnings are kept; states can be large
 _RECENT = 3  # passes: the one in which an answer stops, one running ahead of it, one to spare
 _MARKS = 2  # prompts: the last turn's and this one's
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A pass behind `start` tokens, of which the rows on `path` were committed."""
-
-    start: int
-    parents: Sequence[int]  # the row before each row, -1 for the first
-    before: tuple[tuple[Any, ...], ...]  # the states of all layers, None for none yet
-    calls: list[Call] | None = None  # of the mixers; None where they were not kept
-    path: Sequence[int] = ()
-    tree: Tree | None = None
-
-    @cached_property
-    def paths(self) -> Paths | None:
-        """Of a tree, for mixers that have to follow them."""
-        return None if self.tree is None else Paths.of(self.tree)
-
-    def nearest(self, length: int) -> int:
-        """The most tokens up to `length`, at least `start`, that it leads back to."""
-        return min(length, self.start + len(self.path)) if self.calls is not None else self.start
-
-    def beginning(self) -> Pass:
-        return replace(self, calls=None, path=())
-
-    def begun(self) -> tuple[tuple[Any, ...], ...]:
-        """The states before it, with those that it has computed itself."""
-        before = [*self.before]
-        for call in self.calls or ():
-            for rows in call.tapes:
-                convolved, state = before[call.layer]
-                if isinstance(state, Behind) and rows.begun is not None:
-                    before[call.layer] = convolved, rows.begun
-        return tuple(before)
-
-    def leads(self, path: Sequence[int]) -> bool:
-        """Whether `path` begins at the first row, and each of its rows follows the one before."""
-        rows, steps = range(len(self.parents)), zip(path, (-1, *path), strict=False)
-        return all(row in rows and self.parents[row] == before for row, before in steps)
-
-
-def spread(chunks: list[Pass], kept: Collection[int] = ()) -> list[Pass]:
-    """At most _CHUNKS of them, in order and the last among them, that leave no wide gaps.
-
-    kept: where passes began that stay beside these.
-    """
-    while sum(chunk.start not in kept for chunk in chunks) > _CHUNKS:
-        starts = [0, *(chunk.start for chunk in chunks)]
-        gaps = zip(starts, starts[1:], starts[2:], strict=False)
-        _, leaves = min((after - before, at) for before, at, after in gaps if at not in kept)
-        chunks = [chunk for chunk in chunks if chunk.start != leaves]
-    return chunks
 
 
 class States(ArraysCache):
@@ -176,11 +123,11 @@ class JoinedStates(ArraysCache):
                 return layer if arg is self else arg[:, part] if is_rows else arg
 
             found.append(layer.run(call.changed(of_it)))
-        return tree_map(_side_by_side, *found)
 
+        def side_by_side(first: Any, *others: Any) -> Any:
+            return mx.concatenate([first, *others], 1) if isinstance(first, mx.array) else first
 
-def _side_by_side(first: Any, *others: Any) -> Any:
-    return mx.concatenate([first, *others], axis=1) if isinstance(first, mx.array) else first
+        return tree_map(side_by_side, *found)
 
 
 @dataclass
@@ -199,7 +146,7 @@ class RecurrentStates(Cache):
     _marks: list[int] = field(default_factory=list)
     _chunks: list[Pass] = field(default_factory=list)  # only what was before each
     _ends: Sequence[int] = ()  # of turns of the last prompt
-    tail, ways = TAIL, _CHUNKS + _RECENT + 2 * _MARKS
+    tail, ways = TAIL, CHUNKS + _RECENT + 2 * _MARKS
 
     @property
     def arrays(self) -> list[mx.array]:

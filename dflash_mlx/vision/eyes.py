@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,11 @@ class Eyes:
 
     @cached_property
     def settings(self) -> str:
-        """A digest of what the processor does to pixels."""
+        """A digest of what the processor does to pixels, which versions of mlx-vlm may change."""
         of_images = getattr(self.processor, "image_processor", None) or self.processor
         known = of_images.to_dict() if hasattr(of_images, "to_dict") else vars(of_images)
         told = json.dumps(known, sort_keys=True, default=lambda value: type(value).__name__)
+        told += version("mlx-vlm")
         return hashlib.sha256(told.encode()).hexdigest()
 
     @property

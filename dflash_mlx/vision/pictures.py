@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def check_sees(target: Any) -> None:
     """DFlashError where a target does not see."""
     if not target.sees:
         step = "leave them out, or choose a model that does"
+        step += "" if find_spec("mlx_vlm") else ", and install the extra vision (docs/vision.md)"
         raise DFlashError(f"{target.name} does not see pictures", step)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dflash_mlx.benchmark.selection import BenchmarkPrompt
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from peers.environment import PeerError, last_line, python_of, variables
+from peers.environment import PeerError, last_line, python_of, started, variables
 from peers.place import Place
 from peers.runs import Runs
 from peers.table import ALONE
@@ -72,25 +72,6 @@ class Worker:
         self.process.wait()
 
 
-@contextmanager
-def workers(
-    names: Sequence[str], place: Place, failed: dict[str, str]
-) -> Iterator[Mapping[str, Worker]]:
-    """Those that run; why others do not goes to `failed`."""
-    found: dict[str, Worker] = {}
-    try:
-        for name in names:
-            print(f"starting {name}", file=sys.stderr)
-            try:
-                found[name] = Worker(name, place)
-            except PeerError as error:
-                failed[name] = str(error)
-        yield found
-    finally:
-        for each in found.values():
-            each.end()
-
-
 def measure(
     names: Sequence[str], place: Place, prompts: Sequence[BenchmarkPrompt], most: int, runs: Runs
 ) -> dict[str, str]:
@@ -102,7 +83,7 @@ def measure(
     missing = [(i, p) for i, p in enumerate(prompts) if not runs.has(id=p.id, context=p.context)]
     if not missing:
         return failed
-    with workers(names, place, failed) as running:
+    with started(names, lambda name: Worker(name, place), failed) as running:
         for name in running:
             _ask(running, failed, name, prompts[0].tokens, _WARM)
         for i, prompt in missing:

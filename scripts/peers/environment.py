@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from peers.table import ENVIRONMENTS, OURS
 
@@ -20,6 +22,25 @@ _VERSIONS = (
 
 class PeerError(Exception):
     """Why a peer has no figures, in a sentence."""
+
+
+@contextmanager
+def started(
+    names: Sequence[str], start: Callable[[str], Any], failed: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Those that run, ended at last; why others do not goes to `failed`."""
+    running: dict[str, Any] = {}
+    try:
+        for name in names:
+            print(f"starting {name}", file=sys.stderr)
+            try:
+                running[name] = start(name)
+            except PeerError as error:
+                failed[name] = str(error)
+        yield running
+    finally:
+        for each in running.values():
+            each.end()
 
 
 def python_of(name: str, folder: Path, given: Path | None = None) -> Path:

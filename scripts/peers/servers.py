@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import httpx2 as httpx
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.system.cpu_math import applies as on_cpu
-from peers.environment import PeerError, last_line, python_of, variables
+from peers.environment import PeerError, last_line, python_of, started, variables
 from peers.place import Place
 from peers.runs import Runs
 from peers.table import SERVERS, Server
@@ -131,24 +130,6 @@ def _wait(running: Running) -> None:
     raise PeerError(f"it answers nothing in {_PATIENCE:.0f} s ({running.last_words()})")
 
 
-@contextmanager
-def all_of_them(names: Sequence[str], place: Place) -> Iterator[tuple[dict[str, Running], Any]]:
-    """Servers that run, by name, and why others do not."""
-    running: dict[str, Running] = {}
-    failed: dict[str, str] = {}
-    try:
-        for name in names:
-            print(f"starting {name}", file=sys.stderr)
-            try:
-                running[name] = start(name, place)
-            except PeerError as error:
-                failed[name] = str(error)
-        yield running, failed
-    finally:
-        for each in running.values():
-            each.end()
-
-
 async def turn(
     running: Running, asked: Sequence[Row], fillers: Sequence[Row], clients: int
 ) -> list[tuple[str, float]]:
@@ -200,8 +181,7 @@ def measure(
         known = partial(runs.has, clients=clients)
         missing = [turn for turn in plan.turns(names) if not known(run=turn[0], peer=turn[1])]
         needed = [name for name in names if any(name == other for _, other in missing)]
-        with all_of_them(needed, place) as (running, unable):
-            failed |= unable
+        with started(needed, lambda name: start(name, place), failed) as running:
             part = partial(_turn, running, failed, whole[total:], clients)
             for name in needed:
                 part(name, whole[total : total + _WARM * clients])

@@ -350,8 +350,7 @@ def test_packed_in_8_bits_it_drafts_nearly_the_same(tmp_path, name):
     target, said = Target(make_model("llama"), 512, "tiny"), []
     for folder in (source, packed):
         model = files.load(folder, files.read_drafter(folder).config, target, PairConfig())
-        kept = folder == packed and not on_cpu()
-        assert (quantization_of(model.module) is not None) == kept
+        assert bool(quantization_of(model.module)) == (folder == packed and not on_cpu())
         rng, context = np.random.default_rng(0), model.new_context()
         features = rng.normal(size=(9, 64 * len(model.aux_layers))).astype(np.float32)
         context.append(mx.array(rng.integers(VOCAB_SIZE, size=9)), mx.array(features))
@@ -381,8 +380,8 @@ def test_only_matrices_are_packed_and_the_folder_is_read_as_it_was_written(tmp_p
     found = {path for path, module in read.named_modules() if hasattr(module, "scales")}
     assert found == matrices and {"fc", "layers.0.self_attn.q_proj"} <= found
     loaded = FILES.load_network(packed, config, mx.bfloat16, bits=4)  # not packed again
-    expected = dequantize_model(network) if on_cpu() else network
-    assert_same_tensors(parameters_of(loaded), parameters_of(expected))
+    expected = parameters_of(dequantize_model(network) if on_cpu() else network)
+    assert_same_tensors(parameters_of(loaded), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Conversations draft from what others said, and answer as they would without."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,9 @@ class Told(BatchBudget):
 
 
 def told(drafter, store, drafts):
-    found = Told(drafter, FLAT, Scope(("first", "lookup", BEFORE), drafts))
+    seconds = count()  # so that it does not depend on the machine how much is verified
+    scope = Scope(("first", "lookup", BEFORE), drafts)
+    found = Told(drafter, FLAT, scope, lambda: float(next(seconds)))
     found.store = store
     return found
 
@@ -68,7 +72,7 @@ def test_answers_follow_the_law_whatever_was_said_before(kind, temperature):
     drafter = KINDS[kind](random_store(1))
     config = DecodeConfig(sampling=SamplingConfig(temperature=temperature), max_tokens=LENGTH)
     assert law_distance(target, lambda sampling: drafter, 1500, config) < 4
-    assert drafter.seen > 500
+    assert drafter.seen > 1000
 
 
 def answers(target, drafter, prompts, store, **config):
