@@ -4,9 +4,10 @@
 
 The shifted texts are the target's own answers to questions about SQL, of which its training has
 hardly any. Tokens a round are those of blocks in greedy answers that no training saw: SQL about
-other things, and those to the evaluation prompts. Each number of minutes is a training of its own,
-from the published draft model. Last comes what an answer waits that arrives between two pieces.
-Answers stay in FOLDER, so that a run that was stopped goes on with the next part.
+other things, and those to the evaluation prompts. Each number of minutes, of processor time, is a
+training of its own, from the published draft model. Last comes what an answer waits that arrives
+between two pieces. Answers stay in FOLDER, so that a run that was stopped goes on with the next
+part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 from dflash_mlx.cli import options as cli  # isort: skip  # loads the BLAS before MLX
@@ -33,6 +35,7 @@ from dflash_mlx.models.names import find_names, shipped_folder
 from dflash_mlx.session.scheduler import Scheduler
 from dflash_mlx.session.templates import prompt_tokens
 from dflash_mlx.session.worker import Begun, Job, Request, Worker
+from dflash_mlx.train import trainer as training
 from dflash_mlx.train.acceptance import measure
 from dflash_mlx.train.adapt import Adaptation, open_trainee
 from dflash_mlx.train.config import DataConfig
@@ -96,12 +99,13 @@ def adapt(asked: argparse.Namespace, pair: Pair, folder: Path, minutes: float) -
     spent, trainers, doing = defaultdict(list), [], "opening"
     losses = Trainer.losses
     Trainer.losses = lambda self: trainers.append(self) or losses(self)  # type: ignore
+    training.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore
     while doing:
         begun = time.perf_counter(), time.process_time()
         doing = adaptation.step()
         ended = time.perf_counter(), time.process_time()
         spent[doing.partition(",")[0] or "last"].append(np.subtract(ended, begun))
-    Trainer.losses = losses
+    Trainer.losses, training.time = losses, time
     steps, became = trainers[0].step, "kept" if adaptation.kept else "dropped"
     print(f"\n{minutes:g} minutes, {steps} steps: {adaptation.told}, {became}")
     print("pieces, their number, seconds, processor seconds; ms of one: median, 99 %, most")
