@@ -247,24 +247,25 @@ class Reference:
         pixels = beside.pop("pixel_values", None)
         if "mm_token_type_ids" in beside:
             beside["mm_token_type_ids"] = (ids == IMAGE).astype(mx.int32)
-        if self.whole.config.model_type == "gemma3":
-            return self._of_gemma3(ids, pixels, cache)
+        if self.eyes.mutual:
+            return self._of_gemma(ids, pixels, cache)
         return self.whole(ids, pixels, mask=None, cache=cache, **beside).logits[0, -1]
 
-    def _of_gemma3(self, ids: mx.array, pixels: Any, cache: Any) -> mx.array:
-        """As it was trained: mlx-vlm's own pass lets all of the prompt see all of it."""
-        is_image = np.array(ids[0] == IMAGE)
+    def _of_gemma(self, ids: mx.array, pixels: Any, cache: Any) -> mx.array:
+        """With the masks of transformers, which mlx-vlm's own passes do not have."""
+        is_image, kind = np.array(ids[0] == IMAGE), self.whole.config.model_type
         starts = np.cumsum(is_image & ~np.roll(is_image, 1))
         same = mx.array((starts[:, None] == starts) & is_image & is_image[:, None])
+        distance = mx.arange(len(is_image))[:, None] - mx.arange(len(is_image))
         seen = self.whole.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids))
-        language = self.whole.language_model
 
-        def mask(h: mx.array, _: Any, window_size: int | None = None) -> mx.array:
-            distance = mx.arange(ids.shape[1])[:, None] - mx.arange(ids.shape[1])
-            return ((distance >= 0) | same) & (distance < (window_size or len(is_image)))
+        def mask(*_: Any, window_size: int | None = None, **__: Any) -> mx.array:
+            mutual = same if window_size or kind == "gemma3" else mx.zeros_like(same)
+            return ((distance >= 0) | mutual) & (distance < (window_size or len(is_image)))
 
-        with patch("mlx_vlm.models.gemma3.language.create_attention_mask", mask):
-            return language(ids, inputs_embeds=seen.inputs_embeds, cache=cache).logits[0, -1]
+        with patch(f"mlx_vlm.models.{kind}.language.create_attention_mask", mask):
+            found = self.whole.language_model(ids, inputs_embeds=seen.inputs_embeds, cache=cache)
+        return found.logits[0, -1]
 
     def greedy(self, length: int) -> list[int]:
         """An answer, a token a pass, with what the model itself remembers of positions."""
