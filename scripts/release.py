@@ -153,7 +153,17 @@ def install(way: str, out: Path, tools: Path, index: str) -> list[str]:
             [home / "installed/bin/pip", "install", "dflash-chat[serve]"],
         ],
         "uv": [[tools / "uv", "tool", "install", "--python", base(), "dflash-chat[serve]"]],
-        "pipx": [[tools / "pipx", "install", "--python", base(), "dflash-chat[serve]"]],
+        "pipx": [  # which would take the uv beside it
+            [
+                tools / "pipx",
+                "install",
+                "--backend",
+                "pip",
+                "--python",
+                base(),
+                "dflash-chat[serve]",
+            ]
+        ],
     }
     seconds = sum(run(*command, cwd=home, **places)[0] for command in commands[way])
     bin_ = home / ("installed/bin" if way == "pip" else "bin")
