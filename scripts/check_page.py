@@ -14,34 +14,47 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from axe_playwright_python.sync_playwright import Axe  # noqa: E402
-from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
+from browsing import (  # noqa: E402
+    PHONE,
+    WIDE,
+    Shots,
+    ask,
+    begin,
+    faults,
+    idle,
+    pick,
+    visit,
+)
+from playwright.sync_api import Browser, sync_playwright  # noqa: E402
 
 import dflash_mlx  # noqa: E402, F401  (before anything imports mlx)
 from dflash_mlx.core.config import DecodeConfig  # noqa: E402
-from support import models  # noqa: E402
+from dflash_mlx.models.load import load  # noqa: E402
+from dflash_mlx.vision.pictures import open_picture  # noqa: E402
+from support import models, tiny_seeing  # noqa: E402
 from support.hostile import hostile_text  # noqa: E402
-from support.serving import Actor, Server, serving  # noqa: E402
+from support.pictures import answered, picture, read_prompt, seeing  # noqa: E402
+from support.serving import MODEL, Actor, Server, serving  # noqa: E402
 
 models.CHARACTERS.extend("`~")  # which texts have here; tests have as many tokens as tiny models
-Actor.vocab_size = len(models.SPECIAL) + len(models.CHARACTERS)
+tiny_seeing.FIRST = Actor.vocab_size = len(models.SPECIAL) + len(models.CHARACTERS)
 
-WIDE, PHONE = {"width": 1200, "height": 800}, {"width": 360, "height": 740}
 LOOKS = ("light", "dark")
 TAGS = {"ARTICLE", "H2", "H3", "P", "DIV", "PRE", "SPAN", "DETAILS", "SUMMARY", "SECTION"}
 CONTROLS = {"model", "tinted", "new", "log", "words", "send", "race", "SUMMARY"}
 KEY, NAMED = "s3cret", '<img src=x onerror="owned()">'
 RHYME = "The fox saw the crow, and the crow saw the fox, and so the fox saw that the crow saw it. "
 CODE = "Like this:\n\n```python\nfor i in range(10): print('" + "x" * 90 + "')\n```\n\nThat is all."
+COLOURS, LARGE = ("red", "green", "blue"), (1600, 1000)
 OWNED = "owned()"  # what every payload calls, or what it loads: nobody may
 TEXTS = """
 <script>owned()</script>  <img src=x onerror=owned()>  <svg onload=owned()>
@@ -73,68 +86,6 @@ def act(prompt: str) -> str:
     if asked in ("rhyme", "endless"):
         time.sleep(0.002)  # a row, so that an answer takes long enough to look at
     return {"rhyme": RHYME * 3, "endless": RHYME * 30, "code": CODE}.get(asked, asked)
-
-
-@contextmanager
-def visit(browser: Browser, server: Server, **how: Any) -> Iterator[Page]:
-    """A page in a tab of its own; AssertionError for faults, dialogs and requests to elsewhere."""
-    context, wrong = browser.new_context(**{"viewport": WIDE, **how}), list[str]()
-    context.expose_function("owned", lambda: wrong.append("a text ran as a program"))
-    page = context.new_page()
-    page.on("pageerror", lambda error: wrong.append(f"fault: {error}"))
-    page.on("dialog", lambda box: (wrong.append(f"dialog: {box.message}"), box.dismiss()))
-    page.on("request", lambda sent: wrong.append(sent.url) if is_outside(sent.url) else None)
-    page.on("console", lambda said: wrong.append(said.text) if is_fault(said) else None)
-    is_outside = partial(_is_outside, server.url)
-    page.goto(server.url)
-    try:
-        yield page
-    finally:
-        context.close()
-    assert not wrong, wrong
-
-
-def _is_outside(own: str, url: str) -> bool:
-    return not url.startswith((f"{own}/", "data:,"))
-
-
-def is_fault(said: Any) -> bool:
-    """Whether a line on the console is one; a 401 and a server that is gone are told there, too."""
-    return said.type in ("error", "warning") and "Failed to load resource" not in said.text
-
-
-def ask(page: Page, text: str) -> str:
-    """Send it by the keyboard and wait for the end of the answer, which is returned."""
-    begin(page, text)
-    idle(page)
-    return page.inner_text("#log article:last-child .words")
-
-
-def begin(page: Page, text: str) -> None:
-    page.wait_for_selector("#model option", state="attached")
-    page.fill("#words", text)
-    page.press("#words", "Enter")
-
-
-def idle(page: Page) -> None:
-    page.wait_for_selector("body:not(.busy)")
-
-
-def faults(page: Page) -> list[str]:
-    """What axe-core has against the page as it is now."""
-    found = Axe().run(page).response["violations"]
-    return [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found]
-
-
-class Shots:
-    """Writes pictures where a folder was named."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-
-    def take(self, page: Page, name: str) -> None:
-        if self.folder is not None:
-            page.screenshot(path=str(self.folder / f"{name}.png"))
 
 
 # The checks
@@ -178,7 +129,7 @@ def an_interrupted_answer_stops_the_work(browser: Browser, server: Server, shots
 
 def hostile_texts_are_text(browser: Browser, server: Server, shots: Shots) -> str:
     with visit(browser, server) as page:
-        title = page.title()
+        scripts, title = page.locator("script").count(), page.title()
         for text in HOSTILE:
             page.click("#new")
             said, shown = ask(page, text), page.text_content("#log .user p")
@@ -189,7 +140,7 @@ def hostile_texts_are_text(browser: Browser, server: Server, shots: Shots) -> st
                 page.evaluate("[...document.querySelectorAll('#log *')].map(e => e.tagName)")
             )
             assert tags <= TAGS, (tags - TAGS, text)
-            assert page.title() == title and page.evaluate("document.scripts.length") == 1
+            assert page.title() == title and page.locator("script").count() == scripts
     return f"{len(HOSTILE)} as questions, {len(MARKUP)} of them as answers"
 
 
@@ -314,6 +265,61 @@ def a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, _: Server, shots: S
     return "a wrong one is refused, another tab is asked again"
 
 
+def pictures_are_shown_taken_away_and_sent(browser: Browser, _: Server, shots: Shots) -> str:
+    kept, digests = "#pictures img", list[str]()
+
+    def read(target: Any, tokenizer: Any, messages: Any, *more: Any, **options: Any) -> Any:
+        prompt = read_prompt(target, tokenizer, messages, *more, **options)
+        digests[:] = [piece.digest for piece in prompt.pieces]
+        return prompt
+
+    with (
+        patch("dflash_mlx.vision.prompts.read_prompt", read),
+        serving(seeing(answered)) as server,
+        visit(browser, server, viewport=PHONE) as page,
+    ):
+        pick(page, *(picture(colour, LARGE) for colour in COLOURS))
+        page.wait_for_selector(f"{kept} >> nth=2")
+        assert page.evaluate(f"[...document.querySelectorAll('{kept}')].every(e => e.width > 4)")
+        found = faults(page)
+        shots.take(page, "pictures")
+        page.focus("#pictures button:nth-child(2)")
+        page.keyboard.press("Enter")
+        assert page.locator(kept).count() == 2
+        assert page.evaluate("document.activeElement.id") == "words"
+        assert ask(page, "these") == "2 for these"
+        red, blue = (open_picture(picture(colour, LARGE), "it").digest for colour in COLOURS[::2])
+        assert digests == [red, blue] and page.locator("#log .user img").count() == 2
+        assert page.locator(kept).count() == 0 and ask(page, "and?") == "2 for and?"
+        pick(page, picture()[:40])
+        begin(page, "damaged")
+        idle(page)
+        assert "damaged" in page.inner_text("#status") and page.input_value("#words") == "damaged"
+        page.click("#pictures button")
+        assert ask(page, "without") == "2 for without"
+        found += faults(page)
+        shots.take(page, "pictures-sent")
+        assert not found, found
+    return "three chosen, one taken away, two read; a damaged one comes back with its question"
+
+
+def a_tower_sees_what_was_chosen(browser: Browser, _: Server, shots: Shots) -> str:
+    with (
+        TemporaryDirectory() as folder,
+        serving(act, DecodeConfig("ngram", max_tokens=8)) as server,
+    ):
+        tiny = tiny_seeing.write_folder(Path(folder) / "tiny")
+        pair = server.worker.call(lambda: load(str(tiny))).result()
+        server.models.by_name[MODEL].pair = pair
+        with visit(browser, server) as page:
+            pick(page, picture(size=LARGE))
+            begin(page, "What is it?")
+            idle(page)
+            assert page.inner_text("#status") == "Done", page.inner_text("#status")
+        assert pair.target.eyes.looked == 1
+    return "of a tiny random Qwen3-VL"
+
+
 CHECKS: tuple[Callable[[Browser, Server, Shots], str], ...] = (
     answers_stream,
     an_interrupted_answer_stops_the_work,
@@ -324,6 +330,8 @@ CHECKS: tuple[Callable[[Browser, Server, Shots], str], ...] = (
     a_phone_shows_all_of_it,
     what_cannot_be_is_a_sentence,
     a_key_is_asked_for_and_kept_in_the_tab,
+    pictures_are_shown_taken_away_and_sent,
+    a_tower_sees_what_was_chosen,
 )
 
 

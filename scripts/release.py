@@ -142,6 +142,7 @@ def install(way: str, out: Path, tools: Path, index: str) -> list[str]:
     places |= {"UV_CACHE_DIR": str(home / "uv"), "UV_TOOL_DIR": str(home / "installed")}
     places |= {"UV_TOOL_BIN_DIR": str(home / "bin"), "UV_PYTHON_DOWNLOADS": "never"}
     places |= {"PIPX_HOME": str(home / "installed"), "PIPX_BIN_DIR": str(home / "bin")}
+    places |= {"PIPX_DEFAULT_BACKEND": "pip"}  # or it takes the uv beside it
     places |= {
         "PIP_EXTRA_INDEX_URL": index,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",

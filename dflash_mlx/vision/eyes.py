@@ -35,6 +35,8 @@ def read_whole(folder: Path) -> Any:
     whole = load_model(folder, lazy=True)
     if on_cpu():
         whole.set_dtype(mx.float32)
+    if getattr(whole.config, "model_type", "") == "gemma3":  # published without this width
+        whole.config.hidden_size = whole.config.text_config.hidden_size
     return whole
 
 
@@ -86,9 +88,10 @@ class Eyes:
 
     @property
     def mutual(self) -> bool:
-        """Whether the places of a picture see each other, as in the large ones of Gemma 4."""
-        config = getattr(self.whole.config, "text_config", None)
-        return getattr(config, "use_bidirectional_attention", None) == "vision"
+        """Whether the places of a picture see each other: in Gemma 3 and the large ones of 4."""
+        config = self.whole.config
+        said = getattr(config.text_config, "use_bidirectional_attention", None)
+        return config.model_type == "gemma3" or said == "vision"
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +166,8 @@ class Eyes:
             seen = self._tower.get_input_embeddings(
                 inputs["input_ids"], mask=inputs.get("attention_mask"), **beside
             )
-        if any(getattr(seen, name, None) is not None for name in _OTHERS):
+        others = _OTHERS[self.mutual :]  # of a mask, which is ours
+        if any(getattr(seen, name, None) is not None for name in others):
             raise DFlashError(f"{self.name} lets pictures see what is behind them", _CHOOSE)
         deeper = seen.deepstack_visual_embeds
         if deeper is not None and not isinstance(deeper, mx.array):

@@ -54,6 +54,7 @@ class Mutual(Block):
     """Consecutive tokens, among which those of a picture see all of it."""
 
     spans: Spans = ()
+    windowed: bool = False  # only in layers with a window
 
     @cached_property
     def is_run(self) -> bool:
@@ -65,3 +66,10 @@ class Mutual(Block):
         for first, end in self.spans:
             seen[first:end, first:end] = True
         return seen
+
+    def mask(
+        self, visible: npt.NDArray[np.bool_], prefix: int, window: int | None, meant: bool
+    ) -> mx.array:
+        if self.windowed and window is None:
+            visible = np.tri(self.rows, dtype=np.bool_)
+        return super().mask(visible, prefix, window, meant)

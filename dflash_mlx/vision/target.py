@@ -21,10 +21,11 @@ from dflash_mlx.vision.language import Language
 from dflash_mlx.vision.pieces import Embedded, Mutual, Sight
 from dflash_mlx.vision.positions import Positions
 
-# Families whose answers about pictures are mlx-vlm's own. Only what the tests try is here.
+# Families whose answers about pictures are mlx-vlm's own, but for what sees what in a picture of
+# Gemma's: there it is as in transformers. Only what the tests try is here.
 SEEING = frozenset({
-    "gemma4", "glm4v", "idefics3", "lfm2_vl", "muse_glimmer", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
-    "smolvlm",
+    "gemma3", "gemma4", "glm4v", "idefics3", "lfm2_vl", "muse_glimmer", "qwen3_5", "qwen3_5_moe",
+    "qwen3_vl", "smolvlm",
 })  # fmt: skip
 _BEFORE = 4  # tokens before those by which a family is tried
 _CHAIN, _TREE = Tree((5, 6, 7), (-1, 0, 1, 2)), Tree((5, 6, 7, 8, 9), (-1, 0, 0, 1, 1, 4))
@@ -91,7 +92,8 @@ class SeeingTarget(Target):
         if block.tree is not None:
             self.check_trees()  # which has passes of its own
         if isinstance(embeddings, Embedded) and embeddings.mutual:
-            block = Mutual(block.rows, last_only=block.last_only, spans=embeddings.mutual)
+            spans, windowed = embeddings.mutual, self.family == "gemma4"
+            block = Mutual(block.rows, last_only=block.last_only, spans=spans, windowed=windowed)
         self._give([(cache, block)], embeddings)
         return super().forward(tokens, cache, block, aux_layers, embeddings)
 

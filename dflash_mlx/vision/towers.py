@@ -9,6 +9,8 @@ from typing import Any
 
 from dflash_mlx.core.text import amount
 from dflash_mlx.system.safetensors_header import TensorHeader
+from dflash_mlx.vision.eyes import KEPT
+from dflash_mlx.vision.target import SEEING
 
 _OF_TOWER = re.compile(
     r"(^|\.)(vision_\w+|visual|multi_modal_projector|mm_projector|connector|embed_vision)\."
@@ -29,6 +31,10 @@ def described(raw: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> st
         return ""
     if not (size := tower_bytes(tensors)):
         return "nothing: its files have no weights of the tower that config.json describes"
-    here = "here" if find_spec("mlx_vlm") else "not installed"
-    told = f"by a tower of {amount(size)}, where docs/vision.md has its family"
-    return f"{told}; needs the extra vision, which is {here}"
+    kind = str(raw.get("model_type"))
+    if kind.lower().replace("-", "_") not in SEEING:
+        return f"nothing: {kind} is none of the families that docs/vision.md names"
+    if not find_spec("mlx_vlm"):
+        return f"nothing yet: its tower of {amount(size)} needs the extra vision"
+    told = f"pictures, by a tower of {amount(size)} that is read when the first one comes"
+    return f"{told}; what it gave of the last ones takes up to {amount(KEPT)}"

@@ -322,3 +322,6 @@ def test_only_near_ties_excuse_a_difference(pairs):
         assert not excused(target, request, [4, 9], [unlike, 9])
         assert excused(target, request, [4, 9], [4, 9, 1]) is False, "one is longer"
     assert margin(target, greedy, [], (4, 4)) == 0
+    said = answer(target, NoDraft(), prompt, replace(hot.config, max_tokens=20))
+    for at, token in enumerate(said):
+        assert margin(target, hot, said[:at], (token, token)) < 0, "it is what MLX drew"

@@ -268,8 +268,8 @@ def excused(
 def margin(target: Target, request: Request, before: list[int], tokens: tuple[int, int]) -> float:
     """How near the choice between two tokens was, behind `before`.
 
-    Greedy: the difference of their logits. Sampled: of what they were drawn by, or the mass by
-    which one of them missed top-p.
+    Greedy: the difference of their logits. Sampled: the mass between what was drawn and the
+    further one, as MLX lays tokens side by side, or by which one of them missed top-p.
     """
     prompt = Prompt.of(request.prompt)
     history = [*prompt.tokens, *before]
@@ -279,16 +279,14 @@ def margin(target: Target, request: Request, before: list[int], tokens: tuple[in
     logits = target.forward(ids, target.new_cache(), Block(len(ids)), (), embeddings)[0][-1]
     sampler = Sampler(sampling, len(request.prompt), sampling.stop_token_ids)
     logits = sampler.adjusted(logits.astype(mx.float32), history)
-    if sampling.temperature > 0:
-        key = sampler.key(len(history))
-        drawn = tempered(logits, sampling)
-        scores = drawn + mx.random.gumbel((1, logits.size), key=key)[0]
-        if mx.isinf(scores[mx.array(tokens)]).any():
-            return _from_top_p(np.array(mx.softmax(logits)), sampling.top_p, tokens)
-    else:
-        scores = logits
-    a, b = (float(scores[token].item()) for token in tokens)
-    return abs(a - b)
+    if sampling.temperature == 0:
+        a, b = (float(logits[token].item()) for token in tokens)
+        return abs(a - b)
+    law = np.array(mx.softmax(tempered(logits, sampling)))
+    if not law[[*tokens]].all():
+        return _from_top_p(np.array(mx.softmax(logits)), sampling.top_p, tokens)
+    drawn, ends = mx.random.uniform(key=sampler.key(len(history))).item(), np.cumsum(law)
+    return max(max(ends[t] - law[t] - drawn, drawn - ends[t]) for t in tokens)
 
 
 def _from_top_p(law: np.ndarray, top_p: float, tokens: tuple[int, int]) -> float:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -105,11 +106,12 @@ class Processor:
         self.tokenizer = Characters()
         self.image_processor = SimpleNamespace(to_dict=lambda: {"patch": PATCH})
         self._cut: Callable[[list[np.ndarray]], dict[str, Any]] = {
-            "gemma4": _whole, "gemma4_large": _whole,
+            "gemma3": _equal, "gemma4": _whole, "gemma4_large": _whole,
             "smolvlm": _tiles, "idefics3": _tiles, "lfm2_vl": _packed,
         }.get(family, _patches)  # fmt: skip
 
     def __call__(self, text: str, images: Sequence[Any], **_: Any) -> dict[str, Any]:
+        images = [image.resize((32, 32)) for image in images] if self._cut is _equal else images
         shown = [np.asarray(image, np.float32) / 128 - 1 for image in images]
         if self._cut is _tiles:
             shown = [part for image in shown for part in _squares(image)]
@@ -144,6 +146,10 @@ def _patches(images: list[np.ndarray]) -> dict[str, Any]:
 
 def _whole(images: list[np.ndarray]) -> dict[str, Any]:
     return {"pixel_values": [image.transpose(2, 0, 1) for image in images]}
+
+
+def _equal(images: list[np.ndarray]) -> dict[str, Any]:
+    return {"pixel_values": np.stack([image.transpose(2, 0, 1) for image in images])}
 
 
 def _squares(image: np.ndarray) -> list[np.ndarray]:
@@ -241,7 +247,25 @@ class Reference:
         pixels = beside.pop("pixel_values", None)
         if "mm_token_type_ids" in beside:
             beside["mm_token_type_ids"] = (ids == IMAGE).astype(mx.int32)
+        if self.eyes.mutual:
+            return self._of_gemma(ids, pixels, cache)
         return self.whole(ids, pixels, mask=None, cache=cache, **beside).logits[0, -1]
+
+    def _of_gemma(self, ids: mx.array, pixels: Any, cache: Any) -> mx.array:
+        """With the masks of transformers, which mlx-vlm's own passes do not have."""
+        is_image, kind = np.array(ids[0] == IMAGE), self.whole.config.model_type
+        starts = np.cumsum(is_image & ~np.roll(is_image, 1))
+        same = mx.array((starts[:, None] == starts) & is_image & is_image[:, None])
+        distance = mx.arange(len(is_image))[:, None] - mx.arange(len(is_image))
+        seen = self.whole.get_input_embeddings(ids, pixels, mask=mx.ones_like(ids))
+
+        def mask(*_: Any, window_size: int | None = None, **__: Any) -> mx.array:
+            mutual = same if window_size or kind == "gemma3" else mx.zeros_like(same)
+            return ((distance >= 0) | mutual) & (distance < (window_size or len(is_image)))
+
+        with patch(f"mlx_vlm.models.{kind}.language.create_attention_mask", mask):
+            found = self.whole.language_model(ids, inputs_embeds=seen.inputs_embeds, cache=cache)
+        return found.logits[0, -1]
 
     def greedy(self, length: int) -> list[int]:
         """An answer, a token a pass, with what the model itself remembers of positions."""

@@ -88,6 +88,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1]},
         **_QWEN_IDS,
     },
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "mm_tokens_per_image": 16,
+        },
+        "vision_config": _TOWER,
+        "image_token_index": IMAGE,
+        "hidden_size": 64,
+        "vocab_size": VOCABULARY,
+    },
     "gemma4": {
         "text_config": {
             **_TEXT,

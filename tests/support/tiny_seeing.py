@@ -29,7 +29,7 @@ def write_folder(folder: Path, family: str = "qwen3_vl") -> Path:
     """A model as it is published, with the processor that mlx-vlm reads for it."""
     folder.mkdir()
     ids = dict(
-        zip(("vision_start", "image", "vision_end", "video"), range(FIRST, 101), strict=True)
+        zip(("vision_start", "image", "vision_end", "video"), range(FIRST, FIRST + 4), strict=True)
     )
     whole = make_whole(family)
     config = {

@@ -19,7 +19,7 @@ from support.seeing import Characters, Reference, ask, conversation, make_target
 from support.seeing_families import FAMILIES, VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-CLOSE = 2e-3  # of the spread of logits; Gemma 4 with its norms rounds most
+CLOSE = 5e-3  # of the spread of logits; Gemma 4 in one pass is 2e-3 from itself, a token a pass
 
 
 def read(target, prompt, step):

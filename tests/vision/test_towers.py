@@ -6,11 +6,14 @@ import mlx.core as mx
 import pytest
 
 from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.text import amount
 from dflash_mlx.models.downloads import AvailableModel
 from dflash_mlx.models.load import check_named, lines
 from dflash_mlx.models.names import entries
 from dflash_mlx.system.safetensors_header import TensorHeader
-from dflash_mlx.vision.towers import tower_bytes
+from dflash_mlx.vision import towers
+from dflash_mlx.vision.eyes import KEPT
+from dflash_mlx.vision.towers import described, tower_bytes
 from support.models import edit_config, write_model
 
 
@@ -19,7 +22,7 @@ def told(folder) -> list[str]:
     return [line.split("sees", 1)[1] for line in lines(report) if line.strip().startswith("sees")]
 
 
-def test_the_doctor_tells_what_the_tower_of_a_model_takes_and_what_it_needs(tmp_path):
+def test_the_doctor_tells_of_a_folder_whether_its_tower_is_there(tmp_path):
     folder = write_model(tmp_path / "model")
     assert told(folder) == [], "one that reads text alone"
     edit_config(folder, vision_config={"depth": 2})
@@ -29,7 +32,17 @@ def test_the_doctor_tells_what_the_tower_of_a_model_takes_and_what_it_needs(tmp_
     weights = {**mx.load(file), "vision_tower.blocks.0.weight": mx.zeros((500, 1000))}
     mx.save_safetensors(file, weights, metadata={"format": "mlx"})
     (line,) = told(folder)
-    assert "2.0 MB" in line and "extra vision" in line
+    assert "nothing" in line and "llama" in line, "a family whose pictures nobody tried"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_doctor_tells_what_a_tower_takes_and_whether_it_can_be_read(monkeypatch, installed):
+    monkeypatch.setattr(towers, "find_spec", lambda name: installed or None)
+    raw = {"model_type": "qwen3_vl", "vision_config": {"depth": 2}}
+    line = described(raw, {"visual.blocks.0.weight": TensorHeader("F16", (500, 2000))})
+    assert "2.0 MB" in line
+    assert ("extra vision" in line) is not installed
+    assert (amount(KEPT) in line) is installed
 
 
 def test_lists_say_of_which_models_a_tower_was_published():

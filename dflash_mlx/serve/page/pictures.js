@@ -9,7 +9,7 @@ function showPictures() {
     const node = make("button", "");
     Object.assign(node, { type: "button", title: "Take this picture away" });
     node.append(Object.assign(new Image(), { src: url, alt: `Picture ${i + 1}` }));
-    node.onclick = () => (pictures.splice(i, 1), showPictures());
+    node.onclick = () => (pictures.splice(i, 1), showPictures(), $("words").focus());
     return node;
   }));
 }
