@@ -99,8 +99,8 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
     Whatever else the machine does only adds time, so the least is nearest to the truth.
     """
     target.kernels.wait(_TRIED)
-    first = target.forward(mx.zeros(1, mx.int32), target.new_cache(), Block(1))[0][-1]
-    words = mx.argsort(-first)[mx.arange(CONTEXTS[0]) % first.size]
+    likely = target.forward(mx.zeros(1, mx.int32), target.new_cache(), Block(1))[0][-1]
+    words = mx.argsort(-likely)[mx.arange(CONTEXTS[0]) % likely.size]
     cache = target.new_cache()
     mx.eval(target.forward(words, cache, Block(CONTEXTS[0]))[0], cache.arrays)
     cache.commit(range(CONTEXTS[0]))
