@@ -94,13 +94,15 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
 
     After each pass it yields how many there are, so that others can have the machine in between.
     Trees, or chains where the target verifies no others or is recurrent, which makes trees dearer;
-    then some trees beside them. What the caches hold behind the first tokens is made up. Whatever
-    else the machine does only adds time, so the least is nearest to the truth.
+    then some trees beside them. What the caches hold behind the first tokens is made up. Rows are
+    different words, as in a text: in a mixture of experts equal ones would share all their experts.
+    Whatever else the machine does only adds time, so the least is nearest to the truth.
     """
     target.kernels.wait(_TRIED)
+    likely = target.forward(mx.zeros(1, mx.int32), target.new_cache(), Block(1))[0][-1]
+    words = mx.argsort(-likely)[mx.arange(CONTEXTS[0]) % likely.size]
     cache = target.new_cache()
-    prompt = mx.zeros(CONTEXTS[0], mx.int32)
-    mx.eval(target.forward(prompt, cache, Block(CONTEXTS[0]))[0], cache.arrays)
+    mx.eval(target.forward(words, cache, Block(CONTEXTS[0]))[0], cache.arrays)
     cache.commit(range(CONTEXTS[0]))
     contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
     dearer = target.is_recurrent and target.takes_trees
@@ -116,7 +118,7 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
         for rows in sizes:
             block, times = _tree_of(rows) if tree else Block(rows), []
             for _ in range(_REPEATS + 1):  # the first may build what the others use
-                times.append(_time_pass(target, cache, block))
+                times.append(_time_pass(target, cache, block, words))
                 yield passes
             seconds.append(min(times[1:]))
         found.append(PassTimes(sizes, tuple(seconds), context))
@@ -128,9 +130,9 @@ def _tree_of(rows: int) -> Block:
     return Block.of(Tree((0,) * (rows - 1), (-1, *((i - 1) // 2 for i in range(1, rows)))))
 
 
-def _time_pass(target: Target, cache: SequenceCache, block: Block) -> float:
+def _time_pass(target: Target, cache: SequenceCache, block: Block, words: mx.array) -> float:
     start = time.perf_counter()
-    mx.eval(mx.argmax(target.forward(mx.zeros(block.rows, mx.int32), cache, block)[0], axis=-1))
+    mx.eval(mx.argmax(target.forward(words[: block.rows], cache, block)[0], axis=-1))
     took = time.perf_counter() - start
     cache.discard()
     return took

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -13,6 +14,7 @@ from dflash_mlx.system.machine import model_of
 from dflash_mlx.verifier import pass_times as budget
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.pass_times import PassTimes, calibrating, keep_times, stored_times
+from support.experts import MIXTURES, Touched
 from support.families import VOCAB_SIZE, make_model
 
 FLAT = PassTimes((1, 96), (1.0, 1.0))
@@ -64,6 +66,32 @@ def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch, 
     assert (times.trees is None) == (family != "qwen3_5"), "where trees take longer than chains"
     after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     assert mx.array_equal(before, after)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_row_of_a_mixture_is_timed_with_experts_of_its_own(family, monkeypatch):
+    """The clock counts experts, so a pass takes as many seconds as it touches of them."""
+    target = Target(make_model(family, **{MIXTURES[family]: 32}), 1000, "tiny")
+    monkeypatch.setattr(budget, "CONTEXTS", (128,))
+    assert target.takes_trees, "which is tried before the passes that count"
+    touched = Touched(target.model)
+    clock = SimpleNamespace(perf_counter=lambda: float(sum(touched.counts())))
+    monkeypatch.setattr(budget, "time", clock)
+    monkeypatch.setattr(budget, "ROWS", (1, 2, 8, 32))
+    monkeypatch.setattr(budget, "_REPEATS", 1)
+    one, two, eight, many = times_of(target).seconds
+    layers = len(touched.counts()) // 10  # the first word, a prompt, two passes of each size
+    assert one == 2 * layers
+    assert one < two < eight < many > 4 * one
+
+
+def times_of(target):
+    steps = budget.measuring(target)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value
 
 
 def test_what_branches_add_is_what_trees_took_longer_and_never_less_than_nothing():
