@@ -367,6 +367,6 @@ def test_drafts_beside_lookups_that_found_nothing_are_taken_to_bring_less():
     for _ in range(40):
         plain.expect(nothing, nothing)
         draft.expect(Cut([], 4.5, 2.0, 3.0, promised), good)
-    assert known.choose()[0] is draft
     draft.waited = plain.waited = 0.0
+    assert known.choose()[0] is draft
     assert known.choose(nothing)[0] is plain
