@@ -21,7 +21,7 @@ from dflash_mlx.drafters.experience import (
     Average,
     Cut,
     Experience,
-    RoundTimes,
+    along,
     of_further_steps,
 )
 from dflash_mlx.drafters.growth.reliability import (
@@ -33,6 +33,7 @@ from dflash_mlx.drafters.growth.reliability import (
     worth_keeping,
 )
 from dflash_mlx.drafters.method import FirstDraft, Method, TwoPass
+from dflash_mlx.drafters.round_times import RoundTimes
 from dflash_mlx.engine.drafter import Drafter, Proposal, Reason, allowed
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.engine.state import Context, State
@@ -63,7 +64,7 @@ class _Asked:
     cut: Cut
     timed: PassTimes | None  # by which it was planned
     start: float  # without what the answers had to wait for their readers until then
-    trees: WeakKeyDictionary[State, Tree]
+    trees: WeakKeyDictionary[State, tuple[Tree, Tree]]  # and what lookups alone would propose
 
 
 class BatchBudget:
@@ -96,7 +97,9 @@ class BatchBudget:
         if scope.drafts:
             arms.append(Arm("draft", 2.0, one_row))
         # of one sequence, or of an earlier session
-        self.experience = Experience(arms, Reliability(scope.sources), rounds)
+        self.experience = Experience(
+            arms, Reliability(scope.sources), Reliability(scope.sources), rounds
+        )
         self._together: dict[int, Experience] = {}
         self._asked: WeakKeyDictionary[State, _Asked] = WeakKeyDictionary()
         self._blind = 0
@@ -115,14 +118,20 @@ class BatchBudget:
         self._learn(states, now)
         if all(state.last is None for state in states):
             self._begin_answer(known, states)
-        arm, rates, again = known.choose()
-        if one == 1 and states[0].constraint is None and self._goes_blind(arm):
-            cut = self._cut(known, states, budget, [Proposal(Tree.chain())], 0.0)
-        else:
+        drafts, recalled = [Proposal(Tree.chain())] * len(states), [Tree.chain()] * len(states)
+        blind = one == 1 and states[0].constraint is None and self._goes_blind(known.choose()[0])
+        if not blind:
             self._blind = self._blind if one == 1 else 0
-            cut = self._draft(known, arm, states, budget)
-        trees = zip(states, (part.tree for part in cut.parts), strict=True)
-        asked = _Asked(known, arm, cut, known.times.timed, now, WeakKeyDictionary(trees))
+            recalled = self._recall(states, budget // len(states))
+        cut = self._cut(known, states, budget, _joined(drafts, recalled), 0.0)
+        arm, rates, again = known.choose(None if blind else cut)
+        if not blind:
+            known.arms[0].expect(cut, cut)
+        if arm is not known.arms[0]:
+            cut = self._draft(known, cut, states, budget, recalled)
+        trees = zip((part.tree for part in cut.parts), recalled, strict=True)
+        of_states = WeakKeyDictionary(zip(states, trees, strict=True))
+        asked = _Asked(known, arm, cut, known.times.timed, now, of_states)
         self._asked.update((state, asked) for state in states)
         why = Reason(arm is not known.arms[0], cut.drafts, again, rates, bool(cut.without))
         plain = known.times.plain_now(one, _contexts(states))
@@ -142,7 +151,7 @@ class BatchBudget:
             Arm(a.name, a.tokens.mean * share, plain + max(a.seconds - before, 0.0) * min(share, 1))
             for a in base.arms
         ]
-        begun = Experience(arms, one.reliability, times, one.second, one.further)
+        begun = Experience(arms, one.reliability, one.lookups, times, one.second, one.further)
         begun.rounds = base.rounds if taught else 0
         self._together[count] = begun
         return begun
@@ -161,16 +170,22 @@ class BatchBudget:
         if drafts and known.best is plain:
             min(drafts, key=lambda arm: arm.loss(plain.rate)).waited = math.inf
 
-    def _draft(self, known: Experience, arm: Arm, states: Sequence[State], budget: int) -> Cut:
-        """The best part of what the arm proposes, with lookups and a second pass that pays."""
+    def _draft(
+        self,
+        known: Experience,
+        alone: Cut,
+        states: Sequence[State],
+        budget: int,
+        recalled: Sequence[Tree],
+    ) -> Cut:
+        """The best part of a draft joined with lookups, and of a second pass that pays.
+
+        alone: of the lookups.
+        """
         share, cutting = budget // len(states), partial(self._cut, known, states, budget)
-        drafter, drafts = self.drafter, [Proposal(Tree.chain())] * len(states)
-        rate, second, further = known.best.rate, known.second, 0.0
-        recalled = self._recall(states, share)
-        if arm.name != _PLAIN:
-            alone = cutting(_joined(drafts, recalled), 0.0)
-            known.arms[0].expect(alone.tokens, alone.seconds, alone.sizes)
-            drafts, further = self._begin(known, arm, states, share)
+        arm = known.arms[-1]
+        drafter, rate, second = self.drafter, known.best.rate, known.second
+        drafts, further = self._begin(known, arm, states, share)
         drafts = _joined(drafts, recalled)
         before = float(arm.drafts.of()) + further
         best = cutting(drafts, before)
@@ -193,7 +208,7 @@ class BatchBudget:
                 further_rows=rate * (both.seconds - spent - best.seconds),
             )
             usual = usual if tried else best
-        arm.expect(usual.tokens, usual.seconds, usual.sizes)
+        arm.expect(usual, alone)
         return best
 
     def _begin(
@@ -255,7 +270,8 @@ class BatchBudget:
             return Cut([*drafts], 1.0 * count, before, before + took, nothing, beside=beside)
         if times.timed is None:
             most = min(most, max(SAFE, len(trees)))
-        reached = [reach(tree, known.reliability.chances(tree)) for tree in trees]
+        believed = known.reliability if before > 0 else known.lookups
+        reached = [reach(tree, believed.chances(tree)) for tree in trees]
         kept, count, sizes = worth_keeping(
             trees, reached, seconds, before, most, self._branching(times)
         )
@@ -275,11 +291,16 @@ class BatchBudget:
         rounds = []
         for state in states:
             asked = self._asked.pop(state, None)
-            if asked is None or state.last is None or state.last.tree is not asked.trees[state]:
+            if asked is None or state.last is None:
+                continue
+            tree, recalled = asked.trees[state]
+            if state.last.tree is not tree:
                 continue
             rounds.append(asked)
-            if len(state.last.tree) > 1:
+            if asked.cut.before and len(tree) > 1:
                 asked.known.reliability.learn(state.last)
+            if len(recalled) > 1:
+                asked.known.lookups.learn(along(recalled, state.last.tokens))
         whole = rounds and all(asked is rounds[0] for asked in rounds)
         if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return

@@ -10,8 +10,9 @@ import pytest
 
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.experience import Average, Experience, RoundTimes
+from dflash_mlx.drafters.experience import Average, Cut, Experience
 from dflash_mlx.drafters.growth.reliability import Sizes, never, reach, worth_keeping
+from dflash_mlx.drafters.round_times import RoundTimes
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
 from dflash_mlx.verifier.pass_times import ROWS, PassTimes
@@ -336,8 +337,36 @@ def test_an_answer_does_not_begin_as_if_lookups_were_verified_in_a_pass_over_one
     plain, *_ = case.drafter.experience.arms
     for _ in range(16):
         promised = Sizes(np.array([1.0, 1.6, 2.0, 2.4]), np.arange(4), np.zeros(4))
-        plain.expect(2.4, float(dear.of(4)), promised)
+        cut = Cut([], 2.4, 0.0, float(dear.of(4)), promised)
+        plain.expect(cut, cut)
     before = plain.rate
     _, state = case.start(10)
     case.drafter.propose([state], 96)
     assert plain.rate < 1.2 * before
+
+
+def test_a_draft_is_made_where_lookups_find_nothing_however_well_they_did_before():
+    known = case_of(FLAT, 0.1, lambda i: 0.5).drafter.experience
+    plain, draft = known.arms
+    promised = Sizes(np.array([1.0]), np.arange(1), np.zeros(1))
+    for _ in range(16):
+        good, made = (Cut([], tokens, 0.0, 1.1, promised) for tokens in (6.0, 4.0))
+        plain.expect(good, good)
+        draft.expect(made, good)
+    assert known.choose(good)[0] is plain
+    nothing = Cut([], 1.0, 0.0, 1.0, promised)
+    draft.expect(Cut([], 3.0, 0.0, 1.1, promised), nothing)
+    assert known.choose(nothing)[0] is draft
+
+
+def test_drafts_beside_lookups_that_found_nothing_are_taken_to_bring_less():
+    known = case_of(FLAT, 0.1, lambda i: 0.5).drafter.experience
+    plain, draft = known.arms
+    promised = Sizes(np.array([1.0]), np.arange(1), np.zeros(1))
+    good, nothing = (Cut([], tokens, 0.0, 1.0, promised) for tokens in (6.0, 1.0))
+    for _ in range(40):
+        plain.expect(nothing, nothing)
+        draft.expect(Cut([], 4.5, 2.0, 3.0, promised), good)
+    draft.waited = plain.waited = 0.0
+    assert known.choose()[0] is draft
+    assert known.choose(nothing)[0] is plain

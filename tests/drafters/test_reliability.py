@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.core.tree import Accepted, Tree
+from dflash_mlx.drafters.experience import along
 from dflash_mlx.drafters.growth.reliability import (
     Reliability,
     never,
@@ -145,3 +146,12 @@ def test_a_source_that_breaks_its_word_is_doubted_where_it_was_not_tried_yet():
     for _ in range(30):
         reliability.learn(Accepted(promise(0.75, "first"), (0, 1), 5))
     assert trust(reliability, promise(0.35, "first")) == pytest.approx(0.35, rel=0.3)
+
+
+def test_what_would_follow_the_known_text_is_not_judged():
+    chain = Tree((5, 6, 7), (-1, 0, 1, 2), (0.0, *[np.log(0.5)] * 3))
+    told = Reliability()
+    told.learn(along(chain, [5, 6]))
+    assert told.tried.sum() == told.right.sum() == 2
+    told.learn(along(chain, [5, 4]))
+    assert told.tried.sum() == pytest.approx(4, rel=0.01) and told.right.sum() < 3.01

@@ -49,7 +49,8 @@ class Reliability:
 
     def learn(self, accepted: Accepted) -> None:
         tree, path = accepted.tree, set(accepted.path)
-        tested = [i for i in range(1, len(tree)) if tree.parents[i] in path]
+        known = set(accepted.path[:-1]) if accepted.ends else path  # nodes with known successors
+        tested = [i for i in range(1, len(tree)) if tree.parents[i] in known]
         confidence = np.exp(np.array([tree.logprobs[i] for i in tested]))
         cells = self._cells(tree, tested, confidence)
         for counts in (self.tried, self.right, self.promised):
