@@ -11,7 +11,7 @@ from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Stops, Strict
 from dflash_mlx.serve.openai_requests import Format, Function, wanted
-from dflash_mlx.serve.pictures import AnyImage, Shown
+from dflash_mlx.serve.pictures import AnyShown, Shown
 
 _FORM = "output_config.format"
 FIELDS = Fields(_FORM, f"{_FORM}.schema", tool="tools[{}].", parameters="input_schema")
@@ -55,11 +55,11 @@ class ToolResult(Cached):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[Text | AnyImage, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[Text | AnyShown, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
 
 
-Block = Annotated[Text | AnyImage | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
+Block = Annotated[Text | AnyShown | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
 _OF_ROLE = {Thinking: "assistant", ToolUse: "assistant", ToolResult: "user"}
 
 

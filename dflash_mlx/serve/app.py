@@ -27,7 +27,7 @@ from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
-from dflash_mlx.serve.lenient import LenientRoute, StrictRoute, unseen
+from dflash_mlx.serve.lenient import LenientRoute, StrictRoute
 from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.web_page import HOME, TYPES, is_home, page
@@ -230,9 +230,6 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     if not field:
         step = "send Content-Type: application/json" if isinstance(body, bytes) else "correct it"
         return ApiError(400, f"the request is not a JSON object; {step}")
-    part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
-    if (kind := unseen(part)) is not None:
-        return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
     said = str(problem["msg"]).partition(" after validation")[0][:300]
     told = long or problem["type"] in ("missing", "too_short")
     given = "" if told else f", not {reprlib.repr(problem['input'])}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -12,13 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from dflash_mlx.core.option import LARGEST
-from dflash_mlx.serve.chat import NOTE, Json
+from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, place_of
 
-_UNSEEN = {  # what a part is called in a note, by its type; pictures are known, see pictures.py
-    **dict.fromkeys(("document", "file", "input_file"), "a document"),
-    **dict.fromkeys(("audio", "input_audio"), "a sound"),
-}
 _TRIES = 8  # a field may be wrong only once another is gone
 _MOST_VALUES, _MOST_TOKENS = 2**18, 2**20  # in a body, and in its prompt
 _MOST_WRONG = 10_000  # problems of a request, each of which takes time that the others wait
@@ -109,12 +105,6 @@ def _has_more(value: Any, most: int) -> bool:
     return most < 0
 
 
-def unseen(part: Any) -> str | None:
-    """What a part of a message is that no model reads here; None for any other."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return _UNSEEN.get(kind) if isinstance(kind, str) else None
-
-
 def told(names: list[str]) -> list[str]:
     """Each name once, as many as a response bears."""
     return [*dict.fromkeys(each[:_LONGEST_TOLD] for each in names)][:_MOST_TOLD]
@@ -124,9 +114,7 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     """Take away what may be, in the body itself; whether anything was."""
     if len(problems := error.errors()) > _MOST_WRONG:
         return False
-    notes = [*_note_unseen(error.body)]
-    ignored += notes
-    changed = bool(notes)
+    changed = False
     for problem in problems:
         place = place_of(problem, error.body)
         holder: Any = error.body
@@ -146,29 +134,6 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
             if is_gone and (problem["type"] == "extra_forbidden" or place[0] in _HINTS):
                 ignored.append(_name(place))
     return changed
-
-
-def _note_unseen(body: Any) -> Iterator[str]:
-    """Put notes for documents of tools and of earlier turns, which would end the conversation.
-
-    Those of the last words that are not a tool's stay, and are refused: the answer is about them.
-    """
-    field = "input" if isinstance(body, dict) and "input" in body else "messages"
-    given = body.get(field) if isinstance(body, dict) else None
-    messages = given if isinstance(given, list) else []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        content = message.get("content", output := message.get("output"))
-        is_past = i + 1 < len(messages) or message.get("role") == "tool" or bool(output)
-        for part in content if isinstance(content, list) else []:
-            is_result = isinstance(part, dict) and part.get("type") == "tool_result"
-            inner = part.get("content") if is_result else [part] if is_past else []
-            for each in inner if isinstance(inner, list) else []:
-                if (kind := unseen(each)) is not None:
-                    yield f"{field}[].content[] of type {each['type']}"
-                    each.clear()
-                    each.update(type="text", text=NOTE.format(kind))
 
 
 def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:

@@ -10,7 +10,7 @@ from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Sent, Stop, Strict
-from dflash_mlx.serve.pictures import AnyImage
+from dflash_mlx.serve.pictures import AnyShown
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
 _FORM = "response_format"
@@ -30,7 +30,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[Annotated[TextPart | AnyImage, Field(discriminator="type")]]
+Content = str | list[Annotated[TextPart | AnyShown, Field(discriminator="type")]]
 
 
 class FunctionCall(Strict):

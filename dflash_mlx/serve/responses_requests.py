@@ -12,7 +12,7 @@ from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import ChatBody, Count, Sent, Strict
 from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen, wanted
-from dflash_mlx.serve.pictures import AnyImage
+from dflash_mlx.serve.pictures import AnyShown
 
 FIELDS = Fields("text.format", "text.format.schema", "tools[{}].", "parameters", "input")
 INPUT = "input"  # the argument that a custom tool has where the model sees it
@@ -42,7 +42,7 @@ class Text(Strict):
     logprobs: Unread = None
 
 
-Content = str | list[Annotated[Text | AnyImage, Field(discriminator="type")]]
+Content = str | list[Annotated[Text | AnyShown, Field(discriminator="type")]]
 
 
 class Message(Returned):
