@@ -23,12 +23,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Scope
 
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
+from dflash_mlx.serve import anthropic_api, guard, ollama_api, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
 from dflash_mlx.serve.lenient import LenientRoute, StrictRoute
-from dflash_mlx.serve.ollama_replies import chat, generate
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.web_page import HOME, TYPES, is_home, page
 from dflash_mlx.session.forms import form_of
@@ -111,10 +110,10 @@ _PATHS: dict[str, dict[str, Callable[..., Any]]] = {
         "/v1/responses": responses_replies.responses,
         "/v1/responses/input_tokens": responses_replies.input_tokens,
         "/v1/completions": openai_replies.completions,
-        "/v1/messages": anthropic_replies.messages,
-        "/v1/messages/count_tokens": anthropic_replies.count_tokens,
-        "/api/chat": chat,
-        "/api/generate": generate,
+        "/v1/messages": anthropic_api.messages,
+        "/v1/messages/count_tokens": anthropic_api.count_tokens,
+        "/api/chat": ollama_api.chat,
+        "/api/generate": ollama_api.generate,
         "/api/show": show,
     },
     "GET": {
