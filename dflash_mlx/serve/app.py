@@ -173,7 +173,6 @@ def make_app(service: Service) -> ASGIApp:
     config, most = service.config, int(service.config.body_mb * 10**6)
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
-    app = guard.BodyTimeMiddleware(app, config.idle)
     known = [*map(guard.digest, config.key)]
     keys = [partial(guard.check_key, known)] if known else []
     app = guard.CheckMiddleware(app, *keys, partial(guard.check_size, most))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -54,7 +55,7 @@ _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", 
 
 
 class StrictRoute(APIRoute):
-    """Refuses bodies of so many values that to name what is wrong would keep everybody waiting."""
+    """Refuses bodies that take long to come, or whose many wrong values would take long to name."""
 
     tries = 0  # of a body again, without what it may do without
 
@@ -64,8 +65,13 @@ class StrictRoute(APIRoute):
         async def read(request: Request) -> Response:
             ignored: list[str] = []
             request.state.ignored = ignored
-            with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
-                _check_size(await request.json())
+            seconds = request.app.state.service.config.idle
+            try:
+                with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
+                    _check_size(await asyncio.wait_for(request.json(), seconds))
+            except asyncio.TimeoutError:
+                what = f"the request did not arrive within {seconds:g} s"
+                raise ApiError(408, what, headers={"Connection": "close"}) from None
             for _ in range(self.tries):
                 try:
                     return await handle(request)
