@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_mlx.core.statistics import Statistics
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import ANTHROPIC, ApiError, as_json, body_of, event, refusal
 from dflash_mlx.serve.fields import Budget, ChatBody, Conversation, Stops, Strict
@@ -119,7 +118,7 @@ class Counted(Conversation):
         asking = (i for i, edit in enumerate(edits) if edit.get("keep") != "all")
         return [f"context_management.edits[{i}]" for i in asking]
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         for i, each in enumerate(self.messages):
             messages += _told(each, f"messages[{i}]")

@@ -27,7 +27,7 @@ from dflash_mlx.serve import anthropic_api, guard, ollama_api, openai_replies, r
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
-from dflash_mlx.serve.lenient import LenientRoute, StrictRoute
+from dflash_mlx.serve.lenient import Route
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.web_page import HOME, TYPES, is_home, page
 from dflash_mlx.session.forms import form_of
@@ -164,7 +164,7 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
-    api.router.route_class = StrictRoute if service.config.strict else LenientRoute
+    api.router.route_class = Route
     for method, paths in _PATHS.items():
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])

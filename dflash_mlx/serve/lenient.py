@@ -15,6 +15,7 @@ from starlette.responses import Response
 from dflash_mlx.core.option import LARGEST
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, place_of
+from dflash_mlx.serve.settings import ServeConfig
 
 _TRIES = 8  # a field may be wrong only once another is gone
 _MOST_VALUES, _MOST_TOKENS = 2**18, 2**20  # in a body, and in its prompt
@@ -54,10 +55,11 @@ _CREATE = {"type": "create"}  # a thread, which may be lost: the conversation is
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", _CREATE)
 
 
-class StrictRoute(APIRoute):
-    """Refuses bodies that take long to come, or whose many wrong values would take long to name."""
+class Route(APIRoute):
+    """Refuses bodies that take long to come, or whose many wrong values would take long to name.
 
-    tries = 0  # of a body again, without what it may do without
+    Unless the server is strict it takes what changes no answer; `request.state.ignored` names it.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -65,14 +67,14 @@ class StrictRoute(APIRoute):
         async def read(request: Request) -> Response:
             ignored: list[str] = []
             request.state.ignored = ignored
-            seconds = request.app.state.service.config.idle
+            config: ServeConfig = request.app.state.service.config
             try:
                 with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
-                    _check_size(await asyncio.wait_for(request.json(), seconds))
+                    _check_size(await asyncio.wait_for(request.json(), config.idle))
             except asyncio.TimeoutError:
-                what = f"the request did not arrive within {seconds:g} s"
+                what = f"the request did not arrive within {config.idle:g} s"
                 raise ApiError(408, what, headers={"Connection": "close"}) from None
-            for _ in range(self.tries):
+            for _ in range(0 if config.strict else _TRIES):
                 try:
                     return await handle(request)
                 except RequestValidationError as error:
@@ -81,12 +83,6 @@ class StrictRoute(APIRoute):
             return await handle(request)
 
         return handle if self.body_field is None else read
-
-
-class LenientRoute(StrictRoute):
-    """Takes what changes no answer; `request.state.ignored` names it."""
-
-    tries = _TRIES
 
 
 def _check_size(body: Any) -> None:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_mlx.core.option import LARGEST
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of
 from dflash_mlx.serve.errors import OLLAMA, ApiError, as_json, body_of, encoded, refusal
 from dflash_mlx.serve.fields import Budget, ChatBody, Sampled, Stop
@@ -73,7 +72,7 @@ class ChatRequest(ChatBody):
             if value is not None and (name != "max_tokens" or value > 0):
                 setattr(self, name, value)
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         last = self.messages[-1]
         return Chat(
             self.words,

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Sent, Stop, Strict
@@ -236,7 +235,7 @@ class ChatRequest(ChatBody, Completed):
             step = "end with the assistant's words"
             raise refusal("continue_final_message", "has nothing to go on from", step)
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         tools = [each.model_dump(exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import ChatBody, Count, Sent, Strict
@@ -190,7 +189,7 @@ class ResponsesRequest(ChatBody, OpenAIBody):
         """The conversation so far, without instructions: they hold for one answer only."""
         return [] if isinstance(self.input, str) else self.input
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         tools = [tool.function() for tool in self.named.values()]
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return Chat(

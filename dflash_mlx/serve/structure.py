@@ -164,9 +164,7 @@ class _Rules(dict[str, str]):
     def __init__(self, form: Form, tokenizer: Any) -> None:
         super().__init__()
         self._form, self._ends = form, tokenizer.eos_token_ids
-        vocabulary = (
-            tokenizer.get_added_vocab().items()
-        )  # of some models with white space and words
+        vocabulary = tokenizer.get_added_vocab().items()  # some have white space and words in it
         added = {k: v for k, v in vocabulary if k.strip() and not k.isalnum()}
         self._added, longest = added, sorted(map(re.escape, added), key=len, reverse=True)
         self._split = re.compile("|".join([*longest, r"\d+"]))
