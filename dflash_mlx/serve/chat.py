@@ -60,6 +60,7 @@ class Chat:
     # What is said of thoughts by field: efforts, whether there are any, tokens at most.
     wishes: Mapping[str, str | bool | int] = field(default_factory=dict)
     go_on: bool = False  # the last message is the beginning of the answer
+    opened: bool = False  # the prompt begins a thought
     pictures: Mapping[str, Picture] = field(default_factory=dict)  # by what stands for them
     user: str = ""  # who asks
     ignored: list[str] | None = None  # names of what changes nothing; None where that is refused

@@ -175,9 +175,8 @@ def _open(place: str, shown: Shown, files: Mapping[str, bytes]) -> Picture:
         try:
             data = b64decode("".join(where[head.end() :].split()), validate=True)
         except (binascii.Error, ValueError):
-            raise refusal(
-                place, "is not base64", "send the file of the picture as base64"
-            ) from None
+            step = "send the file of the picture as base64"
+            raise refusal(place, "is not base64", step) from None
     try:
         return open_picture(data, place)
     except DFlashError as error:

@@ -135,8 +135,8 @@ class Service:
 
         def understood(chat: Chat) -> Understood:
             prompt = prompt_of(pair, chat)
-            in_thought = opens_thought(pair.tokenizer, prompt.tokens)
-            return chat, structure_of(pair, chat, in_thought), prompt
+            chat = replace(chat, opened=opens_thought(pair.tokenizer, prompt.tokens))
+            return chat, structure_of(pair, chat), prompt
 
         work = partial(understood, await self.prepare(opened))
         if work.args[0].pictures:  # whose processor computes, which one thread may
@@ -214,9 +214,8 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
             configs = decoding(service.usual, body, structure, request.state.ignored)
             reader: Callable[[], AnswerReader] = AnswerReader
             if structure is None or structure.grammar is not None:  # else JSON, taken as it is
-                in_thought = opens_thought(pair.tokenizer, prompt.tokens)
                 streams = bool(body.stream and body.streams_calls)
-                how = chat.told, in_thought, chat.one_call, streams
+                how = chat.told, chat.opened, chat.one_call, streams
                 kind = AnswerReader if chat.schema is None else SchemaReader
                 reader = partial(kind, pair.tokenizer, form_of(pair), *how)
             replies = service.replies(request, body, pair, configs, [prompt])

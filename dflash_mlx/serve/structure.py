@@ -25,11 +25,11 @@ _MOST = 500  # arguments that stand one by one: thousands overflow llguidance's 
 ANY_OBJECT: Json = {"type": "object"}
 
 
-def structure_of(pair: Pair, chat: Chat, opened: bool = False) -> StructureConfig | None:
+def structure_of(pair: Pair, chat: Chat) -> StructureConfig | None:
     """The grammar that keeps a request's promise, compiled; takes a moment. None where none asks.
 
-    A call that has to come is preferred to an answer of a schema. opened: the prompt begins a
-    thought, which comes first. ApiError for what cannot be promised.
+    A call that has to come is preferred to an answer of a schema. ApiError for what cannot be
+    promised.
     """
     if not chat.asks:
         return None
@@ -39,7 +39,7 @@ def structure_of(pair: Pair, chat: Chat, opened: bool = False) -> StructureConfi
         field = chat.fields.form if chat.schema == ANY_OBJECT else chat.fields.schema
         chat = replace(chat, schema=_lenient(chat, field, chat.schema, chat.is_strict))
         follows = _checked(field, pair, schema=chat.schema)
-        if not (chat.tools or opened or chat.wants_thoughts or form_of(pair).has_channels):
+        if not (chat.tools or chat.opened or chat.wants_thoughts or form_of(pair).has_channels):
             return follows
     field = _asking(chat)
     form = form_of(pair)
@@ -47,8 +47,7 @@ def structure_of(pair: Pair, chat: Chat, opened: bool = False) -> StructureConfi
         what = f"needs to know the format of calls, and that of {pair.target.name} is not known"
         raise refusal(field, what, "leave it out, or serve another model")
     tools = _tools(chat, form) if chat.tools else {}
-    grammar = grammar_of(form, chat, tools, pair.tokenizer, opened)
-    return _checked(field, pair, grammar=grammar)
+    return _checked(field, pair, grammar=grammar_of(form, chat, tools, pair.tokenizer))
 
 
 def _asking(chat: Chat) -> str:
@@ -127,14 +126,12 @@ def _checked(
     return structure
 
 
-def grammar_of(
-    form: Form, chat: Chat, tools: Mapping[str, Json], tokenizer: Any, opened: bool = False
-) -> str:
+def grammar_of(form: Form, chat: Chat, tools: Mapping[str, Json], tokenizer: Any) -> str:
     """What an answer may be: calls of `tools`, JSON of the schema, or words.
 
     Where no call has to come and no schema is given, calls stand among words. A thought that the
     prompt has opened comes first, and one that is asked for may come first.
     """
-    thinks, one = opened or chat.wants_thoughts, chat.one_call or bool(chat.required)
+    thinks, one = chat.opened or chat.wants_thoughts, chat.one_call or bool(chat.required)
     rules = CallGrammar(form, tokenizer, tools)
-    return rules.written(chat.schema, chat.required is not None, one, thinks, opened)
+    return rules.written(chat.schema, chat.required is not None, one, thinks, chat.opened)
