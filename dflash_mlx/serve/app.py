@@ -23,12 +23,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Scope
 
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve import anthropic_replies, guard, openai_replies, responses_replies
+from dflash_mlx.serve import anthropic_api, guard, ollama_api, openai_replies, responses_replies
 from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, as_json, place_of, response_of
 from dflash_mlx.serve.fields import Asked
-from dflash_mlx.serve.lenient import LenientRoute, StrictRoute, unseen
-from dflash_mlx.serve.ollama_replies import chat, generate
+from dflash_mlx.serve.lenient import Route
 from dflash_mlx.serve.service import Service
 from dflash_mlx.serve.web_page import HOME, TYPES, is_home, page
 from dflash_mlx.session.forms import form_of
@@ -111,10 +110,10 @@ _PATHS: dict[str, dict[str, Callable[..., Any]]] = {
         "/v1/responses": responses_replies.responses,
         "/v1/responses/input_tokens": responses_replies.input_tokens,
         "/v1/completions": openai_replies.completions,
-        "/v1/messages": anthropic_replies.messages,
-        "/v1/messages/count_tokens": anthropic_replies.count_tokens,
-        "/api/chat": chat,
-        "/api/generate": generate,
+        "/v1/messages": anthropic_api.messages,
+        "/v1/messages/count_tokens": anthropic_api.count_tokens,
+        "/api/chat": ollama_api.chat,
+        "/api/generate": ollama_api.generate,
         "/api/show": show,
     },
     "GET": {
@@ -165,7 +164,7 @@ def make_app(service: Service) -> ASGIApp:
         responses=_ERRORS,
     )
     api.state.service = service
-    api.router.route_class = StrictRoute if service.config.strict else LenientRoute
+    api.router.route_class = Route
     for method, paths in _PATHS.items():
         for path, answer in paths.items():
             api.add_api_route(path, answer, methods=[method])
@@ -174,7 +173,6 @@ def make_app(service: Service) -> ASGIApp:
     config, most = service.config, int(service.config.body_mb * 10**6)
     _add_errors(api, most)
     app: ASGIApp = RequestBodyLimitMiddleware(api, most)
-    app = guard.BodyTimeMiddleware(app, config.idle)
     known = [*map(guard.digest, config.key)]
     keys = [partial(guard.check_key, known)] if known else []
     app = guard.CheckMiddleware(app, *keys, partial(guard.check_size, most))
@@ -230,9 +228,6 @@ def invalid_field(problems: Sequence[Json], body: Any) -> ApiError:
     if not field:
         step = "send Content-Type: application/json" if isinstance(body, bytes) else "correct it"
         return ApiError(400, f"the request is not a JSON object; {step}")
-    part = {"type": problem["input"]} if field.endswith("].type") else problem["input"]
-    if (kind := unseen(part)) is not None:
-        return ApiError(400, f"{field} is {kind}, and this model reads text; send text", field)
     said = str(problem["msg"]).partition(" after validation")[0][:300]
     told = long or problem["type"] in ("missing", "too_short")
     given = "" if told else f", not {reprlib.repr(problem['input'])}"

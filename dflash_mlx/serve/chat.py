@@ -22,7 +22,6 @@ from dflash_mlx.vision.pictures import Picture
 
 Json = dict[str, Any]
 
-NOTE = "[{} was here, which this model cannot see]"
 STAND_IN = re.compile("(\0[0-9a-f]{32}\0)")  # of a picture in a text, see pictures.py
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
@@ -61,6 +60,7 @@ class Chat:
     # What is said of thoughts by field: efforts, whether there are any, tokens at most.
     wishes: Mapping[str, str | bool | int] = field(default_factory=dict)
     go_on: bool = False  # the last message is the beginning of the answer
+    opened: bool = False  # the prompt begins a thought
     pictures: Mapping[str, Picture] = field(default_factory=dict)  # by what stands for them
     user: str = ""  # who asks
     ignored: list[str] | None = None  # names of what changes nothing; None where that is refused

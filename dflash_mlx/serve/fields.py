@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from dflash_mlx.core.config import DecodeConfig, StructureConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.option import LARGEST
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Json, check_text
 from dflash_mlx.serve.errors import of_settings, refusal
 from dflash_mlx.serve.settings import LONGEST_STOP, MOST_STOPS, MOST_TOKENS
@@ -159,7 +158,7 @@ class Conversation(Asked):
     thinking_budget: Budget | None = None
     include_reasoning: bool | None = None  # false: thoughts are not told
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         """The conversation that both APIs share; ApiError for a request that has none."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Who may ask, and how long for: hosts, origins of web pages, keys, bodies, connections."""
+"""Who may ask: hosts, origins of web pages, keys, sizes of bodies, connections."""
 
 from __future__ import annotations
 
@@ -90,32 +90,6 @@ class CheckMiddleware:
             await response_of(refused, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-class BodyTimeMiddleware:
-    """Refuses bodies that take longer than `seconds` to come."""
-
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
-        self._app, self._seconds = app, seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Whoever reads the body gets an ApiError when its time is over.
-        clock, is_whole = asyncio.get_running_loop().time, False
-        end = clock() + self._seconds
-
-        async def read() -> Message:
-            nonlocal is_whole
-            if is_whole:  # what comes now is that the client leaves
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), end - clock())
-            except asyncio.TimeoutError:
-                what = f"the request did not arrive within {self._seconds:g} s"
-                raise ApiError(408, what, headers={"Connection": "close"}) from None
-            is_whole = not message.get("more_body", False)
-            return message
-
-        await self._app(scope, read, send)
 
 
 class OuterMiddleware:

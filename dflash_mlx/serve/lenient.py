@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -12,13 +13,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from dflash_mlx.core.option import LARGEST
-from dflash_mlx.serve.chat import NOTE, Json
+from dflash_mlx.serve.chat import Json
 from dflash_mlx.serve.errors import ApiError, place_of
+from dflash_mlx.serve.settings import ServeConfig
 
-_UNSEEN = {  # what a part is called in a note, by its type; pictures are known, see pictures.py
-    **dict.fromkeys(("document", "file", "input_file"), "a document"),
-    **dict.fromkeys(("audio", "input_audio"), "a sound"),
-}
 _TRIES = 8  # a field may be wrong only once another is gone
 _MOST_VALUES, _MOST_TOKENS = 2**18, 2**20  # in a body, and in its prompt
 _MOST_WRONG = 10_000  # problems of a request, each of which takes time that the others wait
@@ -57,10 +55,11 @@ _CREATE = {"type": "create"}  # a thread, which may be lost: the conversation is
 _NOTHING: tuple[object, ...] = (None, False, 0, -1, "", [], {}, "none", "auto", _CREATE)
 
 
-class StrictRoute(APIRoute):
-    """Refuses bodies of so many values that to name what is wrong would keep everybody waiting."""
+class Route(APIRoute):
+    """Refuses bodies that take long to come, or whose many wrong values would take long to name.
 
-    tries = 0  # of a body again, without what it may do without
+    Unless the server is strict it takes what changes no answer; `request.state.ignored` names it.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -68,9 +67,14 @@ class StrictRoute(APIRoute):
         async def read(request: Request) -> Response:
             ignored: list[str] = []
             request.state.ignored = ignored
-            with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
-                _check_size(await request.json())
-            for _ in range(self.tries):
+            config: ServeConfig = request.app.state.service.config
+            try:
+                with suppress(ValueError, RecursionError, ClientDisconnect):  # which FastAPI tells
+                    _check_size(await asyncio.wait_for(request.json(), config.idle))
+            except asyncio.TimeoutError:
+                what = f"the request did not arrive within {config.idle:g} s"
+                raise ApiError(408, what, headers={"Connection": "close"}) from None
+            for _ in range(0 if config.strict else _TRIES):
                 try:
                     return await handle(request)
                 except RequestValidationError as error:
@@ -79,12 +83,6 @@ class StrictRoute(APIRoute):
             return await handle(request)
 
         return handle if self.body_field is None else read
-
-
-class LenientRoute(StrictRoute):
-    """Takes what changes no answer; `request.state.ignored` names it."""
-
-    tries = _TRIES
 
 
 def _check_size(body: Any) -> None:
@@ -109,12 +107,6 @@ def _has_more(value: Any, most: int) -> bool:
     return most < 0
 
 
-def unseen(part: Any) -> str | None:
-    """What a part of a message is that no model reads here; None for any other."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return _UNSEEN.get(kind) if isinstance(kind, str) else None
-
-
 def told(names: list[str]) -> list[str]:
     """Each name once, as many as a response bears."""
     return [*dict.fromkeys(each[:_LONGEST_TOLD] for each in names)][:_MOST_TOLD]
@@ -124,9 +116,7 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
     """Take away what may be, in the body itself; whether anything was."""
     if len(problems := error.errors()) > _MOST_WRONG:
         return False
-    notes = [*_note_unseen(error.body)]
-    ignored += notes
-    changed = bool(notes)
+    changed = False
     for problem in problems:
         place = place_of(problem, error.body)
         holder: Any = error.body
@@ -146,29 +136,6 @@ def _soften(error: RequestValidationError, ignored: list[str]) -> bool:
             if is_gone and (problem["type"] == "extra_forbidden" or place[0] in _HINTS):
                 ignored.append(_name(place))
     return changed
-
-
-def _note_unseen(body: Any) -> Iterator[str]:
-    """Put notes for documents of tools and of earlier turns, which would end the conversation.
-
-    Those of the last words that are not a tool's stay, and are refused: the answer is about them.
-    """
-    field = "input" if isinstance(body, dict) and "input" in body else "messages"
-    given = body.get(field) if isinstance(body, dict) else None
-    messages = given if isinstance(given, list) else []
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            continue
-        content = message.get("content", output := message.get("output"))
-        is_past = i + 1 < len(messages) or message.get("role") == "tool" or bool(output)
-        for part in content if isinstance(content, list) else []:
-            is_result = isinstance(part, dict) and part.get("type") == "tool_result"
-            inner = part.get("content") if is_result else [part] if is_past else []
-            for each in inner if isinstance(inner, list) else []:
-                if (kind := unseen(each)) is not None:
-                    yield f"{field}[].content[] of type {each['type']}"
-                    each.clear()
-                    each.update(type="text", text=NOTE.format(kind))
 
 
 def _may_go(problem: Json, place: list[str | int], holder: Json) -> bool:

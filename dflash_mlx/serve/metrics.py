@@ -36,8 +36,8 @@ class Metrics:
         labels, how = ("path", "status"), ("ended",)
         self._responses = Counter("dflash_responses", "Responses", labels, registry=own)
         self._answers = Counter("dflash_answers", "Answers by how they ended", how, registry=own)
-        self._decoding = Gauge("dflash_decoding", "Answers decoded now", registry=own)
-        self._waiting = Gauge("dflash_waiting", "Answers that wait", registry=own)
+        self.decoding = Gauge("dflash_decoding", "Answers decoded now", registry=own)
+        self.waiting = Gauge("dflash_waiting", "Answers that wait", registry=own)
         self._caches = Gauge("dflash_cache_bytes", "Caches of answers", registry=own)
         self._loaded = Gauge("dflash_loaded", "Models in memory: 1", ("model",), registry=own)
         memory = Gauge("dflash_memory_bytes", "Memory that MLX holds", registry=own)
@@ -49,10 +49,6 @@ class Metrics:
     def responded(self, path: str, status: int) -> None:
         """Count a response. path: one of the server's own, "other" for any other."""
         self._responses.labels(path, str(status)).inc()
-
-    def busy(self, decoding: int, waiting: int) -> None:
-        self._decoding.set(decoding)
-        self._waiting.set(waiting)
 
     def told(self, delta: Delta) -> None:
         """Count the tokens of a delta, and an answer with its last one."""

@@ -17,8 +17,7 @@ from dflash_mlx.engine.delta import TokenLogprobs, token_bytes
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Json, check_tokens, text_prompt
 from dflash_mlx.serve.errors import ApiError, body_of, encoded
-from dflash_mlx.serve.fields import decoding
-from dflash_mlx.serve.ollama_requests import GenerateRequest
+from dflash_mlx.serve.fields import Answered, decoding
 from dflash_mlx.serve.openai_requests import ChatRequest, Completed, CompletionRequest
 from dflash_mlx.serve.request_queue import Reply, ResponseStream
 from dflash_mlx.serve.service import Service, Writer, answer, converse, figures, progress
@@ -34,21 +33,23 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, streamed or whole."""
-    return await answer(request, body, begin(request, body), TextWriter)
+    stream = begin(request, body, body.prompts, bool(body.echo))
+    return await answer(request, body, stream, TextWriter)
 
 
-async def begin(request: Request, body: CompletionRequest | GenerateRequest) -> ResponseStream:
-    """Ask for answers that go on with texts."""
+async def begin(
+    request: Request, body: Answered, given: Sequence[str | list[int]], echo: bool = False
+) -> ResponseStream:
+    """Ask for answers that go on with texts. echo: the texts are told, too."""
     service: Service = request.app.state.service
     body.check()
-    given = body.prompts if isinstance(body, CompletionRequest) else [body.prompt]
     async with service.using(body) as pair:
         prompts = await service.prepare(lambda: [_prompt(pair, each) for each in given])
         configs, tokens = decoding(service.usual, body), [tokens for tokens, _ in prompts]
         replies = service.replies(request, body, pair, configs, tokens)
         for reply in replies:
             reply.goes_on = True
-            if isinstance(body, CompletionRequest) and body.echo:
+            if echo:
                 reply.echo = prompts[reply.index // body.answers][1]
         return await service.queue.open(replies)
 

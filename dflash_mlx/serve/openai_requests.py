@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import Answered, Budget, ChatBody, Count, Name, Sent, Stop, Strict
-from dflash_mlx.serve.pictures import AnyImage
+from dflash_mlx.serve.pictures import AnyShown
 from dflash_mlx.serve.settings import MOST_ANSWERS, MOST_TOP_LOGPROBS
 
 _FORM = "response_format"
@@ -30,7 +29,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[Annotated[TextPart | AnyImage, Field(discriminator="type")]]
+Content = str | list[Annotated[TextPart | AnyShown, Field(discriminator="type")]]
 
 
 class FunctionCall(Strict):
@@ -236,7 +235,7 @@ class ChatRequest(ChatBody, Completed):
             step = "end with the assistant's words"
             raise refusal("continue_final_message", "has nothing to go on from", step)
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         tools = [each.model_dump(exclude_none=True) for each in self.tools or []]
         return Chat(
             FIELDS,

@@ -1,4 +1,4 @@
-"""Pictures in requests of any API: parts of messages, opened once it is known that the model sees.
+"""Parts of messages that are no text: pictures, opened once it is known that the model sees.
 
 Until then a text of its own stands for each of them, so that messages are made of texts alone.
 """
@@ -12,26 +12,28 @@ import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, PrivateAttr
 
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.engine.pair import Pair
-from dflash_mlx.serve.chat import NOTE, STAND_IN, Chat, Json
+from dflash_mlx.serve.chat import STAND_IN, Chat, Json
 from dflash_mlx.serve.errors import ApiError, refusal
-from dflash_mlx.serve.fields import Strict
+from dflash_mlx.serve.fields import Sent, Strict
 from dflash_mlx.serve.settings import MOST_PICTURES, MOST_PIXELS
 from dflash_mlx.vision.pictures import MOST_BYTES, Picture, open_picture
 from dflash_mlx.vision.remote import PATIENCE, fetch, is_address
 
+NOTE = "[{} was here, which this model cannot see]"
 _DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 
 class Shown(Strict):
-    """A picture; `text` stands for it."""
+    """What is no text; `text` stands for it."""
 
     type: str
+    kind: ClassVar[str] = "a picture"
     _text: str = PrivateAttr(default_factory=lambda: f"\0{secrets.token_hex(16)}\0")
 
     @property
@@ -40,8 +42,22 @@ class Shown(Strict):
 
     @property
     def place(self) -> str:
-        """Its address, or itself as a data: URL."""
-        raise NotImplementedError
+        """The address of a picture, or itself as a data: URL."""
+        return ""
+
+
+class Document(Shown, Sent):
+    """A file that no model reads here."""
+
+    type: Literal["document", "file", "input_file"]
+    kind = "a document"
+
+
+class Sound(Shown, Sent):
+    """A recording that no model hears here."""
+
+    type: Literal["audio", "input_audio"]
+    kind = "a sound"
 
 
 class Place(Strict):
@@ -52,27 +68,16 @@ class Place(Strict):
 
 
 class ImageUrl(Shown):
-    """A picture in the words of chat completions."""
+    """A picture in the words of chat completions and responses."""
 
-    type: Literal["image_url"]
+    type: Literal["image_url", "input_image"]
     image_url: Place | str
-
-    @property
-    def place(self) -> str:
-        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
-
-
-class InputImage(Shown):
-    """A picture in the words of responses."""
-
-    type: Literal["input_image"]
-    image_url: str
     detail: str | None = None
     file_id: None = None
 
     @property
     def place(self) -> str:
-        return self.image_url
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
 
 class Source(Strict):
@@ -97,7 +102,7 @@ class Image(Shown):
         return source.url if source.type == "url" else f"data:;base64,{source.data}"
 
 
-AnyImage = ImageUrl | InputImage | Image  # which all APIs take, as programs mix them up
+AnyShown = ImageUrl | Image | Document | Sound  # which all APIs take, as programs mix them up
 
 
 def _image(data: Any) -> Any:
@@ -108,16 +113,16 @@ def _image(data: Any) -> Any:
 Images = list[Annotated[Image, BeforeValidator(_image)]]  # in the words of Ollama's API
 
 
-def pictures_in(value: object, place: str = "") -> Iterator[tuple[str, Shown]]:
-    """The pictures of a request, each behind its place there."""
+def shown_in(value: object, place: str = "") -> Iterator[tuple[str, Shown]]:
+    """What is no text in a request, each behind its place there."""
     if isinstance(value, Shown):
         yield place, value
     elif isinstance(value, BaseModel):
         for name, each in value:
-            yield from pictures_in(each, f"{place}.{name}" if place else name)
+            yield from shown_in(each, f"{place}.{name}" if place else name)
     elif isinstance(value, list):
         for i, each in enumerate(value):
-            yield from pictures_in(each, f"{place}[{i}]")
+            yield from shown_in(each, f"{place}[{i}]")
 
 
 def fetched(body: BaseModel, most: int) -> dict[str, bytes]:
@@ -127,7 +132,7 @@ def fetched(body: BaseModel, most: int) -> dict[str, bytes]:
     """
     found: dict[str, bytes] = {}
     ends = time.monotonic() + PATIENCE
-    for place, shown in pictures_in(body):
+    for place, shown in shown_in(body):
         if is_address(shown.place) and shown.text not in found and len(found) <= MOST_PICTURES:
             left = min(most - sum(map(len, found.values())), MOST_BYTES)
             try:
@@ -143,14 +148,16 @@ def seen(pair: Pair, chat: Chat, body: BaseModel, files: Mapping[str, bytes]) ->
     files: of pictures at addresses, where these are allowed. ApiError for what is no picture, for
     too many, and where a model of texts is asked about one.
     """
-    given = [*{each.text: (place, each) for place, each in pictures_in(body)}.values()]
-    if not pair.target.sees:
-        return _noted(chat, given)
+    given, unseen = dict[str, tuple[str, Shown]](), dict[str, tuple[str, Shown]]()
+    for place, shown in shown_in(body):
+        is_seen = pair.target.sees and not isinstance(shown, Document | Sound)
+        (given if is_seen else unseen)[shown.text] = place, shown
+    chat = _noted(chat, unseen)
     if len(given) > MOST_PICTURES:
         what = f"has {len(given)} pictures, and {MOST_PICTURES} may be"
         raise refusal(chat.fields.messages, what, "send fewer")
     opened: dict[str, Picture] = {}
-    for place, shown in given:
+    for place, shown in given.values():
         opened[shown.text] = _open(place, shown, files)
         if sum(each.width * each.height for each in opened.values()) > MOST_PIXELS:
             what = f"is behind pictures of {MOST_PIXELS // 10**6} million pixels in all"
@@ -168,32 +175,32 @@ def _open(place: str, shown: Shown, files: Mapping[str, bytes]) -> Picture:
         try:
             data = b64decode("".join(where[head.end() :].split()), validate=True)
         except (binascii.Error, ValueError):
-            raise refusal(
-                place, "is not base64", "send the file of the picture as base64"
-            ) from None
+            step = "send the file of the picture as base64"
+            raise refusal(place, "is not base64", step) from None
     try:
         return open_picture(data, place)
     except DFlashError as error:
         raise ApiError(400, str(error), place) from None
 
 
-def _noted(chat: Chat, given: list[tuple[str, Shown]]) -> Chat:
-    """Pictures of tools and of earlier turns become notes, as refusing them would end the talk.
+def _noted(chat: Chat, unseen: Mapping[str, tuple[str, Shown]]) -> Chat:
+    """What is of tools and of earlier turns becomes a note, as refusing it would end the talk.
 
     Those of the last words that are not a tool's are refused: the answer is about them.
     """
     last = chat.messages[-1] if chat.messages else {}
     asked = "" if last.get("role") == "tool" else last.get("content") or ""
-    why, step = "is a picture, and this model reads text", "send text"
-    for place, shown in given:
+    for place, shown in unseen.values():
+        why, step = f"is {shown.kind}, and this model reads text", "send text"
         if shown.text in asked:
             raise refusal(place, why, step)
         name = re.sub(r"\[\d+\]", "[]", place).replace(".content[].content[]", ".content[]")
         of_ollama = name.endswith("images[]")
         name = name.removesuffix("[]") if of_ollama else f"{name} of type {shown.type}"
         chat.ignore(name, why, step)
-    if not given:
-        return chat
-    note = NOTE.format("a picture")
+
+    def note(found: re.Match[str]) -> str:
+        return NOTE.format(unseen[found[0]][1].kind) if found[0] in unseen else found[0]
+
     noted = [{**m, "content": STAND_IN.sub(note, m.get("content") or "")} for m in chat.messages]
-    return replace(chat, messages=noted)
+    return replace(chat, messages=noted) if unseen else chat

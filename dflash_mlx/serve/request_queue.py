@@ -26,6 +26,7 @@ from dflash_mlx.session.worker import Begun, News, Request, Worker
 TOOLS = "tool_calls"  # the reason of an answer that ends with calls
 PING = 10.0  # seconds without a word after which a stream says that it is alive
 _FIRST_GUESS, _LONGEST = 5.0, 60.0  # seconds until another answer is over
+_LOOK = 0.05  # seconds until it is looked again whether all answers are over
 _ENDED = "the server is shutting down, and this answer was not finished in time"
 
 
@@ -175,8 +176,8 @@ class RequestQueue:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._preparing = 0  # requests whose prompts are made
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.metrics.decoding.set_function(lambda: len(self) - self.waiting)
+        self.metrics.waiting.set_function(lambda: self.waiting)
 
     def __len__(self) -> int:
         """Answers that are not over, those that wait included."""
@@ -221,7 +222,6 @@ class RequestQueue:
         for each in replies:
             self._streams[each] = stream
             self.worker.submit(each)
-        self._count()
         try:
             await stream.begun()
         except BaseException:  # whatever ends the request, nobody reads these answers
@@ -234,17 +234,16 @@ class RequestQueue:
         if self._streams.pop(reply, None) is not None:
             self.worker.cancel(reply)
             self.metrics.ended("gone")
-            self._count()
 
     async def drain(self, grace: float) -> None:
         """Let nobody in, and return when all answers are over; after `grace` seconds end them."""
         self._closing = True
-        try:
-            await asyncio.wait_for(self._empty.wait(), grace)
-        except asyncio.TimeoutError:
-            for reply, stream in list(self._streams.items()):
-                self.drop(reply)
-                stream.hear(reply, ApiError(503, _ENDED))
+        ends = time.monotonic() + grace
+        while self._streams and time.monotonic() < ends:
+            await asyncio.sleep(_LOOK)
+        for reply, stream in [*self._streams.items()]:
+            self.drop(reply)
+            stream.hear(reply, ApiError(503, _ENDED))
 
     def as_api_error(self, error: Exception) -> ApiError:
         """What went wrong, for the client."""
@@ -272,16 +271,8 @@ class RequestQueue:
                     self._usual += 0.2 * (time.monotonic() - reply.since - self._usual)
                     self._forget(reply)
             stream.hear(reply, said)
-        self._count()
 
     def _forget(self, reply: Reply) -> None:
         """Let an answer that is over hold no caches and no model, however slowly it is read."""
         del self._streams[reply]
         reply.sequence = reply.pair = None
-
-    def _count(self) -> None:
-        self.metrics.busy(len(self) - self.waiting, self.waiting)
-        if self._streams:
-            self._empty.clear()
-        else:
-            self._empty.set()

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
-from dflash_mlx.engine.pair import Pair
 from dflash_mlx.serve.chat import Chat, Fields, Json, call_of, text_of
 from dflash_mlx.serve.errors import refusal
 from dflash_mlx.serve.fields import ChatBody, Count, Sent, Strict
 from dflash_mlx.serve.openai_requests import Choice, Format, Named, OpenAIBody, Tops, chosen, wanted
-from dflash_mlx.serve.pictures import AnyImage
+from dflash_mlx.serve.pictures import AnyShown
 
 FIELDS = Fields("text.format", "text.format.schema", "tools[{}].", "parameters", "input")
 INPUT = "input"  # the argument that a custom tool has where the model sees it
@@ -42,7 +41,7 @@ class Text(Strict):
     logprobs: Unread = None
 
 
-Content = str | list[Annotated[Text | AnyImage, Field(discriminator="type")]]
+Content = str | list[Annotated[Text | AnyShown, Field(discriminator="type")]]
 
 
 class Message(Returned):
@@ -190,7 +189,7 @@ class ResponsesRequest(ChatBody, OpenAIBody):
         """The conversation so far, without instructions: they hold for one answer only."""
         return [] if isinstance(self.input, str) else self.input
 
-    def chat(self, pair: Pair) -> Chat:
+    def chat(self) -> Chat:
         tools = [tool.function() for tool in self.named.values()]
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return Chat(

@@ -113,17 +113,21 @@ class Service:
         finally:
             self.models.leave(body.model)
 
-    async def read(self, pair: Pair, body: Conversation, user: str) -> Understood:
-        """A conversation, what an answer to it has to be, and its prompt. user: who asks."""
+    async def read(self, pair: Pair, body: Conversation, request: Request) -> Understood:
+        """A conversation, what an answer to it has to be, and its prompt."""
         most, files = self.config.messages, dict[str, bytes]()
         if self.config.allow_image_urls and pair.target.sees:
             read = partial(fetched, body, int(self.config.body_mb * 10**6))
             files = await asyncio.to_thread(read)
 
         def opened() -> Chat:
-            own: dict[str, Any] = {"arguments": body.chat_template_kwargs or {}, "user": user}
-            own |= {"wishes": body.wishes, "ignored": None if self.config.strict else []}
-            chat = replace(body.chat(pair), **own)
+            chat = replace(
+                body.chat(),
+                arguments=body.chat_template_kwargs or {},
+                wishes=body.wishes,
+                user=user_of(request),
+                ignored=None if self.config.strict else request.state.ignored,
+            )
             if (number := len(chat.messages)) > most:
                 what = f"come to {number}, and {most} may be"
                 raise refusal(chat.fields.messages, what, "send fewer")
@@ -131,8 +135,8 @@ class Service:
 
         def understood(chat: Chat) -> Understood:
             prompt = prompt_of(pair, chat)
-            in_thought = opens_thought(pair.tokenizer, prompt.tokens)
-            return chat, structure_of(pair, chat, in_thought), prompt
+            chat = replace(chat, opened=opens_thought(pair.tokenizer, prompt.tokens))
+            return chat, structure_of(pair, chat), prompt
 
         work = partial(understood, await self.prepare(opened))
         if work.args[0].pictures:  # whose processor computes, which one thread may
@@ -206,17 +210,15 @@ async def converse(request: Request, body: ChatBody, writer: WriterOf) -> Respon
     async def begin() -> ResponseStream:
         body.check()
         async with service.using(body) as pair:
-            chat, structure, prompt = await service.read(pair, body, user_of(request))
-            configs = decoding(service.usual, body, structure, chat.ignored or ())
+            chat, structure, prompt = await service.read(pair, body, request)
+            configs = decoding(service.usual, body, structure, request.state.ignored)
             reader: Callable[[], AnswerReader] = AnswerReader
             if structure is None or structure.grammar is not None:  # else JSON, taken as it is
-                in_thought = opens_thought(pair.tokenizer, prompt.tokens)
                 streams = bool(body.stream and body.streams_calls)
-                how = chat.told, in_thought, chat.one_call, streams
+                how = chat.told, chat.opened, chat.one_call, streams
                 kind = AnswerReader if chat.schema is None else SchemaReader
                 reader = partial(kind, pair.tokenizer, form_of(pair), *how)
             replies = service.replies(request, body, pair, configs, [prompt])
-            replies[0].ignored = chat.ignored or ()
             for reply in replies:
                 reply.reader, reply.goes_on = reader(), chat.go_on
                 reply.hides_thoughts = body.include_reasoning is False
@@ -231,18 +233,17 @@ async def count(request: Request, body: Conversation) -> dict[str, Any]:
 
     async def made() -> dict[str, Any]:
         async with service.using(body) as pair:
-            chat, _, prompt = await service.read(pair, body, user_of(request))
-        named = {"ignored": _ignored(request, body, chat.ignored or ())}
-        return {"input_tokens": len(prompt), "dflash": named}
+            prompt = (await service.read(pair, body, request))[-1]
+        return {"input_tokens": len(prompt), "dflash": {"ignored": _ignored(request, body)}}
 
     return await unless_gone(request, made())
 
 
-def _ignored(request: Request, body: Asked, more: Sequence[str]) -> list[str]:
+def _ignored(request: Request, body: Asked) -> list[str]:
     """Names of the request's fields that changed nothing."""
     service: Service = request.app.state.service
     idle = [] if service.config.strict else body.idle()
-    return told([*request.state.ignored, *idle, *more])
+    return told([*idle, *request.state.ignored])
 
 
 async def answer(
@@ -250,8 +251,7 @@ async def answer(
 ) -> Response:
     """The response to a request: events as the answers grow, or one object in the end."""
     stream = await unless_gone(request, begin)
-    first = stream.replies[0]
-    first.ignored = _ignored(request, body, first.ignored)
+    stream.replies[0].ignored = _ignored(request, body)
     writer = make(body, stream.replies)
     stream.pause = _PROGRESS if body.return_progress else stream.pause
     if body.stream:

@@ -89,9 +89,7 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_values(self)
         for origin in self.allow_origin:
-            scheme, _, rest = origin.partition("://")
-            is_scheme = re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and scheme != "file"
-            known = is_scheme and rest and "/" not in rest
+            known = re.fullmatch(r"(?!file:)[a-z][a-z0-9+.-]*://[^/]+", origin)
             what = "one like https://chat.example or app://obsidian.md"
             require(bool(known), "allow_origin", origin, what)
         for key in self.key:

@@ -104,7 +104,8 @@ def test_a_call_has_to_come_behind_a_thought_that_the_prompt_begins(form, marks)
     tokenizer = deepcopy(known)
     tokenizer.add_tokens([*marks], special_tokens=True)
     wrapped = SimpleNamespace(eos_token_ids=ends, get_added_vocab=tokenizer.get_added_vocab)
-    grammar = grammar_of(form, Chat(FIELDS, [], required=""), HELD, wrapped, not form.has_channels)
+    chat = Chat(FIELDS, [], required="", opened=not form.has_channels)
+    grammar = grammar_of(form, chat, HELD, wrapped)
     library = from_tokenizer(tokenizer, eos_token=sorted(ends))
     begin, end = "", "</think>\n\n"
     if form.has_channels:

@@ -178,6 +178,35 @@ def test_a_picture_that_is_asked_about_is_refused_as_one(server, part):
     assert "a picture" in found.json()["error"]["message"]
 
 
+PDF = {"type": "document", "source": {"type": "text", "data": "a"}, "title": "b"}
+FILE = {"type": "input_file", "file_data": "a"}
+SOUND = {"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}}
+
+
+def test_documents_and_sounds_of_tools_and_earlier_turns_become_notes_and_others_are_refused():
+    seen, part = [], "messages[].content[] of type"
+    with serving(lambda prompt: seen.append(prompt) or "so") as server:
+        use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": [PDF]}
+        talk = [*user("a"), {"role": "assistant", "content": [use]}]
+        found = server.message(messages=[*talk, {"role": "user", "content": [result]}])
+        assert ignored(found) == [f"{part} document"]
+        assert "[tool][a document was here" in seen[-1]
+        past = {"role": "user", "content": [SOUND]}
+        assert ignored(server.chat(messages=[past, *user("b")])) == [f"{part} input_audio"]
+        assert "[user][a sound was here" in seen[-1]
+        asked = [{"role": "user", "content": [FILE]}, *user("b")]
+        assert ignored(server.post("/v1/responses", {"input": asked, "model": MODEL})) == [
+            "input[].content[] of type input_file"
+        ]
+        for found in (
+            server.message(messages=[{"role": "user", "content": [PDF]}]),
+            server.chat(messages=[past]),
+            server.post("/v1/responses", {"input": asked[:1], "model": MODEL}),
+        ):
+            assert found.status_code == 400 and "reads text" in found.json()["error"]["message"]
+
+
 def test_the_address_says_what_it_is_and_probes_are_answered(server):
     assert "/v1/chat/completions" in server.get("/").text
     for path in ("/", "/health", "/v1/models"):

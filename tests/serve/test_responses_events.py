@@ -184,11 +184,11 @@ def test_a_custom_tool_takes_a_text_and_its_calls_go_round():
 
 def test_the_grammar_of_a_custom_tool_is_told_to_the_model():
     asked = ResponsesRequest.model_validate(body(tools=[PATCH]))
-    function = asked.chat(None).tools[0]["function"]
+    function = asked.chat().tools[0]["function"]
     assert function["description"].startswith("Edits.") and "start: /.+/" in str(function)
     assert function["parameters"]["required"] == ["input"]
     call = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": INPUT}
-    (told,) = ResponsesRequest.model_validate(body([call])).chat(None).messages
+    (told,) = ResponsesRequest.model_validate(body([call])).chat().messages
     assert told["tool_calls"][0]["function"]["arguments"] == {"input": INPUT}
 
 
