@@ -22,7 +22,7 @@ from dflash_mlx.vision.pictures import Picture
 
 Json = dict[str, Any]
 
-STAND_IN = re.compile("(\0[0-9a-f]{32}\0)")  # of a picture in a text, see pictures.py
+STAND_IN = re.compile("(\0[0-9a-f]{32}\0)")  # in a text for what is none, see pictures.py
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt that is
 _MOST_PER_TOKEN = 128  # characters; longer texts than that allows are not even read
 _THINKING = ("enable_thinking", "reasoning_effort")  # arguments of a template

@@ -143,7 +143,7 @@ def fetched(body: BaseModel, most: int) -> dict[str, bytes]:
 
 
 def seen(pair: Pair, chat: Chat, body: BaseModel, files: Mapping[str, bytes]) -> Chat:
-    """The conversation with its pictures open; with notes of them where the model reads text.
+    """The conversation with its pictures open, and with notes of what the model does not take.
 
     files: of pictures at addresses, where these are allowed. ApiError for what is no picture, for
     too many, and where a model of texts is asked about one.
@@ -186,18 +186,18 @@ def _open(place: str, shown: Shown, files: Mapping[str, bytes]) -> Picture:
 def _noted(chat: Chat, unseen: Mapping[str, tuple[str, Shown]]) -> Chat:
     """What is of tools and of earlier turns becomes a note, as refusing it would end the talk.
 
-    Those of the last words that are not a tool's are refused: the answer is about them.
+    In the last words that are not a tool's it is refused: the answer is about it.
     """
     last = chat.messages[-1] if chat.messages else {}
     asked = "" if last.get("role") == "tool" else last.get("content") or ""
     for place, shown in unseen.values():
-        why, step = f"is {shown.kind}, and this model reads text", "send text"
-        if shown.text in asked:
+        why, step = f"is {shown.kind}, which this model does not take", "send text"
+        if shown.text in asked or chat.ignored is None:  # the server is strict
             raise refusal(place, why, step)
         name = re.sub(r"\[\d+\]", "[]", place).replace(".content[].content[]", ".content[]")
         of_ollama = name.endswith("images[]")
         name = name.removesuffix("[]") if of_ollama else f"{name} of type {shown.type}"
-        chat.ignore(name, why, step)
+        chat.ignored.append(name)
 
     def note(found: re.Match[str]) -> str:
         return NOTE.format(unseen[found[0]][1].kind) if found[0] in unseen else found[0]

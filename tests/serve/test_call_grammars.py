@@ -14,7 +14,8 @@ from llguidance.hf import from_tokenizer
 
 from dflash_mlx.serve.chat import Chat
 from dflash_mlx.serve.openai_requests import FIELDS
-from dflash_mlx.serve.structure import beyond_tags, grammar_of
+from dflash_mlx.serve.structure import grammar_of
+from dflash_mlx.session.call_grammar import beyond_tags
 from support.call_forms import (
     EACH,
     HELD,

@@ -200,9 +200,14 @@ def test_connections_that_do_nothing_are_closed(server):
     assert said.startswith(b"HTTP/1.1 408") and b'"timeout_error"' in said, "its body did not come"
 
 
-def test_a_head_that_comes_byte_by_byte_gets_no_more_time(server):
+BODY = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", ["", BODY], ids=["head", "body"])
+def test_a_head_or_a_body_that_comes_byte_by_byte_gets_no_more_time(server, sent):
     with connected(server) as place:
         begin = time.monotonic()
+        place.sendall(sent.encode())
         with contextlib.suppress(OSError):
             while time.monotonic() - begin < 10:
                 place.sendall(b"a")

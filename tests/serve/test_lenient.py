@@ -199,12 +199,12 @@ def test_documents_and_sounds_of_tools_and_earlier_turns_become_notes_and_others
         assert ignored(server.post("/v1/responses", {"input": asked, "model": MODEL})) == [
             "input[].content[] of type input_file"
         ]
-        for found in (
-            server.message(messages=[{"role": "user", "content": [PDF]}]),
-            server.chat(messages=[past]),
-            server.post("/v1/responses", {"input": asked[:1], "model": MODEL}),
+        for kind, found in (
+            ("a document", server.message(messages=[{"role": "user", "content": [PDF]}])),
+            ("a sound", server.chat(messages=[past])),
+            ("a document", server.post("/v1/responses", {"input": asked[:1], "model": MODEL})),
         ):
-            assert found.status_code == 400 and "reads text" in found.json()["error"]["message"]
+            assert found.status_code == 400 and kind in found.json()["error"]["message"]
 
 
 def test_the_address_says_what_it_is_and_probes_are_answered(server):

@@ -119,6 +119,16 @@ def test_fields_that_are_ignored_take_no_picture_away(eyes):
     )
 
 
+def test_a_model_that_sees_reads_no_documents_and_is_not_said_to_read_text_alone(eyes):
+    file = {"type": "file", "file": {"file_data": "a"}}
+    found = eyes.post(CHAT, chat(screen(), file))
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "messages[0].content[1]")
+    assert "reads text" not in found.text
+    found = eyes.post(CHAT, {"model": MODEL, "messages": [*talk(screen(), file), *user("b")]})
+    assert said(found) == "1 for b"
+    assert found.json()["dflash"]["ignored"] == ["messages[].content[] of type file"]
+
+
 def test_tools_and_an_answer_that_goes_on_are_told_behind_pictures():
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -289,13 +299,16 @@ def test_every_api_says_that_a_model_of_texts_sees_nothing(server):
     ]
     for path, body, place in asks:
         found = server.post(path, body)
-        assert found.status_code == 400 and place in found.text and "reads text" in found.text
+        assert found.status_code == 400 and place in found.text and "a picture" in found.text
 
 
-def test_a_strict_server_refuses_earlier_pictures_too():
+@pytest.mark.parametrize("part", [screen(), {"type": "file", "file": {"file_data": "a"}}])
+def test_a_strict_server_refuses_what_is_no_text_of_earlier_turns_too_and_says_where(part):
     with serving(speak, strict=True) as server:
-        asked = {"model": MODEL, "messages": [*talk(screen()), *user("b")]}
-        assert server.post(CHAT, asked).status_code == 400
+        asked = {"model": MODEL, "messages": [*talk(words("a"), part), *user("b")]}
+        found = server.post(CHAT, asked)
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == "messages[0].content[1]"
     with serving(speak) as server:
         found = json.loads(server.post(CHAT, asked).text)
-        assert found["dflash"]["ignored"] == ["messages[].content[] of type image_url"]
+        assert found["dflash"]["ignored"] == [f"messages[].content[] of type {part['type']}"]
