@@ -73,9 +73,10 @@ class BatchBudget:
     Every round goes to the arm with most expected tokens per second; another is tried again as soon
     as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
     beginning of every answer, which may be easier than the last. What counts is what the trees
-    promised, going by what became of others, not what they brought: that is mostly luck, and two
-    unlucky drafts must not park what pays. What was learned, and whether plain rounds run unseen,
-    holds for all its sequences; what several take and bring together is learned by their number.
+    promised of late, going by what became of others, not what they brought: that is mostly luck,
+    and two unlucky drafts must not park what pays. Where lookups promise less than usual of this
+    round, that counts. What was learned, and whether plain rounds run unseen, holds for all its
+    sequences; what several take and bring together is learned by their number.
 
     drafter: its trees know log-probabilities. times: None where no pass was timed; then trees have
     `SAFE` rows until a round tells how long they take. clock: seconds.
@@ -126,9 +127,9 @@ class BatchBudget:
         cut = self._cut(known, states, budget, _joined(drafts, recalled), 0.0)
         arm, rates, again = known.choose(None if blind else cut)
         if not blind:
-            known.arms[0].expect(cut, cut)
+            known.arms[0].expect(cut)
         if arm is not known.arms[0]:
-            cut = self._draft(known, cut, states, budget, recalled)
+            cut = self._draft(known, states, budget, recalled, cut.tokens)
         trees = zip((part.tree for part in cut.parts), recalled, strict=True)
         of_states = WeakKeyDictionary(zip(states, trees, strict=True))
         asked = _Asked(known, arm, cut, known.times.timed, now, of_states)
@@ -173,14 +174,14 @@ class BatchBudget:
     def _draft(
         self,
         known: Experience,
-        alone: Cut,
         states: Sequence[State],
         budget: int,
         recalled: Sequence[Tree],
+        lookups: float,
     ) -> Cut:
         """The best part of a draft joined with lookups, and of a second pass that pays.
 
-        alone: of the lookups.
+        lookups: tokens that these alone promise.
         """
         share, cutting = budget // len(states), partial(self._cut, known, states, budget)
         arm = known.arms[-1]
@@ -208,7 +209,7 @@ class BatchBudget:
                 further_rows=rate * (both.seconds - spent - best.seconds),
             )
             usual = usual if tried else best
-        arm.expect(usual, alone)
+        arm.expect(usual, lookups)
         return best
 
     def _begin(
