@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.autoregressive import StepByStep
 from dflash_mlx.drafters.continuations.recall import MOST_LOOKED_UP, Lookup, join
 from dflash_mlx.drafters.experience import (
@@ -103,6 +103,7 @@ class BatchBudget:
         )
         self._together: dict[int, Experience] = {}
         self._asked: WeakKeyDictionary[State, _Asked] = WeakKeyDictionary()
+        self._unjudged: list[tuple[Tree, Accepted]] = []  # lookups, of rounds that may still run
         self._blind = 0
 
     @property
@@ -243,8 +244,11 @@ class BatchBudget:
         return drafts, seconds
 
     def _recall(self, states: Sequence[State], share: int) -> list[Tree]:
-        """What was said before, for each sequence."""
+        """What was said before, for each sequence; waits for what they say."""
         found = []
+        while self._unjudged:
+            tree, accepted = self._unjudged.pop()
+            self.experience.lookups.learn(along(tree, accepted.tokens))
         for state in states:
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
             looks_up = self._scope.looks_up and most > 0
@@ -301,7 +305,7 @@ class BatchBudget:
             if asked.cut.before and len(tree) > 1:
                 asked.known.reliability.learn(state.last)
             if len(recalled) > 1:
-                asked.known.lookups.learn(along(recalled, state.last.tokens))
+                self._unjudged.append((recalled, state.last))
         whole = rounds and all(asked is rounds[0] for asked in rounds)
         if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return

@@ -9,6 +9,7 @@ from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
 from dflash_mlx.drafters.experience import Cut
 from dflash_mlx.drafters.growth.reliability import Sizes
+from dflash_mlx.drafters.none import NoDraft
 from dflash_mlx.verifier.pass_times import PassTimes
 from support import decoding
 from support.timed import FLAT, VOCABULARY, Case, Clock, Honest, TimedTarget
@@ -94,3 +95,25 @@ def test_lookups_are_judged_apart_from_the_draft_that_was_verified():
         state.last = Accepted(proposal.tree, (0,), 7)
     tried = budget.experience.reliability.tried.sum(), budget.experience.lookups.tried.sum()
     assert len(proposal.tree) > 2 and tried == (2, 1), "first tokens of both; of lookups alone"
+
+
+class Unread:
+    """A token that nobody may wait for yet."""
+
+    ready = False
+
+    def item(self) -> int:
+        assert self.ready
+        return 7
+
+
+def test_what_lookups_promised_is_judged_by_tokens_that_nobody_had_to_wait_for():
+    """One round looks up, eight do not and start before it is read, the next one looks again."""
+    budget, state = looking(NoDraft(), False)
+    token, known = Unread(), budget.experience
+    for i in range(10):
+        token.ready = i == 9
+        (proposal,) = budget.propose([state], 96)
+        state.last = Accepted(proposal.tree, (0,), token)
+        assert known.lookups.tried.sum() == (i == 9)
+    assert known.reliability.tried.sum() == 0
