@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from dflash_mlx.core.config import DecodeConfig
-from dflash_mlx.core.tree import Tree
+from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.autoregressive import StepByStep
 from dflash_mlx.drafters.continuations.recall import MOST_LOOKED_UP, Lookup, join
 from dflash_mlx.drafters.experience import (
@@ -73,9 +73,10 @@ class BatchBudget:
     Every round goes to the arm with most expected tokens per second; another is tried again as soon
     as what that may cost is `_PROBES` of the time since it was last tried, and a draft at the
     beginning of every answer, which may be easier than the last. What counts is what the trees
-    promised, going by what became of others, not what they brought: that is mostly luck, and two
-    unlucky drafts must not park what pays. What was learned, and whether plain rounds run unseen,
-    holds for all its sequences; what several take and bring together is learned by their number.
+    promised of late, going by what became of others, not what they brought: that is mostly luck,
+    and two unlucky drafts must not park what pays. Where lookups promise less than usual of this
+    round, that counts. What was learned, and whether plain rounds run unseen, holds for all its
+    sequences; what several take and bring together is learned by their number.
 
     drafter: its trees know log-probabilities. times: None where no pass was timed; then trees have
     `SAFE` rows until a round tells how long they take. clock: seconds.
@@ -102,6 +103,7 @@ class BatchBudget:
         )
         self._together: dict[int, Experience] = {}
         self._asked: WeakKeyDictionary[State, _Asked] = WeakKeyDictionary()
+        self._unjudged: list[tuple[Tree, Accepted]] = []  # lookups, of rounds that may still run
         self._blind = 0
 
     @property
@@ -126,9 +128,9 @@ class BatchBudget:
         cut = self._cut(known, states, budget, _joined(drafts, recalled), 0.0)
         arm, rates, again = known.choose(None if blind else cut)
         if not blind:
-            known.arms[0].expect(cut, cut)
+            known.arms[0].expect(cut)
         if arm is not known.arms[0]:
-            cut = self._draft(known, cut, states, budget, recalled)
+            cut = self._draft(known, states, budget, recalled, cut.tokens)
         trees = zip((part.tree for part in cut.parts), recalled, strict=True)
         of_states = WeakKeyDictionary(zip(states, trees, strict=True))
         asked = _Asked(known, arm, cut, known.times.timed, now, of_states)
@@ -173,14 +175,14 @@ class BatchBudget:
     def _draft(
         self,
         known: Experience,
-        alone: Cut,
         states: Sequence[State],
         budget: int,
         recalled: Sequence[Tree],
+        lookups: float,
     ) -> Cut:
         """The best part of a draft joined with lookups, and of a second pass that pays.
 
-        alone: of the lookups.
+        lookups: tokens that these alone promise.
         """
         share, cutting = budget // len(states), partial(self._cut, known, states, budget)
         arm = known.arms[-1]
@@ -208,7 +210,7 @@ class BatchBudget:
                 further_rows=rate * (both.seconds - spent - best.seconds),
             )
             usual = usual if tried else best
-        arm.expect(usual, alone)
+        arm.expect(usual, lookups)
         return best
 
     def _begin(
@@ -242,8 +244,11 @@ class BatchBudget:
         return drafts, seconds
 
     def _recall(self, states: Sequence[State], share: int) -> list[Tree]:
-        """What was said before, for each sequence."""
+        """What was said before, for each sequence; waits for what they say."""
         found = []
+        while self._unjudged:
+            tree, accepted = self._unjudged.pop()
+            self.experience.lookups.learn(along(tree, accepted.tokens))
         for state in states:
             most = min(state.remaining - 1, share - 1, MOST_LOOKED_UP)
             looks_up = self._scope.looks_up and most > 0
@@ -300,7 +305,7 @@ class BatchBudget:
             if asked.cut.before and len(tree) > 1:
                 asked.known.reliability.learn(state.last)
             if len(recalled) > 1:
-                asked.known.lookups.learn(along(recalled, state.last.tokens))
+                self._unjudged.append((recalled, state.last))
         whole = rounds and all(asked is rounds[0] for asked in rounds)
         if not whole or not len(rounds) == len(states) == len(rounds[0].cut.parts):
             return

@@ -26,7 +26,7 @@ GUESSED_ROWS = 8  # of a drafter that has not drafted yet
 _MEMORY = 24  # rounds that an average remembers
 _TRUST = 2.0  # rounds that the first guess weighs as much as
 _FADED = 4.0  # rounds that what other answers taught weighs as much as
-_SHARED = 0.5  # tokens that drafts bring less where lookups promise one less than usual
+_SHARED = 0.5  # tokens that a draft brings less where lookups promise one less than usual
 SAFE = 4  # rows that cost little more than one wherever a draft pays at all
 
 
@@ -121,17 +121,15 @@ class Arm:
         # What a round was expected to bring and to take, and times that it took longer than that,
         # beside what the machine did to all.
         self.tokens, self.planned, self.bias = Average(tokens), Average(planned), Average(1.0)
-        # What lookups alone promised and would have taken in its rounds
-        self.instead = Average(0.0), Average(0.0)
+        self.looked_up = Average(0.0)  # tokens that lookups alone promised beside its drafts
         self.waited = 0.0  # seconds of other rounds since the last one of this
         self._promises: deque[Sizes] = deque(maxlen=RECENT)
 
-    def expect(self, cut: Cut, alone: Cut) -> None:
-        """alone: what lookups promised of the same round."""
+    def expect(self, cut: Cut, lookups: float = 0.0) -> None:
+        """lookups: tokens that these alone promised of the same round, 0 where no draft is made."""
         self.tokens.add(cut.tokens)
         self.planned.add(cut.seconds)
-        self.instead[0].add(alone.tokens)
-        self.instead[1].add(alone.seconds)
+        self.looked_up.add(lookups)
         self._promises.append(cut.sizes)
 
     def plan(self, seconds: Callable[[Any], Any]) -> None:
@@ -152,13 +150,10 @@ class Arm:
     def rate(self) -> float:
         return self.tokens.mean / self.seconds
 
-    def worth(self, alone: Cut | None) -> tuple[float, float]:
-        """Tokens and seconds of a round where lookups promise less than in others of this arm."""
-        tokens, seconds = self.tokens.mean, self.planned.mean
-        if alone is not None:
-            tokens -= _SHARED * max(self.instead[0].mean - alone.tokens, 0.0)
-            seconds -= _SHARED * max(self.instead[1].mean - alone.seconds, 0.0)
-        return tokens, seconds * self.bias.mean
+    def beside(self, lookups: float) -> float:
+        """Tokens of a round where lookups promise so many: less, where that is less than usual."""
+        tokens = self.tokens.mean
+        return tokens - _SHARED * min(max(self.looked_up.mean - lookups, 0.0), tokens)
 
     def loss(self, rate: float) -> float:
         """Seconds that a round of this costs more than the same tokens at `rate`."""
@@ -202,7 +197,7 @@ class Experience:
 
     arms: list[Arm]  # plain decoding first
     reliability: Reliability
-    lookups: Reliability  # of lookups where no draft is beside them
+    lookups: Reliability  # of lookups by themselves, in all rounds that looked
     times: RoundTimes
     second: Continued = field(default_factory=lambda: Continued(GAIN))
     # Of drafts made step by step: what further steps brought, by the chances of what they continue
@@ -220,8 +215,9 @@ class Experience:
         did of late, as what they promise too much shows in the mean alone. None: not looked.
         """
         machine, plain = self.times.machine, self.arms[0]
-        worth = {arm: arm.worth(alone) for arm in self.arms}
+        worth = {arm: (arm.tokens.mean, arm.seconds) for arm in self.arms}
         if alone is not None:
+            worth = {arm: (arm.beside(alone.tokens), arm.seconds) for arm in self.arms}
             now = alone.tokens, alone.seconds * plain.bias.mean
             worth[plain] = min(worth[plain], now, key=lambda each: each[0] / each[1])
         rate = {arm: tokens / seconds for arm, (tokens, seconds) in worth.items()}

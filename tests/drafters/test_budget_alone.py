@@ -10,8 +10,8 @@ import pytest
 
 from dflash_mlx.core.tree import Accepted, Tree
 from dflash_mlx.drafters.budget import BatchBudget, Scope
-from dflash_mlx.drafters.experience import Average, Cut, Experience
-from dflash_mlx.drafters.growth.reliability import Sizes, never, reach, worth_keeping
+from dflash_mlx.drafters.experience import Average, Experience
+from dflash_mlx.drafters.growth.reliability import never, reach, worth_keeping
 from dflash_mlx.drafters.round_times import RoundTimes
 from dflash_mlx.engine.drafter import Proposal
 from dflash_mlx.engine.state import State
@@ -19,6 +19,7 @@ from dflash_mlx.verifier.pass_times import ROWS, PassTimes
 from support import decoding
 from support.timed import FLAT, VOCABULARY, Case, Clock, Honest, TimedTarget
 
+BRISK = PassTimes((1, 16, 96), (0.02, 0.032, 0.18))
 STEEP = PassTimes((1, 2, 3, 4, 5, 96), (1.0, 1.05, 1.1, 1.15, 2.0, 90.0))
 RISING = PassTimes((1, 16, 96), (1.0, 1.6, 9.0))
 
@@ -153,16 +154,6 @@ def test_what_one_session_learned_the_next_one_knows():
     assert sum(drafted(case.run(30))) <= 2
 
 
-def test_lookups_join_plain_rounds_and_drafts_at_no_cost():
-    target = TimedTarget(Clock(), FLAT)
-    target.table[:] = 0.0
-    for token in range(VOCABULARY):  # an answer that repeats itself
-        target.table[:, token, (token + 1) % VOCABULARY] = 5.0
-    case = Case(target, Honest(5.0, lambda i: 0.01), 300, Scope())
-    assert case.seconds < 100, "far less than the 300 passes of plain decoding"
-    assert "lookup" in {source for r in case.rounds for source in r.proposal.tree.sources}
-
-
 def test_an_answer_that_is_abandoned_teaches_nothing_wrong():
     case = case_of(RISING, 0.3, lambda i: 0.6)
     config, state = case.start(50)
@@ -264,9 +255,13 @@ def test_without_times_trees_are_narrow_until_a_round_tells():
 
 @pytest.mark.parametrize(("seconds", "sure"), [(0.5, 0.03), (8.0, 0.8)])
 def test_without_times_drafts_that_do_not_pay_are_parked_in_the_first_answer(seconds, sure):
-    brisk = PassTimes((1, 16, 96), (0.02, 0.032, 0.18))
-    case = Case(brisk, Honest(0.02 * seconds, lambda i: sure), 150, timed=False)
+    case = Case(BRISK, Honest(0.02 * seconds, lambda i: sure), 150, timed=False)
     assert case.seconds < 1.2 * case.plain_seconds
+
+
+def test_without_times_drafts_that_pay_are_made_in_nearly_all_rounds_of_the_first_answer():
+    case = Case(BRISK, Honest(0.002, lambda i: 0.9), 100, timed=False)
+    assert np.mean(drafted(case.rounds)) > 0.9
 
 
 def test_plans_in_passes_become_seconds_but_for_their_drafts():
@@ -329,44 +324,3 @@ def test_one_round_that_had_to_wait_makes_no_size_dearer():
     for took in (3.0, 3.0):
         times.learn(8, True, 0.1, took, 0.1 + float(times.of(8)))
     assert float(times.of(16)) == pytest.approx(float(SLOPED.of(16)))
-
-
-def test_an_answer_does_not_begin_as_if_lookups_were_verified_in_a_pass_over_one_row():
-    dear = PassTimes((1, 96), (1.0, 20.0))
-    case = Case(dear, Honest(0.1, lambda i: 0.5), tokens=20, scope=Scope())
-    plain, *_ = case.drafter.experience.arms
-    for _ in range(16):
-        promised = Sizes(np.array([1.0, 1.6, 2.0, 2.4]), np.arange(4), np.zeros(4))
-        cut = Cut([], 2.4, 0.0, float(dear.of(4)), promised)
-        plain.expect(cut, cut)
-    before = plain.rate
-    _, state = case.start(10)
-    case.drafter.propose([state], 96)
-    assert plain.rate < 1.2 * before
-
-
-def test_a_draft_is_made_where_lookups_find_nothing_however_well_they_did_before():
-    known = case_of(FLAT, 0.1, lambda i: 0.5).drafter.experience
-    plain, draft = known.arms
-    promised = Sizes(np.array([1.0]), np.arange(1), np.zeros(1))
-    for _ in range(16):
-        good, made = (Cut([], tokens, 0.0, 1.1, promised) for tokens in (6.0, 4.0))
-        plain.expect(good, good)
-        draft.expect(made, good)
-    assert known.choose(good)[0] is plain
-    nothing = Cut([], 1.0, 0.0, 1.0, promised)
-    draft.expect(Cut([], 3.0, 0.0, 1.1, promised), nothing)
-    assert known.choose(nothing)[0] is draft
-
-
-def test_drafts_beside_lookups_that_found_nothing_are_taken_to_bring_less():
-    known = case_of(FLAT, 0.1, lambda i: 0.5).drafter.experience
-    plain, draft = known.arms
-    promised = Sizes(np.array([1.0]), np.arange(1), np.zeros(1))
-    good, nothing = (Cut([], tokens, 0.0, 1.0, promised) for tokens in (6.0, 1.0))
-    for _ in range(40):
-        plain.expect(nothing, nothing)
-        draft.expect(Cut([], 4.5, 2.0, 3.0, promised), good)
-    draft.waited = plain.waited = 0.0
-    assert known.choose()[0] is draft
-    assert known.choose(nothing)[0] is plain
