@@ -127,6 +127,9 @@ class Arrivals:
         text = "Write an SQL query that lists all planets by size."
         self._prompt = tuple(prompt_tokens(pair.tokenizer, text))
 
+    def close(self) -> None:
+        self._worker.close(10.0)
+
     def seconds(self, adapts: bool, typing: bool) -> Any:
         """Of time and of processor time, to the first token of an answer.
 
@@ -172,6 +175,7 @@ def waits(asked: argparse.Namespace, pair: Pair, folder: Path) -> None:
     for _ in range(asked.arrivals):
         for kind, how in kinds.items():
             found[kind].append(arrivals.seconds(*how))
+    arrivals.close()
     for kind, some in found.items():
         wall, busy = 1e3 * np.median(some, axis=0)
         print(f"first token, {kind}: {wall:.0f} ms (median), {busy:.0f} of processor time")

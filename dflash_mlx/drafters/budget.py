@@ -121,13 +121,14 @@ class BatchBudget:
         if all(state.last is None for state in states):
             self._begin_answer(known, states)
         drafts, recalled = [Proposal(Tree.chain())] * len(states), [Tree.chain()] * len(states)
-        blind = one == 1 and states[0].constraint is None and self._goes_blind(known.choose()[0])
-        if not blind:
+        arm, rates, again = known.choose()
+        if one == 1 and states[0].constraint is None and self._goes_blind(arm):
+            cut = self._cut(known, states, budget, drafts, 0.0)
+        else:
             self._blind = self._blind if one == 1 else 0
             recalled = self._recall(states, budget // len(states))
-        cut = self._cut(known, states, budget, _joined(drafts, recalled), 0.0)
-        arm, rates, again = known.choose(None if blind else cut)
-        if not blind:
+            cut = self._cut(known, states, budget, _joined(drafts, recalled), 0.0)
+            arm, rates, again = known.choose(cut)
             known.arms[0].expect(cut)
         if arm is not known.arms[0]:
             cut = self._draft(known, states, budget, recalled, cut.tokens)

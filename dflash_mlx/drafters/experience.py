@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -215,9 +216,9 @@ class Experience:
         did of late, as what they promise too much shows in the mean alone. None: not looked.
         """
         machine, plain = self.times.machine, self.arms[0]
-        worth = {arm: (arm.tokens.mean, arm.seconds) for arm in self.arms}
+        lookups = math.inf if alone is None else alone.tokens
+        worth = {arm: (arm.beside(lookups), arm.seconds) for arm in self.arms}
         if alone is not None:
-            worth = {arm: (arm.beside(alone.tokens), arm.seconds) for arm in self.arms}
             now = alone.tokens, alone.seconds * plain.bias.mean
             worth[plain] = min(worth[plain], now, key=lambda each: each[0] / each[1])
         rate = {arm: tokens / seconds for arm, (tokens, seconds) in worth.items()}
