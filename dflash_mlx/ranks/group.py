@@ -86,7 +86,7 @@ class Ranks:
         It begins at once and whole: what MLX puts off until somebody asks would be asked for on
         the first rank alone.
         """
-        with self._passing:
+        with _interrupts_wait(), self._passing:
             mx.eval(self._last)
             self.share(orders())
             found = self.agree(prepare)
@@ -123,6 +123,22 @@ def join() -> Ranks:
     except (RuntimeError, ValueError) as error:
         what = f"the other ranks cannot be reached ({in_one_line(error)})"
         raise DFlashError(what, "see whether all were started, and their addresses") from None
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Within it Ctrl+C is noted, and comes at the end: ranks end a pass only where all began it."""
+    handler, came = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no interrupt is raised here
+        return
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

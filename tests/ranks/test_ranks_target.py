@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import signal
 from collections import deque
 
 import mlx.core as mx
@@ -149,3 +150,16 @@ def test_a_pass_that_fails_once_begun_or_on_one_rank_alone_is_the_end_of_both(mo
     line.fails = 1
     with pytest.raises(RanksLost, match="failed on some"):
         leader.forward(mx.array([1]), leader.new_cache(), Block(1))
+
+
+def test_an_interrupt_waits_until_a_pass_has_begun_on_all_ranks():
+    ranks, handler = Line(0, deque()), signal.getsignal(signal.SIGINT)
+
+    def prepare():
+        signal.raise_signal(signal.SIGINT)
+        return [(mx.array(1), None)]
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run_pass(list, prepare)
+    assert ranks._last[0].item() == 1, "the others wait for its sums"
+    assert signal.getsignal(signal.SIGINT) is handler
