@@ -24,6 +24,7 @@ from dflash_mlx.core.text import parse_json
 
 AUTO, PLAIN = "auto", "none"  # methods that every table of them has, see `drafters/methods.py`
 BITS = (4, 8)
+AS_STORED = 16  # bits of a draft model that is not packed
 HOTTEST = 10.0  # temperature; long before, any token is as likely as any other
 MOST_ROWS = 96  # tokens that a pass verifies, and with that of a block
 RESERVED = (  # arguments of a chat template that whoever renders a conversation decides
@@ -60,10 +61,10 @@ class PairConfig:
     )
     drafter_bits: int | None = option(
         None,
-        "quantise the draft models to 4 or 8 bits when they are loaded: less memory, slightly "
-        "worse drafts, the same answers",
+        "quantise the draft models to 4 or 8 bits when they are loaded: less to read, slightly "
+        "worse drafts, the same answers (default: 4 on a GPU, 16, which leaves them, without one)",
         type=int,
-        choices=BITS,
+        choices=(*BITS, AS_STORED),
     )
     kv_bits: int | None = option(
         None,

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.config import AS_STORED, PairConfig
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.networks.fields import Fields, Unsupported, architecture, note_of
 from dflash_mlx.drafters.networks.files import (
@@ -27,6 +27,7 @@ from dflash_mlx.drafters.networks.files import (
     DraftConfig,
     check_vocabulary,
     in_words,
+    pack_at_load,
     parameters_of,
     quantize_network,
     read_headers,
@@ -259,18 +260,17 @@ class FileFormat:
         return {name: v for name, v in self.translate(raw, names).items() if name != "auto_map"}
 
     def load_network(
-        self, folder: Path, config: DraftConfig, dtype: mx.Dtype, bits: int | None = None
+        self, folder: Path, config: DraftConfig, dtype: mx.Dtype, bits: int | None = AS_STORED
     ) -> Any:
         """The network with the weights in `folder`, cast to `dtype`.
 
-        bits: pack the matrices of a network that is not packed yet (see `quantize_network`). Raises
-        as `read_tensors` does.
+        bits: see `pack_at_load`. Raises as `read_tensors` does.
         """
         network = self.build(config, str(folder))
         network.load_weights([*self.read_tensors(folder, config).items()])
         network.set_dtype(dtype)
-        if bits is not None and config.quantization is None:
-            quantize_network(network, bits)
+        if config.quantization is None:
+            pack_at_load(network, bits)
         return self.settle(network, config)
 
     def load(

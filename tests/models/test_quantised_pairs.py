@@ -22,6 +22,7 @@ from dflash_mlx.drafters.dflash.checkpoint import FILES
 from dflash_mlx.drafters.networks.files import Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
+from dflash_mlx.system import cpu_math
 from dflash_mlx.verifier.model import Target
 from support.app_scripts import ScriptedBackend, drive
 from support.drafter_formats import case, version_1
@@ -110,6 +111,28 @@ def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
         FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32, bits=8)
 
 
+@pytest.mark.parametrize(("asked", "bits"), [(None, 4), (8, 8), (16, None)])
+def test_on_a_gpu_draft_models_are_packed_in_4_bits_unless_something_else_is_asked(
+    folders, monkeypatch, asked, bits
+):
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    folder = Path(folders[1])
+    config = FILES.read_drafter(folder).config
+    packed = quantization_of(FILES.load_network(folder, config, mx.float32, bits=asked))
+    assert (packed and packed.bits) == bits
+
+
+def test_what_is_not_asked_for_and_does_not_fit_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
+    config = FILES.read_drafter(folder).config
+    assert quantization_of(FILES.load_network(folder, config, mx.float32, bits=None)) is None
+
+
+def test_without_a_gpu_draft_models_stay_as_they_are_stored(folders):
+    assert quantization_of(pair_of(folders).drafters[0].module) is None
+
+
 # The window
 
 
@@ -173,7 +196,7 @@ def test_only_a_window_is_computed_again_for_another_answer_to_an_earlier_questi
 @pytest.mark.parametrize(
     ("kind", "settings", "words"),
     [
-        (PairConfig, {"drafter_bits": 3}, "drafter_bits is 3; choose one of 4, 8"),
+        (PairConfig, {"drafter_bits": 3}, "drafter_bits is 3; choose one of 4, 8, 16"),
         (PairConfig, {"kv_bits": 16}, "kv_bits is 16; choose one of 4, 8"),
         (PairConfig, {"draft_window": 1}, "draft_window is 1; choose 2 or more"),
         (PairConfig, {"draft_vocabulary": 0}, "draft_vocabulary is 0; choose 1 or more"),

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_mlx.core.config import PairConfig
+from dflash_mlx.core.config import AS_STORED, PairConfig
 from dflash_mlx.core.errors import DFlashError, Finding
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, other_kind
 from dflash_mlx.drafters.lm.model import LanguageConfig, LanguageModel
 from dflash_mlx.drafters.networks.fields import Fields, size_or_none
-from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN, Quantization, quantize_network
+from dflash_mlx.drafters.networks.files import DOWNLOAD_AGAIN, Quantization, pack_at_load
 from dflash_mlx.system.safetensors_header import TensorHeader
 from dflash_mlx.verifier.mixers import UNTRIED
 from dflash_mlx.verifier.model import ONE_OFFSET, Target
@@ -88,11 +88,9 @@ class LanguageFiles(FileFormat):
     def load(
         self, folder: Path, config: Any, target: Target, settings: PairConfig
     ) -> LanguageModel:
-        bits = settings.drafter_bits if config.quantization is None else None
-
         def pack(model: Any) -> None:
-            if bits is not None:
-                quantize_network(model, bits)
+            if config.quantization is None:
+                pack_at_load(model, settings.drafter_bits or AS_STORED)
 
         with loading(str(folder), CHOOSE_ANOTHER):
             model, _ = read_model(folder, pack)

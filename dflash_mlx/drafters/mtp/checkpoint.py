@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_mlx.core.config import BITS
 from dflash_mlx.core.errors import DFlashError, Finding, in_one_line
 from dflash_mlx.drafters.formats import CHOOSE_ANOTHER, FileFormat, differences
 from dflash_mlx.drafters.mtp import published
@@ -33,7 +34,6 @@ from dflash_mlx.drafters.networks.fields import (
     size,
 )
 from dflash_mlx.drafters.networks.files import (
-    BITS,
     DOWNLOAD_AGAIN,
     GROUP_SIZES,
     Arrays,

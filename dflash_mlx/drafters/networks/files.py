@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
+from dflash_mlx.core.config import AS_STORED, BITS
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.core.text import read_json_file
 from dflash_mlx.drafters.networks.fields import (
@@ -31,6 +33,7 @@ from dflash_mlx.drafters.networks.fields import (
     size,
     whole,
 )
+from dflash_mlx.system import cpu_math
 from dflash_mlx.system.files import replace_safetensors, replace_text
 from dflash_mlx.system.safetensors_header import MAX_DIMENSION, TensorHeader, read_header
 
@@ -44,7 +47,6 @@ _KINDS: dict[str | mx.Dtype, str] = {  # of dtypes, as files name them and as ML
 
 Arrays = dict[str, mx.array]
 
-BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
 _AT_LOAD = (64, 32)  # the largest that fits is taken where none is asked for
 # Small, and what they add decides between near candidates
@@ -198,6 +200,18 @@ def quantize_network(network: nn.Module, bits: int, group_size: int | None = Non
         )
     size = _group_size(network, group_size)
     nn.quantize(network, size, bits, class_predicate=_is_packed)
+
+
+def pack_at_load(network: nn.Module, asked: int | None) -> None:
+    """Pack the matrices of a network that is not packed yet. asked: `PairConfig.drafter_bits`.
+
+    Raises as `quantize_network` does for what was asked for; what was not is done where it can be.
+    """
+    if asked is None and not cpu_math.applies():
+        with suppress(DFlashError):
+            quantize_network(network, min(BITS))
+    elif asked not in (None, AS_STORED):
+        quantize_network(network, asked)
 
 
 def quantization_of(network: nn.Module) -> Quantization | None:
