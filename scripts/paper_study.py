@@ -22,7 +22,7 @@ from paper_variants import trained
 from dflash_mlx.benchmark.measure import groups
 from dflash_mlx.benchmark.selection import read_methods
 from dflash_mlx.cli.options import option_name, read_pair_config
-from dflash_mlx.core.config import PLAIN, DecodeConfig, PairConfig
+from dflash_mlx.core.config import AS_STORED, PLAIN, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.corpus import main as collect
 from dflash_mlx.drafters.methods import make_drafter
@@ -48,7 +48,7 @@ class Study:
 
     def __init__(self, asked: argparse.Namespace, rows: list[paper_sets.Row]) -> None:
         self.asked, self.out, self._rows = asked, asked.out, rows
-        self.config = read_pair_config(asked)
+        self.config = replace(read_pair_config(asked), drafter_bits=AS_STORED)
         given = {name: vars(asked).get(name) for name in ("model", "drafter", "second_drafter")}
         given["template"] = vars(asked).get("template") or []
         begun = {**given, "max_tokens": asked.max_tokens, "prompts": rows}

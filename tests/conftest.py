@@ -46,6 +46,13 @@ def place(tmp_path: Path, tiny_model: Path) -> Any:
     return Place(tmp_path, tiny_model)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def as_stored() -> None:
+    """No GPU packs a draft model by itself, whose numbers tests compare."""
+    if files := sys.modules.get("dflash_mlx.drafters.networks.files"):
+        files.ON_A_GPU = files.AS_STORED
+
+
 @pytest.fixture(autouse=True)
 def known_times(request: pytest.FixtureRequest) -> None:
     """No session times a machine, so nothing is written to the user's cache."""

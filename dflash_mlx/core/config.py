@@ -62,7 +62,8 @@ class PairConfig:
     drafter_bits: int | None = option(
         None,
         "quantise the draft models to 4 or 8 bits when they are loaded: less to read, slightly "
-        "worse drafts, the same answers (default: 4 on a GPU, 16, which leaves them, without one)",
+        "worse drafts, the same answers (default: on a GPU 8, but for small language models; 16 "
+        "leaves them as they are)",
         type=int,
         choices=(*BITS, AS_STORED),
     )

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_mlx.core.config import AUTO, DecodeConfig, PairConfig
+from dflash_mlx.core.config import AS_STORED, AUTO, DecodeConfig, PairConfig
 from dflash_mlx.core.errors import Collector, DFlashError, Finding
 from dflash_mlx.core.text import amount
 from dflash_mlx.drafters.methods import check_uses, family_wanted, settle, wants_two
@@ -212,7 +212,7 @@ def _on_packing(drafters: Sequence[ModelFacts], config: PairConfig) -> tuple[str
         f"the {config.drafter_bits} that were asked for"
         for drafter in drafters
         if (packed := drafter.config.quantization) is not None
-        and config.drafter_bits not in (None, packed.bits)
+        and config.drafter_bits not in (None, AS_STORED, packed.bits)
     )
 
 

@@ -86,7 +86,7 @@ class Ranks:
         It begins at once and whole: what MLX puts off until somebody asks would be asked for on
         the first rank alone.
         """
-        with _interrupts_wait(), self._passing:
+        with self._passing, _interrupts_wait():
             mx.eval(self._last)
             self.share(orders())
             found = self.agree(prepare)
@@ -127,7 +127,10 @@ def join() -> Ranks:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Within it Ctrl+C is noted, and comes at the end: ranks end a pass only where all began it."""
+    """Within it Ctrl+C is noted, and comes at the end: ranks end a pass only where all began it.
+
+    Where it fails, its error is what comes.
+    """
     handler, came = signal.getsignal(signal.SIGINT), []
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # no interrupt is raised here
@@ -137,8 +140,8 @@ def _interrupts_wait() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+    for number in came[:1]:
+        signal.raise_signal(number)
 
 
 @contextmanager

@@ -18,8 +18,11 @@ from dflash_mlx.core.config import DecodeConfig
 from dflash_mlx.drafters.lm.checkpoint import LanguageFiles
 from dflash_mlx.drafters.lm.model import LanguageModel
 from dflash_mlx.drafters.methods import format_as_drafter, format_of
+from dflash_mlx.drafters.networks import files
+from dflash_mlx.drafters.networks.files import ON_A_GPU
 from dflash_mlx.models.check import check_drafter, check_pair, check_target
 from dflash_mlx.models.load import check_named, load_pair
+from dflash_mlx.system import cpu_math
 from support import gguf_files
 from support.configs import config_with
 from support.decoding import state_with
@@ -268,6 +271,13 @@ def test_its_weights_are_packed_where_asked(model, small, bits):
     assert packed and {m.bits for m in packed} == {bits}
     answers = [generate(pair, "hello", DecodeConfig(m, max_tokens=8)) for m in ("none", "lm")]
     assert answers[0].tokens == answers[1].tokens
+
+
+def test_a_gpu_packs_it_only_where_asked(model, small, monkeypatch):
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    monkeypatch.setattr(files, "ON_A_GPU", ON_A_GPU)
+    network = load_pair(PairConfig(str(model), str(small))).drafters[0].module
+    assert not [m for m in network.modules() if isinstance(m, nn.QuantizedLinear)]
 
 
 def test_weights_that_are_packed_stay_so_and_a_note_says_it(model, tmp_path):

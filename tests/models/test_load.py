@@ -111,10 +111,10 @@ def test_bits_that_a_packed_drafter_does_not_take_are_said(folders, tmp_path):
     save_network(packed, network, read.raw)
     notes = {
         bits: load_pair(PairConfig(model, str(packed), drafter_bits=bits)).notes
-        for bits in (None, 4, 8)
+        for bits in (None, 4, 8, 16)
     }
     assert "packed in 8 bits already" in " ".join(notes[4])
-    assert "packed" not in " ".join((*notes[None], *notes[8]))
+    assert "packed" not in " ".join((*notes[None], *notes[8], *notes[16]))
 
 
 # What is not there

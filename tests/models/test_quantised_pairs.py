@@ -19,7 +19,8 @@ from dflash_mlx.cli import generate as generating
 from dflash_mlx.convert.conversion import ConvertConfig
 from dflash_mlx.core.config import StructureConfig
 from dflash_mlx.drafters.dflash.checkpoint import FILES
-from dflash_mlx.drafters.networks.files import Quantization, quantization_of
+from dflash_mlx.drafters.networks import files
+from dflash_mlx.drafters.networks.files import ON_A_GPU, Quantization, quantization_of
 from dflash_mlx.engine.pair import Pair
 from dflash_mlx.models.load import load_pair
 from dflash_mlx.system import cpu_math
@@ -111,26 +112,37 @@ def test_groups_are_as_large_as_all_the_drafters_matrices_allow(tmp_path):
         FILES.load_network(folder, FILES.read_drafter(folder).config, mx.float32, bits=8)
 
 
-@pytest.mark.parametrize(("asked", "bits"), [(None, 4), (8, 8), (16, None)])
-def test_on_a_gpu_draft_models_are_packed_in_4_bits_unless_something_else_is_asked(
-    folders, monkeypatch, asked, bits
+@pytest.fixture
+def gpu(monkeypatch):
+    """What is loaded is loaded as on a GPU."""
+    monkeypatch.setattr(cpu_math, "applies", lambda: False)
+    monkeypatch.setattr(files, "ON_A_GPU", ON_A_GPU)
+
+
+def bits_of(drafter: Any) -> int | None:
+    packed = quantization_of(drafter.module)
+    return packed and packed.bits
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [({}, 8), ({"drafter_bits": 4}, 4), ({"drafter_bits": 16}, None), ({"adapted": True}, None)],
+)
+def test_on_a_gpu_draft_models_are_packed_in_8_bits_unless_something_else_is_asked(
+    folders, gpu, settings, bits
 ):
-    monkeypatch.setattr(cpu_math, "applies", lambda: False)
-    folder = Path(folders[1])
-    config = FILES.read_drafter(folder).config
-    packed = quantization_of(FILES.load_network(folder, config, mx.float32, bits=asked))
-    assert (packed and packed.bits) == bits
+    assert bits_of(pair_of(folders, **settings).drafters[0]) == bits
 
 
-def test_what_is_not_asked_for_and_does_not_fit_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_math, "applies", lambda: False)
-    folder = write_drafter(tmp_path / "drafter", intermediate_size=80)
-    config = FILES.read_drafter(folder).config
-    assert quantization_of(FILES.load_network(folder, config, mx.float32, bits=None)) is None
+def test_what_is_not_asked_for_and_does_not_fit_is_left_out(folders, gpu, tmp_path):
+    odd = write_drafter(tmp_path / "drafter", head_dim=HEAD_DIM, intermediate_size=80)
+    assert bits_of(pair_of((folders[0], str(odd))).drafters[0]) is None
 
 
-def test_without_a_gpu_draft_models_stay_as_they_are_stored(folders):
-    assert quantization_of(pair_of(folders).drafters[0].module) is None
+def test_without_a_gpu_draft_models_stay_as_they_are_stored(folders, monkeypatch):
+    monkeypatch.setattr(cpu_math, "applies", lambda: True)
+    monkeypatch.setattr(files, "ON_A_GPU", ON_A_GPU)
+    assert bits_of(pair_of(folders).drafters[0]) is None
 
 
 # The window

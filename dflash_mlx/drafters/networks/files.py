@@ -47,6 +47,7 @@ _KINDS: dict[str | mx.Dtype, str] = {  # of dtypes, as files name them and as ML
 
 Arrays = dict[str, mx.array]
 
+ON_A_GPU = 8  # bits that draft models are loaded in there, unless others are asked for
 GROUP_SIZES = (32, 64, 128)
 _AT_LOAD = (64, 32)  # the largest that fits is taken where none is asked for
 # Small, and what they add decides between near candidates
@@ -202,16 +203,16 @@ def quantize_network(network: nn.Module, bits: int, group_size: int | None = Non
     nn.quantize(network, size, bits, class_predicate=_is_packed)
 
 
-def pack_at_load(network: nn.Module, asked: int | None) -> None:
-    """Pack the matrices of a network that is not packed yet. asked: `PairConfig.drafter_bits`.
+def pack_at_load(network: nn.Module, bits: int | None) -> None:
+    """Pack the matrices of a network that is not packed yet. bits: `PairConfig.drafter_bits`.
 
-    Raises as `quantize_network` does for what was asked for; what was not is done where it can be.
+    Raises as `quantize_network` does for what is asked for; what is not is done where it can be.
     """
-    if asked is None and not cpu_math.applies():
+    if bits is None and not cpu_math.applies() and ON_A_GPU != AS_STORED:
         with suppress(DFlashError):
-            quantize_network(network, min(BITS))
-    elif asked not in (None, AS_STORED):
-        quantize_network(network, asked)
+            quantize_network(network, ON_A_GPU)
+    elif bits not in (None, AS_STORED):
+        quantize_network(network, bits)
 
 
 def quantization_of(network: nn.Module) -> Quantization | None:
