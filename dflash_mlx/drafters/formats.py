@@ -281,7 +281,7 @@ class FileFormat:
         settings: whether its weights are quantised, and how far back it sees.
         """
         windows = limit_windows(config.layer_windows, settings.draft_window)
-        usual = AS_STORED if settings.adapted else None  # a delta may be below their steps
+        usual = AS_STORED if settings.adapted else None  # packing again could round a delta away
         bits = settings.drafter_bits or usual
         network = self.load_network(folder, config, target.dtype, bits)
         return self.model(network, replace(config, layer_windows=windows), target)  # type: ignore[no-any-return]

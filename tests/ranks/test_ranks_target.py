@@ -163,3 +163,15 @@ def test_an_interrupt_waits_until_a_pass_has_begun_on_all_ranks():
         ranks.run_pass(list, prepare)
     assert ranks._last[0].item() == 1, "the others wait for its sums"
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_what_goes_wrong_in_a_pass_is_told_though_it_was_interrupted():
+    ranks, handler = Line(0, deque()), signal.getsignal(signal.SIGINT)
+
+    def prepare():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        ranks.run_pass(list, prepare)
+    assert signal.getsignal(signal.SIGINT) is handler

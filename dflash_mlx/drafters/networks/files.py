@@ -208,11 +208,10 @@ def pack_at_load(network: nn.Module, bits: int | None) -> None:
 
     Raises as `quantize_network` does for what is asked for; what is not is done where it can be.
     """
-    if bits is None and not cpu_math.applies() and ON_A_GPU != AS_STORED:
-        with suppress(DFlashError):
-            quantize_network(network, ON_A_GPU)
-    elif bits not in (None, AS_STORED):
-        quantize_network(network, bits)
+    wanted = bits or (AS_STORED if cpu_math.applies() else ON_A_GPU)
+    if wanted != AS_STORED:
+        with suppress(*(() if bits else (DFlashError,))):
+            quantize_network(network, wanted)
 
 
 def quantization_of(network: nn.Module) -> Quantization | None:
