@@ -50,6 +50,13 @@ tiny_seeing.FIRST = Actor.vocab_size = len(models.SPECIAL) + len(models.CHARACTE
 
 LOOKS = ("light", "dark")
 TAGS = {"ARTICLE", "H2", "H3", "P", "DIV", "PRE", "SPAN", "DETAILS", "SUMMARY", "SECTION"}
+CUT = """() => {
+  const box = document.querySelector("#rounds").getBoundingClientRect();
+  const cut = ({ right, top }) => right > box.right + 1 || top < box.top - 1;
+  const bars = [...document.querySelectorAll("#rounds span")];
+  return bars.filter((bar) => cut(bar.getBoundingClientRect())).length;
+}"""
+BELOW = "log.scrollHeight - log.scrollTop - log.clientHeight"  # pixels under what is in sight
 CONTROLS = {"model", "tinted", "new", "log", "words", "send", "race", "SUMMARY"}
 KEY, NAMED = "s3cret", '<img src=x onerror="owned()">'
 RHYME = "The fox saw the crow, and the crow saw the fox, and so the fox saw that the crow saw it. "
@@ -211,6 +218,10 @@ def all_can_be_done_with_keys(browser: Browser, server: Server, shots: Shots) ->
 def a_phone_shows_all_of_it(browser: Browser, server: Server, shots: Shots) -> str:
     with visit(browser, server, viewport=PHONE, has_touch=True, is_mobile=True) as page:
         ask(page, "code")
+        assert page.evaluate(CUT) == 0, "the newest rounds are shown, and whole"
+        page.check("#tinted")
+        assert page.evaluate(BELOW) < 60, "colours leave the end of the answer in sight"
+        page.uncheck("#tinted")
         ask(page, "W" * 400)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
         small = []

@@ -4,7 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const LABELS = { first: "draft", second: "second draft", lookup: "earlier text" };
 Object.assign(LABELS, { said: "said before", forced: "grammar", target: "not guessed" });
-const MOST_BARS = 80, REFRESH = 5000, KEY = "dflash-key"; // in the storage of this tab
+const REFRESH = 5000, KEY = "dflash-key"; // in the storage of this tab
 const RACE = { temperature: 0, max_tokens: 200, lookup_in: "conversation" }; // not the other side's
 const BROKEN = "The answer broke off. Is the server still running?";
 const STREAM = { // what all requests have
@@ -15,13 +15,10 @@ let talk = []; // the conversation, as it is sent
 let running = null, asking = null; // AbortController of an answer; the key that is asked for
 let models = {}; // by name
 
-function make(tag, kind, text = "") {
-  return Object.assign(document.createElement(tag), { className: kind, textContent: text });
-}
-
-function tell(text, kind = "") {
-  Object.assign($("status"), { textContent: text, className: kind });
-}
+const make = (tag, kind, text = "") =>
+  Object.assign(document.createElement(tag), { className: kind, textContent: text });
+const tell = (text, kind = "") => Object.assign($("status"), { textContent: text, className: kind });
+const log = $("log"), atEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 60;
 
 // The server
 class Refused extends Error {}
@@ -119,11 +116,10 @@ class Answer { // text, and the same in the colours of its sources
   }
 
   draw() {
-    const log = $("log"), atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+    const follow = atEnd(), blocks = blocksOf(this.text);
     this.frame = null;
     this.thoughts.hidden = !this.thought;
     this.thoughts.lastChild.textContent = this.thought;
-    const blocks = blocksOf(this.text);
     blocks.forEach((block, i) => {
       const node = this.words.children[i] ?? make(i % 2 ? "pre" : "p", "");
       const text = i % 2 ? block : block.replace(/^\n+|\s+$/g, "");
@@ -132,14 +128,14 @@ class Answer { // text, and the same in the colours of its sources
       if (node.textContent !== text) node.textContent = text;
     });
     [...this.words.children].slice(blocks.length).forEach((each) => each.remove());
-    if (atEnd) log.scrollTop = log.scrollHeight;
+    if (follow) log.scrollTop = log.scrollHeight;
   }
 }
 
 // Figures
 class Figures { // of one answer, live, and in the end the server's own
   constructor() {
-    this.rounds = this.tokens = this.drafted = this.accepted = this.begun = this.head = 0;
+    Object.assign(this, { rounds: 0, tokens: 0, drafted: 0, accepted: 0, begun: 0, head: 0, most: 0 });
     for (const id of ["rounds", "legend", "method"]) $(id).replaceChildren();
     for (const id of ["speed", "length", "rate", "first", "context"]) $(id).textContent = "–";
   }
@@ -152,7 +148,7 @@ class Figures { // of one answer, live, and in the end the server's own
     if (told.drafts) this.show(this.live);
     if (told.method) this.end(told);
     const most = models[event.model]?.context_length ?? "?";
-    if (event.usage) $("context").textContent = `${event.usage.total_tokens} of ${most}`;
+    if (event.usage) $("context").textContent = `${event.usage.total_tokens} of ${most} tokens`;
   }
 
   addRound({ drafted, accepted, tokens }) {
@@ -162,11 +158,13 @@ class Figures { // of one answer, live, and in the end the server's own
     const bar = make("div", "");
     for (const [source] of tokens) {
       bar.prepend(make("span", source));
-      const known = [...$("legend").children].some((each) => each.className === source);
+      const known = $("legend").querySelector(`.${source}`);
       if (!known) $("legend").append(make("li", source, LABELS[source] ?? source));
     }
-    $("rounds").append(bar);
-    if ($("rounds").children.length > MOST_BARS) $("rounds").firstChild.remove();
+    const rounds = $("rounds"); // the newest that have room, all as high as the longest allows
+    rounds.style.setProperty("--most", (this.most = Math.max(this.most, tokens.length)));
+    rounds.append(bar);
+    while (rounds.scrollWidth > rounds.clientWidth) rounds.firstChild.remove();
   }
 
   get live() {
@@ -178,11 +176,10 @@ class Figures { // of one answer, live, and in the end the server's own
     };
   }
 
-  show(told) {
-    const rate = `${(100 * told.acceptance_rate).toFixed(0)} %`, length = told.acceptance_length;
-    $("speed").textContent = told.tokens_per_second ? told.tokens_per_second.toFixed(1) : "–";
+  show({ tokens_per_second: speed, acceptance_length: length, acceptance_rate: rate }) {
+    $("speed").textContent = speed ? speed.toFixed(1) : "–";
     $("length").textContent = length.toFixed(2);
-    $("rate").textContent = this.drafted ? rate : "none made";
+    $("rate").textContent = this.drafted ? `${(100 * rate).toFixed(0)} %` : "no drafts";
     $("rounds").ariaLabel = `Tokens of each round, ${length.toFixed(2)} on average`;
   }
 
@@ -190,8 +187,8 @@ class Figures { // of one answer, live, and in the end the server's own
     this.show((this.told = told));
     $("first").textContent = `${told.time_to_first_token.toFixed(2)} s`;
     const from = Object.entries(told.accepted_from ?? {})
-      .map(([name, count]) => `; ${LABELS[name] ?? name}: ${count}`).join("");
-    const parked = told.parked ? `; without drafts at times: ${told.parked}` : "";
+      .map(([name, count]) => `; ${count} tokens accepted (${LABELS[name] ?? name})`).join("");
+    const parked = told.parked ? `. Without drafts at times. ${told.parked}` : "";
     $("method").textContent = `Method ${told.method}${from}${parked}`;
   }
 }
@@ -203,10 +200,10 @@ async function showServer() {
     .reduce((sum, line) => sum + Number(line.slice(line.lastIndexOf(" "))), 0);
   const share = (part, whole) => `${((100 * of(part)) / (of(whole) || 1)).toFixed(0)} %`;
   const rows = [
-    ["answers now", of("decoding")], ["waiting", of("waiting")],
+    ["answering now", of("decoding")], ["requests waiting", of("waiting")],
     ["answers so far", of("answers_total")], ["tokens so far", of("tokens_total")],
-    ["drafts accepted", share("accepted_total", "drafted_total")],
-    ["prompts from caches", share("cached_tokens_total", "prompt_tokens_total")],
+    ["drafts accepted so far", share("accepted_total", "drafted_total")],
+    ["prompt tokens reused", share("cached_tokens_total", "prompt_tokens_total")],
     ["memory", `${(of("memory_bytes") / 1e9).toFixed(2)} GB`],
   ];
   $("counts").replaceChildren(...rows.map((row) => {
@@ -321,21 +318,24 @@ function judge([plain, drafts]) {
   if (drafts.figures.told.method === "none") return `This server makes no drafts; ${words}.`;
   if (!fast || !slow) return `Too short to compare; ${words}.`;
   (fast >= slow ? drafts : plain).side.classList.add("faster");
-  return `${(fast / slow).toFixed(2)} times as fast with drafts; ${words}.`;
+  const start = fast < slow ? "Drafts were slower here: " : "";
+  return `${start}${(fast / slow).toFixed(2)} times as fast with drafts; ${words}.`;
 }
 
 $("ask").onsubmit = (event) => (event.preventDefault(), send());
 $("words").onkeydown = (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  send();
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) $("ask").onsubmit(event);
 };
 document.onkeydown = (event) => {
   if (event.key === "Escape" && !$("lock").open) running?.abort();
 };
 $("stop").onclick = () => running?.abort();
 $("race").onclick = race;
-$("tinted").onchange = (event) => document.body.classList.toggle("tinted", event.target.checked);
+$("tinted").onchange = (event) => {
+  const follow = atEnd();
+  document.body.classList.toggle("tinted", event.target.checked);
+  if (follow) log.scrollTop = log.scrollHeight;
+};
 $("server").ontoggle = () => showServer().catch((error) => tell(error.message, "error"));
 setInterval(() => showServer().catch(() => {}), REFRESH);
 $("new").onclick = () => {

@@ -7,7 +7,8 @@ function showPictures() {
   $("attach").hidden = !models[$("model").value]?.capabilities?.image_input.supported;
   $("pictures").replaceChildren(...pictures.map((url, i) => {
     const node = make("button", "");
-    Object.assign(node, { type: "button", title: "Take this picture away" });
+    Object.assign(node, { type: "button", title: "Remove this picture" });
+    node.ariaLabel = `Remove picture ${i + 1}`;
     node.append(Object.assign(new Image(), { src: url, alt: `Picture ${i + 1}` }));
     node.onclick = () => (pictures.splice(i, 1), showPictures(), $("words").focus());
     return node;
