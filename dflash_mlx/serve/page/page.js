@@ -229,8 +229,8 @@ async function showModels() {
 function article(kind, title) {
   const node = make("article", kind);
   node.append(make("h2", "", title));
-  $("log").append(node);
-  $("log").scrollTop = $("log").scrollHeight;
+  log.append(node);
+  log.scrollTop = log.scrollHeight;
   return node;
 }
 
@@ -308,7 +308,7 @@ async function race() {
   }, node);
   for (const each of ran) each.answer.draw();
   node.append(make("p", "verdict", ended && ran[1].figures?.told ? judge(ran) : "Not finished."));
-  $("log").scrollTop = $("log").scrollHeight;
+  log.scrollTop = log.scrollHeight;
 }
 
 function judge([plain, drafts]) {
@@ -340,7 +340,7 @@ $("server").ontoggle = () => showServer().catch((error) => tell(error.message, "
 setInterval(() => showServer().catch(() => {}), REFRESH);
 $("new").onclick = () => {
   talk = [];
-  $("log").replaceChildren($("welcome"));
+  log.replaceChildren($("welcome"));
   new Figures();
   tell("");
   $("words").focus();
