@@ -134,10 +134,12 @@ def _figures(runs: Sequence[Run]) -> MethodStats:
     rates = [run.statistics.tokens_per_second for run in timed]
     plain = [run.plain.tokens_per_second for run in timed]
     speedups = [own / other for own, other in zip(rates, plain, strict=True)]
+    slow = min(zip(speedups, timed, strict=True), key=lambda each: each[0], default=None)
     by_prompt = [(sum(r.tokens for r in run.rounds), len(run.rounds)) for run in runs]
     return {
         "tokens_per_second": _middle(rates),
         "speedup": _middle(speedups),
+        "slowest": slow and {"id": slow[1].question.id, "speedup": slow[0]},
         "intervals": {
             "speedup": interval(speedups, np.median),
             "mean_accepted": interval(by_prompt, tokens_a_round),

@@ -35,9 +35,10 @@ _TABLES: dict[str, dict[str, str]] = {  # what stands below a heading, in tables
         "accepted": "{acceptance_rate:.0%}",
         "parity": "{parity:.1%}",
     },
-    "Intervals of 95 %, and the ratio of the medians of speeds:": {
+    "Intervals of 95 %, the slowest prompt, and the ratio of the medians of speeds:": {
         "speed-up": "{intervals[speedup]}",
         "tokens/round": "{intervals[mean_accepted]}",
+        "slowest": "{slowest}",
         "of medians": "{ratio_of_medians:.2f}",
     },
     "A round: rows, and milliseconds of its parts:": {
@@ -171,10 +172,12 @@ def format_report(report: Report) -> str:
 
 
 def _readable(figures: MethodStats) -> MethodStats:
-    """With intervals as text, "" where there is none."""
+    """With intervals and the slowest prompt as text, "" where there is none."""
     found: dict[str, list[float]] = figures.get("intervals", {})
     words = {name: f"[{ends[0]:.2f}, {ends[1]:.2f}]" for name, ends in found.items() if ends}
-    return {**figures, "intervals": defaultdict(str, words)}
+    slow = figures.get("slowest")  # which older reports lack
+    slowest = f"{slow['speedup']:.2f}" if slow else ""
+    return {**figures, "slowest": slowest, "intervals": defaultdict(str, words)}
 
 
 def _notes(report: Report) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dflash_mlx.core.errors import DFlashError
 
 METHODS = ["none", "dflash:4", "dflash:8"]
 FIGURES = """
-    tokens_per_second speedup intervals ratio_of_medians mean_accepted rows_per_round
+    tokens_per_second speedup slowest intervals ratio_of_medians mean_accepted rows_per_round
     acceptance_rate accepted_by_position committed modes guard parity
     first_differences round_ms
 """

@@ -108,7 +108,7 @@ def made_up(
         Statistics("made up", generated_tokens=101, decode_seconds=100 / each, rounds=n, **counts)
         for each, n, counts in ((rate, rounds, more), (plain_rate, 1, {}))
     )
-    question = BenchmarkPrompt("prompt", category, [])
+    question = BenchmarkPrompt(f"{rate} to {plain_rate}", category, [])
     return Run(question, method, own, seconds or {}, told, plain, difference)
 
 
@@ -118,6 +118,7 @@ def made_up(
 def test_the_speedup_is_the_median_of_ratios_and_counts_are_over_all_rounds_together():
     figures = summarise([made_up(10, 5), made_up(20, 40), made_up(100, 25)])["methods"]["dflash"]
     assert figures["speedup"] == pytest.approx(2.0)  # of 2, 0.5 and 4; the medians give 20 / 25
+    assert figures["slowest"] == {"id": "20 to 40", "speedup": pytest.approx(0.5)}
     assert figures["tokens_per_second"] == pytest.approx(20)
     assert figures["ratio_of_medians"] == pytest.approx(20 / 25)
     counts = {"drafted": Counter({1: 8, 2: 2}), "accepted": Counter({1: 4, 2: 1})}
@@ -133,7 +134,7 @@ def test_the_speedup_is_the_median_of_ratios_and_counts_are_over_all_rounds_toge
     assert figures["accepted_by_position"] == [9 / 38, 1 / 2]
     assert figures["modes"] == {"plain": 3, "tree": 17}
     assert figures["parity"] == 0.5
-    assert figures["first_differences"] == [{"id": "prompt", "position": 3, "margin": 0.25}]
+    assert figures["first_differences"] == [{"id": "10 to 5", "position": 3, "margin": 0.25}]
 
 
 def test_intervals_are_of_tokens_over_rounds_and_not_of_each_prompt_s_own():
@@ -197,3 +198,10 @@ def test_an_answer_that_ends_with_its_first_token_has_no_speed_and_spoils_none()
     assert (alone["speedup"], alone["tokens_per_second"], alone["round_ms"]["verify"]) == (0, 0, 0)
     both = summarise([at_once, made_up(20, 10)])["methods"]["dflash"]
     assert (both["speedup"], both["tokens_per_second"]) == (2.0, 20.0)
+
+
+def test_a_report_from_before_slowest_prompts_were_kept_leaves_them_out():
+    report = {"settings": {}, "pair": {}, **summarise([made_up(10, 5)])}
+    for methods in (report["methods"], *report["categories"].values()):
+        del methods["dflash"]["slowest"]
+    assert "|         | 2.00       |" in format_report(report)

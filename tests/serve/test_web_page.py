@@ -105,6 +105,11 @@ def test_neither_side_of_the_race_drafts_from_what_the_other_said():
     assert "...RACE }" in SCRIPT and 'lookup_in: "conversation"' in SCRIPT
 
 
+def test_the_page_says_how_many_tokens_a_race_has_at_most():
+    (most,) = re.findall(r"RACE = .*max_tokens: (\d+)", SCRIPT)
+    assert (FOLDER / "index.html").read_text("utf-8").count(f"{most} tokens") == 2
+
+
 def test_a_stream_tells_what_each_round_drafted_where_a_request_asks():
     told = "one two three one two three one two three"
     with serving(lambda prompt: told, DecodeConfig("ngram", max_tokens=200)) as server:
