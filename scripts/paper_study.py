@@ -134,7 +134,7 @@ class Study:
 
     def _length(self, row: Row) -> str:
         """How long the last of its draft models was trained."""
-        history = self._place / (row.second.replace(PLAIN, "") or row.drafter) / "history.jsonl"
+        history = self._place / row.variant / "history.jsonl"
         if not row.is_trained or not history.exists():
             return "-"
         last = json.loads(history.read_text(encoding="utf-8").splitlines()[-1])
@@ -206,19 +206,23 @@ class Study:
 
 def walked(config: PairConfig, methods: Sequence[str], answers: Path) -> dict[str, Any]:
     """Figures by method and category; one that the pair does not serve says why."""
-    try:
-        uses = read_methods(",".join(methods), DecodeConfig(), KNOBS)
-        del uses[PLAIN]
-        pair = load_pair(config, *uses.values())
-        rows = simulate_trees.read_answers(answers, vocabulary_size(pair.target))
-        drafters = {name: make_drafter(pair, use) for name, use in uses.items()}
-        with simulate_trees.remembering() as memory:
-            counts = simulate_trees.simulate(pair, drafters, rows, memory)
-        return {name: count.figures() for name, count in counts.items()}
-    except DFlashError as error:
-        if len(methods) == 1:
-            return {methods[0]: {REFUSED: error.what}}
-    return {name: f for m in methods for name, f in walked(config, [m], answers).items()}
+    uses = read_methods(",".join(methods), DecodeConfig(), KNOBS)
+    del uses[PLAIN]
+    refused = {}
+    for name, use in [*uses.items()]:
+        try:
+            make_drafter(load_pair(config, use), use)
+        except DFlashError as error:
+            refused[name] = {REFUSED: error.what}
+            del uses[name]
+    if not uses:
+        return refused
+    pair = load_pair(config, *uses.values())
+    rows = simulate_trees.read_answers(answers, vocabulary_size(pair.target))
+    drafters = {name: make_drafter(pair, use) for name, use in uses.items()}
+    with simulate_trees.remembering() as memory:
+        counts = simulate_trees.simulate(pair, drafters, rows, memory)
+    return refused | {name: count.figures() for name, count in counts.items()}
 
 
 def _mean(figures: dict[str, Any], name: str, with_interval: bool = False) -> str:

@@ -29,8 +29,13 @@ class Row:
     second: str = ""  # likewise, or "none"
 
     @property
+    def variant(self) -> str:
+        """The last draft model that is trained for it, "" where none is."""
+        return self.drafter if self.second in ("", PLAIN) else self.second
+
+    @property
     def is_trained(self) -> bool:
-        return bool(self.drafter or self.second.replace(PLAIN, ""))
+        return bool(self.variant)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import simulate_trees
 from paper_tables import PAPERS, Row, Table, add_cut
 
 from dflash_mlx.benchmark.selection import read_methods
-from dflash_mlx.core.config import DecodeConfig
+from dflash_mlx.core.config import DecodeConfig, PairConfig
 from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.paper import KNOBS, add_controls
@@ -97,6 +97,14 @@ def test_every_row_names_a_method_and_variants_that_there_are():
         training().parse_args([*words, "--out", "o", "--corpus", "c", "--steps", "1"])
 
 
+def test_what_a_row_trained_is_its_second_draft_model_where_that_was_trained():
+    rows = {row.label: row for table in PAPERS["d2sd"] for row in table.rows}
+    names = {label: rows[label].variant for label in ("blocks of masks, as the first", "24", "1")}
+    assert names == {"blocks of masks, as the first": "second-none", "24": "second-24", "1": ""}
+    (alone,) = (row for row in rows.values() if row.second == "none")
+    assert (alone.variant, alone.is_trained) == ("", False)
+
+
 def test_a_cut_leaves_out_the_branches_below_it(tmp_path):
     """Above every posterior it leaves the first draft alone."""
     add_controls()
@@ -110,6 +118,24 @@ def test_a_cut_leaves_out_the_branches_below_it(tmp_path):
         counts = simulate_trees.simulate(pair, drafters, [row], memory)
     alone, whole, none, most = (counts[name].answers["all"] for name in names)
     assert whole == none != most == alone
+
+
+def test_a_method_that_is_refused_does_not_part_those_that_walk_together(tmp_path, monkeypatch):
+    add_controls()
+    pair = full_pair(tmp_path, Target(make_model("llama"), 200, "tiny"))
+    row = CorpusRow("a", "math", (5, 9, 5, 3), tuple(range(4, 24)), 0.0)
+    walks, simulate = [], simulate_trees.simulate
+
+    def watched(pair, drafters, *more):
+        walks.append([*drafters])
+        return simulate(pair, drafters, *more)
+
+    monkeypatch.setattr(paper_study, "load_pair", lambda *asked: pair)
+    monkeypatch.setattr(simulate_trees, "read_answers", lambda *asked: [row])
+    monkeypatch.setattr(simulate_trees, "simulate", watched)
+    found = paper_study.walked(PairConfig(), ["ngram:4", "mtp:8", "dflash1:4"], tmp_path)
+    assert walks == [["ngram:4", "dflash1:4"]]
+    assert [name for name, figures in found.items() if "refused" in figures] == ["mtp:8"]
 
 
 def test_words_behind_two_dashes_go_to_the_trainings():
