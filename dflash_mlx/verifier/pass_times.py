@@ -22,14 +22,15 @@ import platformdirs
 
 from dflash_mlx.core.tree import Tree
 from dflash_mlx.system.files import keep_text, kept_json
-from dflash_mlx.system.machine import model_key
+from dflash_mlx.system.machine import free_memory, model_key
 from dflash_mlx.verifier.block import Block
 from dflash_mlx.verifier.model import Target
 from dflash_mlx.verifier.sequence import SequenceCache
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # the sizes that passes come in
 DEEP_ROWS = (1, 4, 8, 16, 48)  # behind longer contexts, where passes take longer
-CONTEXTS = (128, 1024, 4096)  # committed tokens before the measured passes
+CONTEXTS = (128, 1024, 4096, 16384)  # committed tokens before the measured passes
+_COPIES = 4  # of a cache that have to fit, as making one longer copies it
 _REPEATS = 3
 _TRIED = 5.0  # seconds that kernels may be tried before passes are timed without them
 _DRIFT, _NOTICED = 0.3, 32  # how far off times may be, as the median of so many real passes
@@ -58,17 +59,18 @@ class PassTimes:
         contexts: committed tokens of the sequences in the pass; behind the longest that was
         measured every token more costs what it did before.
         """
-        near = self._behind(rows)
         if not self.deeper or not contexts:
-            return near
+            return self._behind(rows)
+        own = np.asarray(self.rows)
+        near = self._behind(own)
         length, below = sum(contexts) / len(contexts), self
         for above in self.deeper:
-            far = np.maximum(above._behind(rows), near)
+            far = np.maximum(above._behind(own), near)
             if length < above.context or above is self.deeper[-1]:
                 break
             below, near = above, far
         share = max(0.0, (length - below.context) / (above.context - below.context))
-        return np.asarray(near + share * (far - near))
+        return PassTimes(self.rows, tuple(near + share * (far - near)))._behind(rows)
 
     def branching(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Seconds that a tree of so many nodes takes longer than a chain, behind any context."""
@@ -104,7 +106,8 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
     cache = target.new_cache()
     mx.eval(target.forward(words, cache, Block(CONTEXTS[0]))[0], cache.arrays)
     cache.commit(range(CONTEXTS[0]))
-    contexts = [c for c in CONTEXTS if c == CONTEXTS[0] or c + ROWS[-1] <= target.context_length]
+    held = [c for c in CONTEXTS[1:] if c + ROWS[-1] <= target.context_length]
+    contexts = [CONTEXTS[0], *(c for c in held if _fits(cache, c))]
     dearer = target.is_recurrent and target.takes_trees
     trees, found = target.takes_trees and not dearer, list[PassTimes]()
     tables = [(c, ROWS if c == CONTEXTS[0] else DEEP_ROWS, trees) for c in contexts]
@@ -124,6 +127,13 @@ def measuring(target: Target) -> Generator[int, None, PassTimes]:
         found.append(PassTimes(sizes, tuple(seconds), context))
     first, *deeper = found[dearer:]
     return replace(first, deeper=tuple(deeper), trees=found[0] if dearer else None)
+
+
+def _fits(cache: SequenceCache, context: int) -> bool:
+    """Whether the memory has room to make a cache so long; nothing is computed for that."""
+    longer = cache.fork()
+    longer.lengthen(context - longer.length)
+    return _COPIES * longer.nbytes <= free_memory()
 
 
 def _tree_of(rows: int) -> Block:

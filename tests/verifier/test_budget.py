@@ -43,6 +43,14 @@ def test_times_rise_with_the_context_beyond_what_was_measured(context, one, thre
     assert fast.of(np.array([1, 3]), (context,)).tolist() == [1.0, 2.0]
 
 
+def test_times_behind_what_was_measured_are_never_less_for_more_rows():
+    """As lines through two times each they would be 5, 3 and 9: an error grows with the context."""
+    deep = PassTimes((1, 2, 3), (2.0, 1.8, 3.0), 1000), PassTimes((1, 2, 3), (3.0, 2.2, 5.0), 2000)
+    times = PassTimes((1, 2, 3), (1.0, 1.5, 2.0), 128, deep)
+    assert times.of(np.array([1, 2, 3]), (4000,)).tolist() == pytest.approx([3, 3, 9])
+    assert times.of(1, (4000,)) <= times.of(2, (4000,)) <= times.of(3, (4000,))
+
+
 @pytest.fixture
 def target():
     return Target(make_model("llama"), 200, "tiny")
@@ -66,6 +74,21 @@ def test_a_target_can_be_timed_and_is_as_it_was_afterwards(family, monkeypatch, 
     assert (times.trees is None) == (family != "qwen3_5"), "where trees take longer than chains"
     after = target.forward(tokens, target.new_cache(), budget.Block(3))[0]
     assert mx.array_equal(before, after)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_contexts_whose_caches_the_memory_has_no_room_for_are_not_timed(family, monkeypatch):
+    target = Target(make_model(family), 20000, "tiny")
+    monkeypatch.setattr(budget, "ROWS", (1, 3))
+    monkeypatch.setattr(budget, "DEEP_ROWS", (1, 3))
+    cache = target.new_cache()
+    mx.eval(target.forward(mx.zeros(1, mx.int32), cache, budget.Block(1))[0])
+    cache.commit(range(1))
+    cache.lengthen(4095)
+    monkeypatch.setattr(budget, "free_memory", lambda: 6 * cache.nbytes)
+    assert [deep.context for deep in times_of(target).deeper] == [1024, 4096]
+    monkeypatch.setattr(budget, "free_memory", lambda: 20 * cache.nbytes)
+    assert [deep.context for deep in times_of(target).deeper] == [1024, 4096, 16384]
 
 
 @pytest.mark.parametrize("family", MIXTURES)
