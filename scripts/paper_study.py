@@ -6,9 +6,9 @@ import argparse
 import gzip
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from dflash_mlx.core.errors import DFlashError
 from dflash_mlx.corpus import main as collect
 from dflash_mlx.drafters.methods import make_drafter
 from dflash_mlx.drafters.paper import KNOBS
-from dflash_mlx.models.load import load_pair, load_target
+from dflash_mlx.models.load import load_pair, load_target, make_ready
 from dflash_mlx.models.names import find_names
 from dflash_mlx.system.files import kept_json, replace_text
 from dflash_mlx.train.data import vocabulary_size
@@ -208,21 +208,32 @@ def walked(config: PairConfig, methods: Sequence[str], answers: Path) -> dict[st
     """Figures by method and category; one that the pair does not serve says why."""
     uses = read_methods(",".join(methods), DecodeConfig(), KNOBS)
     del uses[PLAIN]
-    refused = {}
-    for name, use in [*uses.items()]:
-        try:
-            make_drafter(load_pair(config, use), use)
-        except DFlashError as error:
-            refused[name] = {REFUSED: error.what}
-            del uses[name]
+    refused: dict[str, Any] = {}
+
+    def keep_served(ask: Callable[[DecodeConfig], Any]) -> None:
+        for name, use in [*uses.items()]:
+            try:
+                ask(use)
+            except DFlashError as error:
+                refused[name] = {REFUSED: error.what}
+                del uses[name]
+
+    keep_served(partial(make_ready, config))
+    if uses:
+        pair = load_pair(config, *uses.values())
+        keep_served(partial(make_drafter, pair))
     if not uses:
         return refused
-    pair = load_pair(config, *uses.values())
-    rows = simulate_trees.read_answers(answers, vocabulary_size(pair.target))
-    drafters = {name: make_drafter(pair, use) for name, use in uses.items()}
-    with simulate_trees.remembering() as memory:
-        counts = simulate_trees.simulate(pair, drafters, rows, memory)
-    return refused | {name: count.figures() for name, count in counts.items()}
+    try:
+        rows = simulate_trees.read_answers(answers, vocabulary_size(pair.target))
+        drafters = {name: make_drafter(pair, use) for name, use in uses.items()}
+        with simulate_trees.remembering() as memory:
+            counts = simulate_trees.simulate(pair, drafters, rows, memory)
+        return refused | {name: count.figures() for name, count in counts.items()}
+    except DFlashError as error:
+        if len(uses) == 1:
+            return refused | {name: {REFUSED: error.what} for name in uses}
+    return refused | {name: f for m in uses for name, f in walked(config, [m], answers).items()}
 
 
 def _mean(figures: dict[str, Any], name: str, with_interval: bool = False) -> str:

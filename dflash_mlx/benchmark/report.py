@@ -27,7 +27,7 @@ FINISHED, RUNS = "finished", "runs"
 _ANEW = "leave --resume out to measure again, or name another file with --json"
 _COUNTERS = ("drafted", "accepted", "modes")  # of Statistics
 _CHANGES = ("drafter_bits", "kv_bits", "draft_window")  # of a pair
-_TABLES: dict[str, dict[str, str]] = {  # what stands below a heading, in tables of 80 columns
+_TABLES: dict[str, dict[str, str]] = {  # what stands below a heading, in narrow tables
     "": {
         "tok/s": "{tokens_per_second:.1f}",
         "speed-up": "{speedup:.2f}",

@@ -30,7 +30,7 @@ from dflash_mlx.verifier.sequence import SequenceCache
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96)  # the sizes that passes come in
 DEEP_ROWS = (1, 4, 8, 16, 48)  # behind longer contexts, where passes take longer
 CONTEXTS = (128, 1024, 4096, 16384)  # committed tokens before the measured passes
-_COPIES = 4  # of a cache that have to fit, as making one longer copies it
+_COPIES = 3  # times its size that half of the free memory has to hold, as a cache grows by copies
 _REPEATS = 3
 _TRIED = 5.0  # seconds that kernels may be tried before passes are timed without them
 _DRIFT, _NOTICED = 0.3, 32  # how far off times may be, as the median of so many real passes
@@ -61,16 +61,17 @@ class PassTimes:
         """
         if not self.deeper or not contexts:
             return self._behind(rows)
-        own = np.asarray(self.rows)
-        near = self._behind(own)
+        asked = np.union1d(self.rows, rows)
+        near = self._behind(asked)
         length, below = sum(contexts) / len(contexts), self
         for above in self.deeper:
-            far = np.maximum(above._behind(own), near)
+            far = np.maximum(above._behind(asked), near)
             if length < above.context or above is self.deeper[-1]:
                 break
             below, near = above, far
         share = max(0.0, (length - below.context) / (above.context - below.context))
-        return PassTimes(self.rows, tuple(near + share * (far - near)))._behind(rows)
+        rising = np.minimum.accumulate((near + share * (far - near))[::-1])[::-1]
+        return np.asarray(rising[np.searchsorted(asked, rows)])
 
     def branching(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Seconds that a tree of so many nodes takes longer than a chain, behind any context."""
@@ -133,7 +134,7 @@ def _fits(cache: SequenceCache, context: int) -> bool:
     """Whether the memory has room to make a cache so long; nothing is computed for that."""
     longer = cache.fork()
     longer.lengthen(context - longer.length)
-    return _COPIES * longer.nbytes <= free_memory()
+    return _COPIES * longer.nbytes <= free_memory() // 2
 
 
 def _tree_of(rows: int) -> Block:

@@ -125,17 +125,25 @@ def test_a_method_that_is_refused_does_not_part_those_that_walk_together(tmp_pat
     pair = full_pair(tmp_path, Target(make_model("llama"), 200, "tiny"))
     row = CorpusRow("a", "math", (5, 9, 5, 3), tuple(range(4, 24)), 0.0)
     walks, simulate = [], simulate_trees.simulate
+    breaks = ""
 
     def watched(pair, drafters, *more):
         walks.append([*drafters])
+        if breaks in drafters:
+            raise DFlashError("it broke", "mend it")
         return simulate(pair, drafters, *more)
 
+    monkeypatch.setattr(paper_study, "make_ready", lambda *asked: None)
     monkeypatch.setattr(paper_study, "load_pair", lambda *asked: pair)
     monkeypatch.setattr(simulate_trees, "read_answers", lambda *asked: [row])
     monkeypatch.setattr(simulate_trees, "simulate", watched)
     found = paper_study.walked(PairConfig(), ["ngram:4", "mtp:8", "dflash1:4"], tmp_path)
     assert walks == [["ngram:4", "dflash1:4"]]
     assert [name for name, figures in found.items() if "refused" in figures] == ["mtp:8"]
+    breaks = "ngram:4"
+    again = paper_study.walked(PairConfig(), ["ngram:4", "mtp:8", "dflash1:4"], tmp_path)
+    assert walks[1:] == [["ngram:4", "dflash1:4"], ["ngram:4"], ["dflash1:4"]]
+    assert again["ngram:4"] == {"refused": "it broke"} and again["dflash1:4"] == found["dflash1:4"]
 
 
 def test_words_behind_two_dashes_go_to_the_trainings():
