@@ -210,23 +210,24 @@ def walked(config: PairConfig, methods: Sequence[str], answers: Path) -> dict[st
     del uses[PLAIN]
     refused: dict[str, Any] = {}
 
-    def keep_served(ask: Callable[[DecodeConfig], Any]) -> None:
+    def served(ask: Callable[[DecodeConfig], Any]) -> dict[str, Any]:
+        found = {}
         for name, use in [*uses.items()]:
             try:
-                ask(use)
+                found[name] = ask(use)
             except DFlashError as error:
                 refused[name] = {REFUSED: error.what}
                 del uses[name]
+        return found
 
-    keep_served(partial(make_ready, config))
-    if uses:
-        pair = load_pair(config, *uses.values())
-        keep_served(partial(make_drafter, pair))
-    if not uses:
+    if not served(partial(make_ready, config)):
+        return refused
+    pair = load_pair(config, *uses.values())
+    drafters = served(partial(make_drafter, pair))
+    if not drafters:
         return refused
     try:
         rows = simulate_trees.read_answers(answers, vocabulary_size(pair.target))
-        drafters = {name: make_drafter(pair, use) for name, use in uses.items()}
         with simulate_trees.remembering() as memory:
             counts = simulate_trees.simulate(pair, drafters, rows, memory)
         return refused | {name: count.figures() for name, count in counts.items()}
